@@ -1,0 +1,44 @@
+# Every target sets up what it needs: each works as the first command on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check bench fuzz soak clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    three workers on this machine, a few remote computations, a table of latencies"
+	@echo "make test    the whole test suite"
+	@echo "make check   format, lint, types, layers and the fast tests"
+	@echo "make bench   gradwire and torch.distributed.rpc in turns, as ratios"
+	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch hatchling
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not slow" -x -q
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz/fuzz_wire.py --seconds $(FUZZ_SECONDS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

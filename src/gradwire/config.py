@@ -1,0 +1,112 @@
+"""Settings with their defaults. Everything is a frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire.errors import ConfigurationError
+from gradwire.types import Trust
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one worker accepts from another; anything beyond is refused before it is decoded or allocated.
+
+    Attributes:
+        frame_bytes: Payload of one message (arguments and tensors).
+        header_bytes: Header of one message.
+        num_tensors: Tensors in one message.
+        num_dims: Dimensions of a tensor.
+        depth: Nesting of containers in arguments.
+        name_bytes: Length of a worker's or function's name.
+        calls_in_flight: Calls that one worker may have open at another; `rpc_async` waits for room.
+        arena_bytes: Shared memory that one connection may hold; beyond it tensors travel through the socket.
+        half_open: Connections that have not finished their handshake.
+        handshake_bytes: Bytes accepted before the handshake is over.
+        handshake_timeout_s: Time for a handshake.
+        error_text_bytes: Text of an error, its traceback included; longer ones are cut in the middle.
+    """
+
+    frame_bytes: int = 1 * GIB
+    header_bytes: int = 1 * MIB
+    num_tensors: int = 4096
+    num_dims: int = 64
+    depth: int = 32
+    name_bytes: int = 128
+    calls_in_flight: int = 1024
+    arena_bytes: int = 1 * GIB
+    half_open: int = 64
+    handshake_bytes: int = 4 * KIB
+    handshake_timeout_s: float = 5.0
+    error_text_bytes: int = 64 * KIB
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigurationError(f"Limits.{item.name} must be a positive number, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsKeys:
+    """Files that let a worker prove that it belongs to the cluster; `gradwire.transports.tls.make_keys` writes them.
+
+    Attributes:
+        ca: Certificate of the cluster's authority.
+        certificate: This worker's certificate, signed by it.
+        key: This worker's private key; must be readable by its owner alone.
+    """
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def in_folder(cls, folder: str | Path, name: str = "worker") -> TlsKeys:
+        """The files ``ca.pem``, ``<name>.pem`` and ``<name>.key`` in one folder."""
+        base = Path(folder)
+        return cls(ca=base / "ca.pem", certificate=base / f"{name}.pem", key=base / f"{name}.key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """How one worker runs.
+
+    Attributes:
+        num_worker_threads: User functions that run at once; functions that wait for another call do not count.
+        rpc_timeout_s: Deadline of a call that names none; 0 means none.
+        trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` beyond it.
+        transports: Schemes to listen on, or None for ``unix``, and ``tcp`` too where keys are given.
+        bind_host: Where ``tcp`` listens. Anything but loopback needs `tls`.
+        bind_port: Port for ``tcp``; 0 takes a free one.
+        tls: Keys for TLS 1.3 on both sides.
+        token: Secret shared by the workers of a cluster; shown by HMAC in the handshake.
+        limits: What is accepted from other workers.
+        shared_memory_from: Tensors of at least so many bytes go through shared memory on one machine.
+    """
+
+    num_worker_threads: int = 16
+    rpc_timeout_s: float = 60.0
+    trust: Trust | None = None
+    transports: tuple[str, ...] | None = None
+    bind_host: str = "127.0.0.1"
+    bind_port: int = 0
+    tls: TlsKeys | None = None
+    token: bytes = field(default=b"", repr=False)
+    limits: Limits = Limits()
+    shared_memory_from: int = 64 * KIB
+
+    def __post_init__(self) -> None:
+        if self.num_worker_threads < 1:
+            raise ConfigurationError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
+        if not self.rpc_timeout_s >= 0:
+            raise ConfigurationError(f"rpc_timeout must be 0 (none) or positive, not {self.rpc_timeout_s}")
+        if self.trust not in (None, "code", "data"):
+            raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
+        for scheme in self.transports or ():
+            if scheme not in ("inproc", "unix", "tcp"):
+                raise ConfigurationError(f'transports may name "inproc", "unix" and "tcp", not {scheme!r}')

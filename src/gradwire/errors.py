@@ -1,0 +1,139 @@
+"""Every error gradwire raises.
+
+GradwireError
+  ConfigurationError (ValueError)        an option is wrong; nothing was started
+  TransportError
+    ConnectFailed (ConnectionError)      nobody answered at that address
+    ConnectionLost (ConnectionError)     they ended it
+    ConnectionClosed (ConnectionError)   we ended it
+    DecodeError                          bytes that are not a frame; the connection is closed
+      LimitExceeded                      a frame that is larger than this worker accepts
+    AuthenticationFailed                 wrong key, unknown identity, other trust level or version
+  CannotSend (TypeError)                 a value or tensor that cannot travel, and why
+  RpcError (RuntimeError)
+    RpcTimeout (TimeoutError)            the deadline passed; says in which phase
+    CallCancelled                        the caller cancelled it
+    WorkerLost (ConnectionError)         the worker died or left
+    UnknownWorker (ValueError)           no worker of that name or rank
+    RemoteCallFailed                     the user's function raised there, and its type is not known here
+    NotExposed (PermissionError)         trust="data" and the function was not marked with expose
+    NotInitialized                       init_rpc was not called in this process
+    RendezvousFailed                     not every rank arrived
+    WorkerStartFailed                    a worker process ended before it was ready
+
+Messages name the worker, the operation and the next step. Errors travel between workers as data (`ErrorInfo` in
+`gradwire.wire.messages`), never as pickles.
+"""
+
+from __future__ import annotations
+
+
+class GradwireError(Exception):
+    """Base of every error that gradwire raises on its own account."""
+
+
+class ConfigurationError(GradwireError, ValueError):
+    """An option or argument is wrong; nothing was started or sent."""
+
+
+class TransportError(GradwireError):
+    """The connection between two workers failed."""
+
+
+class ConnectFailed(TransportError, ConnectionError):
+    """Nobody answered at that address."""
+
+
+class ConnectionLost(TransportError, ConnectionError):
+    """The other side ended the connection, or the network did."""
+
+
+class ConnectionClosed(TransportError, ConnectionError):
+    """This side had ended the connection already."""
+
+
+class DecodeError(TransportError):
+    """Bytes that are not a valid frame. The connection they came over is closed; nothing else is touched."""
+
+
+class LimitExceeded(DecodeError):
+    """A frame that is larger, deeper or more numerous than `gradwire.config.Limits` allow."""
+
+
+class AuthenticationFailed(TransportError):
+    """The other side could not show that it belongs to this cluster."""
+
+
+class CannotSend(GradwireError, TypeError):
+    """A value or tensor that cannot travel to another worker; the message says which and why."""
+
+
+class RpcError(GradwireError, RuntimeError):
+    """A call to another worker did not produce its result."""
+
+
+class RpcTimeout(RpcError, TimeoutError):
+    """The deadline of a call passed.
+
+    Attributes:
+        worker: Name of the worker that was called.
+        phase: Where the call was when time ran out: ``connect``, ``send``, ``queue``, ``run``, ``reply`` or
+            ``unknown`` (the worker did not answer the question).
+    """
+
+    def __init__(self, message: str, worker: str = "", phase: str = "unknown") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.phase = phase
+
+
+class CallCancelled(RpcError):
+    """The caller cancelled the call before its result arrived."""
+
+
+class WorkerLost(RpcError, ConnectionError):
+    """The worker died, left or cannot be reached any more.
+
+    Attributes:
+        worker: Its name.
+        last_seen: Seconds since the epoch when something last arrived from it, or None.
+    """
+
+    def __init__(self, message: str, worker: str = "", last_seen: float | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.last_seen = last_seen
+
+
+class UnknownWorker(RpcError, ValueError):
+    """No worker of that name or rank is in the cluster."""
+
+
+class RemoteCallFailed(RpcError):
+    """The called function raised, and the exception's own type cannot be rebuilt here.
+
+    Attributes:
+        worker: Name of the worker where it was raised.
+        type_name: The exception's type there, as ``module.Class``.
+    """
+
+    def __init__(self, message: str, worker: str = "", type_name: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.type_name = type_name
+
+
+class NotExposed(RpcError, PermissionError):
+    """With ``trust="data"``, a function was called that is not marked with `gradwire.rpc.expose`."""
+
+
+class NotInitialized(RpcError):
+    """This process is not part of a cluster: `gradwire.rpc.init_rpc` was not called, or `shutdown` was."""
+
+
+class RendezvousFailed(RpcError):
+    """Not every rank arrived before the deadline; the message says which did not and where they were expected."""
+
+
+class WorkerStartFailed(RpcError):
+    """A worker process ended before it was ready; the message carries what it printed."""

@@ -1,0 +1,1 @@
+"""Connections between workers, chosen by the scheme of an address."""

@@ -1,0 +1,47 @@
+"""Small values that every layer shares: who a worker is and where it can be reached."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import msgspec
+
+Trust = Literal["code", "data"]
+"""How far workers trust each other: ``"code"`` may send functions and pickles, ``"data"`` only tensors and plain data."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's name and rank, as ``torch.distributed.rpc.WorkerInfo`` shows them.
+
+    Attributes:
+        name: Unique among the workers of a cluster.
+        id: The rank: 0 to 65,535, so that it fits the upper 16 bits of an autograd context id.
+    """
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """Everything another worker needs to reach this one.
+
+    Attributes:
+        info: Name and rank.
+        incarnation: Rises with every start under the same name; frames of an older one are refused.
+        host: Identity of the machine and network namespace; equal hosts talk over ``unix``.
+        uris: Where the worker listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711``.
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    host: str
+    uris: tuple[str, ...]
+
+
+def make_incarnation() -> int:
+    """A number that is larger for a later start; 63 bits of nanoseconds last until the year 2262."""
+    return time.time_ns()

@@ -1,0 +1,1 @@
+"""Messages, framing and tensors: pure functions of bytes."""

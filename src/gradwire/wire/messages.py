@@ -1,0 +1,179 @@
+"""The closed set of messages, and what they say about their payload.
+
+A frame is `prefix | header | payload`. The header is one of the structs below, as a msgpack array; its type is a number in
+the prefix. The payload is `body | segment | segment ...`: the body holds encoded arguments, and every dense part of a tensor
+is one segment, in the order in which the metadata names them (depth first). A part whose metadata names a shared-memory
+slot has no bytes in the payload.
+
+Handshake, on every connection:
+
+    caller                                   listener
+      Hello(nonce, who, whom)        ->
+                                     <-      Challenge(nonce, who, proof)    or Refused
+      Proof(proof)                   ->
+                                     <-      Welcome()                       or Refused
+
+then Call/Reply/Failure. A connection carries the calls of the worker that opened it and the answers to them, never the
+other way round, so that whoever waits for an answer may read the connection without meeting somebody else's request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from gradwire.types import Trust, WorkerAddress
+
+PROTOCOL_VERSION = 1
+
+Lane = Literal["calls", "control"]
+"""User functions travel on ``calls``; cancellation, membership and the layers above on ``control``."""
+
+
+class SlotRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A place in the sender's shared memory. `is_new`: its file descriptor comes with this frame."""
+
+    slot_id: int
+    capacity: int
+    is_new: bool
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Everything about a tensor except its bytes.
+
+    Attributes:
+        dtype: Index into `gradwire.wire.tensors.DTYPES`.
+        shape: Sizes; never negative.
+        num_bytes: Bytes of this tensor's own segment (0 for sparse layouts and ``meta`` tensors).
+        flags: Sum of the `FLAG_*` numbers in `gradwire.wire.tensors`.
+        layout: Index into `gradwire.wire.tensors.LAYOUTS`.
+        device: Where the tensor was and shall be; empty for the CPU.
+        parts: Dense tensors that make up a sparse one.
+        slot: Where the bytes are, if not in the payload.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    num_bytes: int
+    flags: int = 0
+    layout: int = 0
+    device: str = ""
+    parts: tuple[TensorMeta, ...] = ()
+    slot: SlotRef | None = None
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An exception as data.
+
+    Attributes:
+        type_name: ``module:qualname`` of its class.
+        message: ``str(exception)``.
+        traceback: The remote traceback as text, cut to `Limits.error_text_bytes`.
+        worker: Name of the worker where it was raised.
+        details: Constructor arguments and attributes, as far as they are plain data (encoded), or empty.
+        cause: The exception behind it.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    worker: str
+    details: bytes = b""
+    cause: ErrorInfo | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The caller introduces itself and says whom it means to reach."""
+
+    version: int
+    nonce: bytes
+    sender: WorkerAddress
+    to_name: str
+    to_incarnation: int
+    lane: Lane
+    trust: Trust
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The listener proves that it knows the cluster's token and asks the caller to do the same."""
+
+    nonce: bytes
+    sender: WorkerAddress
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The caller's proof."""
+
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The connection is open."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The connection is not opened, and why. Never holds a secret."""
+
+    reason: str
+
+
+class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Run a function.
+
+    Attributes:
+        call_id: Unique on its connection.
+        function: ``module:qualname`` or an exposed name; empty when the function is in the body.
+        timeout_s: Time left, 0 for no deadline. Relative, because clocks differ.
+        codec: How the body is encoded (`gradwire.wire.objects`).
+        body_bytes: Length of the body.
+        tensors: One entry for each tensor in the arguments.
+        notes: What interceptors attached, by their name.
+    """
+
+    call_id: int
+    function: str
+    timeout_s: float
+    codec: int
+    body_bytes: int
+    tensors: tuple[TensorMeta, ...] = ()
+    notes: dict[str, Any] = {}
+
+
+class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The value that a call returned."""
+
+    call_id: int
+    codec: int
+    body_bytes: int
+    tensors: tuple[TensorMeta, ...] = ()
+    notes: dict[str, Any] = {}
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The exception that a call raised."""
+
+    call_id: int
+    error: ErrorInfo
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The sender leaves in good order; the end of its connections is no failure."""
+
+    reason: str
+
+
+Message = Hello | Challenge | Proof | Welcome | Refused | Call | Reply | Failure | Goodbye
+
+MESSAGE_TYPES: dict[int, type[Message]] = {
+    1: Hello,
+    2: Challenge,
+    3: Proof,
+    4: Welcome,
+    5: Refused,
+    16: Call,
+    17: Reply,
+    18: Failure,
+    19: Goodbye,
+}
