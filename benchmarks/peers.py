@@ -1,0 +1,191 @@
+"""The systems that are measured, each behind the same calls: start, noop, echo, async_noops, close.
+
+    driver process                          server process
+      peer.echo(tensor)      ------->         echo(tensor)
+                             <-------
+
+gradwire uses torch's names, so one class drives both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed.rpc"])  # the slow import is paid once, not once for each process
+JOIN_TIMEOUT_S = 20.0
+LARGEST = 64 << 20
+CORES = os.sched_getaffinity(0)
+SHARED_FROM = 16 << 10  # the floor sends smaller tensors through its socket, where they arrive in one piece
+IN_SOCKET = b"\xff"  # first byte of such a message; a size in shared memory never starts with it
+
+
+def noop() -> None:
+    """Called on the server."""
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    """Called on the server."""
+    return tensor
+
+
+def memory_bytes() -> dict[str, int]:
+    """Resident bytes of the process it runs in, and the part of them that is shared memory."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {words[0]: int(words[1]) for words in lines if words[0] in ("VmRSS:", "RssShmem:")}
+    return {"rss": kib["VmRSS:"] << 10, "shared": kib["RssShmem:"] << 10}
+
+
+class RpcPeer:
+    """Two workers, ``driver`` here and ``server`` in a process of its own."""
+
+    module = ""
+
+    def options(self, rpc: Any, folder: Path) -> Any:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        folder = Path(self._folder.name)
+        self.prepare(folder)
+        self.server = CONTEXT.Process(target=_serve, args=(type(self), folder), daemon=True)
+        self.server.start()
+        self.rpc = self.join_cluster("driver", 0, folder)
+
+    def prepare(self, folder: Path) -> None:
+        """What has to be there before either worker starts."""
+
+    def join_cluster(self, name: str, rank: int, folder: Path) -> Any:
+        torch.set_num_threads(1)
+        rpc = importlib.import_module(self.module)
+        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=self.options(rpc, folder))
+        return rpc
+
+    def call(self, function: Any, *args: Any) -> Any:
+        return self.rpc.rpc_sync("server", function, args=args)
+
+    def noop(self) -> None:
+        self.rpc.rpc_sync("server", noop)
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.rpc.rpc_sync("server", echo, args=(tensor,))
+
+    def async_noops(self, num_calls: int) -> None:
+        torch.futures.wait_all([self.rpc.rpc_async("server", noop) for _ in range(num_calls)])
+
+    def close(self) -> None:
+        self.rpc.shutdown()
+        self.server.join(JOIN_TIMEOUT_S)
+        self._folder.cleanup()
+
+
+def _serve(peer_class: type[RpcPeer], folder: Path) -> None:
+    peer_class().join_cluster("server", 1, folder).shutdown()  # shutdown waits until the driver leaves
+
+
+class TorchRpc(RpcPeer):
+    """torch.distributed.rpc as it comes: shared-memory transport on one machine."""
+
+    module = "torch.distributed.rpc"
+    transport: dict[str, list[str]] = {}  # noqa: RUF012
+
+    def options(self, rpc: Any, folder: Path) -> Any:
+        os.environ["TP_SOCKET_IFNAME"] = "lo"
+        warnings.filterwarnings("ignore", category=UserWarning)  # torch's own deprecations, printed at shutdown
+        return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous", **self.transport)
+
+
+class TorchRpcTcp(TorchRpc):
+    """torch.distributed.rpc over TCP alone."""
+
+    transport = {"_transports": ["uv"], "_channels": ["basic"]}  # noqa: RUF012
+
+
+class Gradwire(RpcPeer):
+    """gradwire as it comes: Unix socket and shared memory on one machine."""
+
+    module = "gradwire.rpc"
+
+    def options(self, rpc: Any, folder: Path) -> Any:
+        return rpc.RpcOptions(init_method=f"file://{folder}/rendezvous", **self.transport(folder))
+
+    def transport(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+
+class GradwireTcp(Gradwire):
+    """gradwire over TCP on loopback, without TLS."""
+
+    def transport(self, folder: Path) -> dict[str, Any]:
+        return {"transports": ("tcp",)}
+
+
+class GradwireTls(Gradwire):
+    """gradwire over TCP on loopback with TLS 1.3 on both sides."""
+
+    def prepare(self, folder: Path) -> None:
+        importlib.import_module("gradwire.transports.tls").make_keys(folder)
+
+    def transport(self, folder: Path) -> dict[str, Any]:
+        keys = importlib.import_module("gradwire.config").TlsKeys.in_folder(folder)
+        return {"transports": ("tcp",), "tls": keys}
+
+
+class Floor:
+    """What any Python program here pays: a message each way over a Unix socket; large tensors in warm shared memory.
+
+    Its two processes are kept on two cores. Left alone, the scheduler puts them on one core in some rounds and on two
+    in others, and a ping-pong takes 15 us or 55 us accordingly: no figure to hold anything against.
+    """
+
+    def start(self) -> None:
+        torch.set_num_threads(1)
+        self._socket, theirs = socket.socketpair()
+        out, self._back = (torch.zeros(LARGEST, dtype=torch.uint8).share_memory_() for _ in range(2))
+        self._out = memoryview(out.numpy())  # a slice of it is copied by memmove, without torch's dispatch
+        self.server = CONTEXT.Process(target=_serve_floor, args=(theirs, out, self._back), daemon=True)
+        self.server.start()
+        theirs.close()
+        os.sched_setaffinity(0, {min(CORES)})
+
+    def noop(self) -> None:
+        self._socket.send(IN_SOCKET)
+        self._socket.recv(1)
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = memoryview(tensor.numpy()).cast("B")
+        if len(view) < SHARED_FROM:
+            self._socket.sendmsg([IN_SOCKET, view])
+            result = torch.empty_like(tensor)
+            self._socket.recvmsg_into([bytearray(1), result.numpy()])
+            return result
+        self._out[: len(view)] = view
+        self._socket.send(len(view).to_bytes(8, "big"))
+        self._socket.recv(8)
+        return self._back[: len(view)].view(tensor.dtype)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.server.join(JOIN_TIMEOUT_S)
+
+
+def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Tensor) -> None:
+    os.sched_setaffinity(0, {max(CORES)})
+    source, target = memoryview(incoming.numpy()), memoryview(outgoing.numpy())
+    while request := sock.recv(SHARED_FROM + 1):
+        if request[:1] != IN_SOCKET:
+            num_bytes = int.from_bytes(request, "big")
+            target[:num_bytes] = source[:num_bytes]
+        sock.send(request)
+
+
+PEERS = {peer.__name__: peer for peer in (TorchRpc, TorchRpcTcp, Gradwire, GradwireTcp, GradwireTls, Floor)}

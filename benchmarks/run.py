@@ -1,0 +1,159 @@
+"""gradwire and torch.distributed.rpc in turns, as ratios. See README.md beside this file."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works without an installed package, too
+
+from cases import CASES, MIB, Case, echo_memory, idle_peers, time_round
+from turns import Driver, SystemFailed
+
+COLUMNS = ("case", "torch", "gradwire", "ratio", "bar", "met", "beside")
+FLAT_BYTES = 8 * MIB  # growth that an allocator may show without a leak
+IDLE_BYTES = 100 * MIB
+
+
+class Bench:
+    """Starts systems as cases need them, lets them take turns, and remembers which failed."""
+
+    def __init__(self, is_quick: bool) -> None:
+        self.is_quick = is_quick
+        self.failures: dict[str, str] = {}
+        self._drivers: dict[str, Driver] = {}
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Rounds in turns; every other turn in reverse, so that a drift of the machine hits all alike."""
+        rounds: dict[str, list[float]] = {name: [] for name in case.peers}
+        for round_no in range(3 if self.is_quick else 7):
+            for name in case.peers[:: -1 if round_no % 2 else 1]:
+                seconds = self.run(name, time_round, case, round_no)
+                if seconds is not None:
+                    rounds[name].append(seconds)
+        return make_row(case, rounds)
+
+    def measure_echo_memory(self) -> dict[str, Any]:
+        """Whether many echoes of 1 MiB leave memory flat on both sides."""
+        num_calls, num_warm = (1000, 200) if self.is_quick else (10_000, 1000)
+        row = {"case": f"memory: {num_calls:,} x 1 MiB", "bar": f"+ < {FLAT_BYTES // MIB} MiB"}
+        found = self.run("Gradwire", echo_memory, num_calls, num_warm)
+        if found:
+            pairs = {key: (value, found["last"][key]) for key, value in found["first"].items()}
+            row["met"] = all(last - first < FLAT_BYTES for first, last in pairs.values())
+            row["beside"] = ", ".join(f"{key} {a / MIB:.0f} -> {b / MIB:.0f} MiB" for key, (a, b) in pairs.items())
+        return row
+
+    def measure_idle_peers(self) -> dict[str, Any]:
+        """What 1,000 open, unused connections cost."""
+        row = {"case": "memory: 1,000 idle peers", "bar": f"< {IDLE_BYTES // MIB} MiB"}
+        num_bytes = self.run("Floor", idle_peers, 1000)
+        if num_bytes is not None:
+            row |= {"met": num_bytes < IDLE_BYTES, "beside": f"{num_bytes / MIB:.1f} MiB for both ends of each"}
+        return row
+
+    def run(self, name: str, function: Any, *args: Any) -> Any:
+        """The function's result on that system, or None if the system is out."""
+        if name in self.failures:
+            return None
+        try:
+            if name not in self._drivers:
+                self._drivers[name] = Driver(name)
+            return self._drivers[name].run(function, *args)
+        except SystemFailed as failure:
+            self.failures[name] = str(failure)
+            return None
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+
+
+def make_row(case: Case, rounds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of the rounds. Ratios are taken within each round, between neighbours in time, then their median."""
+    seconds = {name: median(times) for name, times in rounds.items() if times}
+    show = (lambda s: f"{1 / s:,.0f}/s") if case.operation == "async" else _duration
+    row: dict[str, Any] = {"case": case.name, "bar": f">= {case.bar}x", "seconds": seconds, "rounds": rounds}
+    row |= {role: show(seconds[name]) for role, name in case.roles.items() if name in seconds}
+    if case.gradwire not in seconds:
+        return row
+    if case.torch in seconds:
+        row["torch_ratio"] = _ratio(rounds[case.torch], rounds[case.gradwire])
+        row["ratio"], row["met"] = f"{row['torch_ratio']:.1f}x", row["torch_ratio"] >= case.bar
+    if case.beside == "Floor" and case.beside in seconds:
+        row["floor_ratio"] = _ratio(rounds[case.gradwire], rounds["Floor"])
+        row["beside"] = f"floor {row['beside']}, gradwire {row['floor_ratio']:.1f}x"
+        if case.floor_bar:
+            row["beside"] += f" (bar <= {case.floor_bar}x)"
+            row["met"] = row.get("met", True) and row["floor_ratio"] <= case.floor_bar
+    elif case.beside in seconds:
+        row["tls_ratio"] = _ratio(rounds[case.beside], rounds[case.gradwire])
+        row["beside"] = f"with TLS {row['beside']}, {row['tls_ratio']:.2f}x"
+    return row
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return median(a / b for a, b in zip(these, those, strict=False))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    met = {True: "yes", False: "NO"}
+    return [met.get(row.get(name), "-") if name == "met" else row.get(name, "-") for name in COLUMNS]
+
+
+def _report(rows: list[dict[str, Any]], failures: dict[str, str], arguments: argparse.Namespace) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(*COLUMNS, title="rounds in turns: median times; ratio = median of torch / gradwire in each round")
+    for row in rows:
+        table.add_row(*_cells(row), style={True: "green", False: "red"}.get(row.get("met")))
+    console.print(table)
+    for failure in failures.values():
+        console.print("\n".join(failure.strip().splitlines()[-4:]), style="red", markup=False)
+    if arguments.json:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        report = {"date": now, "torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
+        report |= {"quick": arguments.quick, "rows": rows, "failures": failures}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.markdown:
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *map(_cells, rows)]
+        arguments.markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and calls: a look, not a result")
+    parser.add_argument("--only", metavar="NAME", default="", help='cases whose name contains this: "tcp", "64 MiB"')
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the systems are closed then, too
+    bench = Bench(arguments.quick)
+    rows = []
+    try:
+        rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
+        if arguments.only in "memory":
+            rows += [bench.measure_echo_memory(), bench.measure_idle_peers()]
+    finally:
+        bench.close()
+    _report(rows, bench.failures, arguments)
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
