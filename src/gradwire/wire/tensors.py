@@ -1,0 +1,337 @@
+"""Tensors as metadata and bytes, and back.
+
+A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made of
+two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that the
+tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of a large
+matrix costs a row. Names of dimensions, hooks and Python attributes stay at home.
+
+    describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
+    validate(meta)   -> payload bytes    receiver, before it allocates anything
+    rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
+
+`requires_grad` makes the rebuilt tensor a leaf. What joins it to the graph of its sender is the autograd layer's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.wire import _sparse
+from gradwire.wire.messages import TensorMeta
+
+# The order is the protocol: a number below names a dtype on every worker, so new ones go to the end.
+_DTYPE_NAMES: Final = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+).split()
+
+
+def _known_dtypes() -> tuple[torch.dtype, ...]:
+    """Dtypes of this torch, up to the first it lacks: leaving one out of the middle would rename the others."""
+    found = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+    return tuple(found[: found.index(None)] if None in found else found)  # type: ignore[arg-type]
+
+
+DTYPES: Final = _known_dtypes()
+LAYOUTS: Final = _sparse.LAYOUTS
+FLAG_REQUIRES_GRAD: Final = 1
+FLAG_CONJ: Final = 2
+FLAG_NEG: Final = 4
+FLAG_COALESCED: Final = 8
+FLAG_PARAMETER: Final = 16
+
+_ALL_FLAGS: Final = 31
+_DTYPE_INDEX: Final = {dtype: index for index, dtype in enumerate(DTYPES)}
+_ITEMSIZES: Final = tuple(dtype.itemsize for dtype in DTYPES)
+_DIFFERENTIABLE: Final = tuple(dtype.is_floating_point or dtype.is_complex for dtype in DTYPES)
+_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
+_BOOL: Final = _DTYPE_INDEX[torch.bool]
+_INT64_MAX: Final = 2**63 - 1
+_STRIDED: Final = torch.strided
+_DEVICE: Final = re.compile(r"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{})(?::[0-9]{{1,3}})?".format(
+    re.escape(torch._C._get_privateuse1_backend_name())
+))
+
+_is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
+_memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_PyBUF_READ: Final = 0x100
+
+
+def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
+    """Say what a tensor is, and name the dense CPU tensors whose bytes it is made of.
+
+    Args:
+        tensor: Any strided or sparse tensor or parameter, on any device.
+        limits: `Limits.num_dims` is checked, so that a tensor nobody would accept is refused where it is made.
+
+    Returns:
+        The metadata, and its parts, depth first: detached, without conj and neg bits, not necessarily contiguous. They
+        share memory with `tensor` where that is on the CPU. A tensor on ``meta`` has none.
+
+    Raises:
+        CannotSend: The tensor is quantised, nested, of a sub-byte dtype or a foreign subclass, or has too many dims.
+    """
+    index = _DTYPE_INDEX.get(tensor.dtype)
+    if (
+        type(tensor) is not torch.Tensor
+        or index is None
+        or tensor.layout is not _STRIDED
+        or not tensor.is_cpu
+        or tensor.is_neg()
+        or tensor.is_nested
+        or (_COMPLEX[index] and tensor.is_conj())
+        or _is_wrapped(tensor)
+    ):
+        return _describe_any(tensor, limits)
+    shape = tuple(tensor.shape)
+    if len(shape) > limits.num_dims:
+        raise CannotSend(f"a tensor of {len(shape)} dims cannot be sent: at most {limits.num_dims} (Limits.num_dims)")
+    if tensor.requires_grad:
+        return TensorMeta(index, shape, tensor.nbytes, FLAG_REQUIRES_GRAD), [tensor.detach()]
+    return TensorMeta(index, shape, tensor.nbytes), [tensor]
+
+
+def _describe_any(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
+    _check_sendable(tensor, limits)
+    flags = FLAG_PARAMETER if type(tensor) is torch.nn.Parameter else 0
+    if tensor.requires_grad:
+        flags |= FLAG_REQUIRES_GRAD
+    device = "" if tensor.device.type == "cpu" else str(tensor.device)
+    plain, dtype, shape = tensor.detach(), _DTYPE_INDEX[tensor.dtype], tuple(tensor.shape)
+    if plain.layout is not _STRIDED:
+        metas, parts = _describe_sparse(plain, limits)
+        flags |= FLAG_COALESCED if plain.layout is torch.sparse_coo and plain.is_coalesced() else 0
+        return TensorMeta(dtype, shape, 0, flags, LAYOUTS.index(plain.layout), device, metas), parts
+    if plain.is_conj():
+        plain, flags = plain.conj(), flags | FLAG_CONJ
+    if plain.is_neg():
+        plain, flags = torch._neg_view(plain), flags | FLAG_NEG
+    if plain.is_meta:
+        return TensorMeta(dtype, shape, 0, flags, 0, device), []
+    plain = plain.cpu()
+    return TensorMeta(dtype, shape, plain.nbytes, flags, 0, device), [plain]
+
+
+def _describe_sparse(plain: torch.Tensor, limits: Limits) -> tuple[tuple[TensorMeta, ...], list[torch.Tensor]]:
+    described = [describe(part.cpu(), limits) for part in _sparse.parts_of(plain)]
+    return tuple(meta for meta, _ in described), [part for _, parts in described for part in parts]
+
+
+def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
+    """Name the reason why a tensor cannot travel, and what to send instead."""
+    kind, reason = type(tensor), ""
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        reason = f"it is a {kind.__module__}.{kind.__qualname__}; send a plain tensor, e.g. its local part"
+    elif tensor.is_quantized:
+        reason = "it is quantised; send tensor.dequantize(), or int_repr() with its scale and zero point"
+    elif tensor.is_nested:
+        reason = "it is nested; send the list tensor.unbind()"
+    elif _is_wrapped(tensor) or torch._is_functional_tensor(tensor):
+        reason = "it belongs to a function transform (vmap, grad, functionalize); make the call outside of it"
+    elif tensor.layout not in LAYOUTS:
+        reason = f"its layout is {tensor.layout}; send tensor.to_dense()"
+    elif tensor.dtype not in _DTYPE_INDEX:
+        reason = f"its dtype is {tensor.dtype}, which has no portable bytes; convert it first"
+    elif tensor.dim() > limits.num_dims:
+        reason = f"it has {tensor.dim()} dims, and at most {limits.num_dims} are accepted (Limits.num_dims)"
+    elif tensor.layout is not _STRIDED and tensor.is_meta:
+        reason = 'it is sparse and on the device "meta", so its parts are unknown'
+    elif not tensor.is_cpu and not _DEVICE.fullmatch(str(tensor.device)):
+        reason = f"its device is {tensor.device}; move it to the CPU before the call"
+    if reason:
+        raise CannotSend(f"this tensor cannot be sent: {reason}")
+
+
+def as_bytes(part: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+    """The bytes of a dense part, and the tensor that must be kept alive while they are used.
+
+    No copy is made of a contiguous part; of any other, the owner is a contiguous copy.
+
+    Raises:
+        CannotSend: The part has no memory of its own.
+    """
+    owner = part if part.is_contiguous() else part.contiguous()
+    num_bytes = owner.nbytes
+    if num_bytes == 0:
+        return memoryview(b""), owner
+    address = _address_of(owner)
+    if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
+        owner = owner.clone()
+        address = _address_of(owner)
+    return _memory_at(address, num_bytes, _PyBUF_READ), owner
+
+
+def _address_of(part: torch.Tensor) -> int:
+    try:
+        return part.data_ptr()
+    except RuntimeError as error:
+        raise CannotSend(f"this tensor cannot be sent: {error}") from error
+
+
+def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a dense part, of whatever strides, into a flat ``uint8`` tensor of exactly its size, in one pass.
+
+    Raises:
+        CannotSend: The part has no memory of its own.
+    """
+    if target.nbytes != part.nbytes:
+        raise ValueError(f"copy_into: the part has {part.nbytes} bytes and the target {target.nbytes}")
+    if target.nbytes:
+        try:
+            target.view(part.dtype).view(part.shape).copy_(part)
+        except RuntimeError as error:
+            raise CannotSend(f"this tensor cannot be sent: {error}") from error
+
+
+def validate(meta: TensorMeta, limits: Limits) -> int:
+    """Check metadata that came from another worker, before anything is allocated for it.
+
+    Returns:
+        How many bytes of the payload belong to this tensor; bytes in shared-memory slots do not count.
+
+    Raises:
+        DecodeError: The metadata contradicts itself or names something unknown.
+        LimitExceeded: It has too many dims.
+    """
+    index, shape = meta.dtype, meta.shape
+    if not 0 <= index < len(_ITEMSIZES):
+        raise DecodeError(f"unknown dtype number {index}")
+    if len(shape) > limits.num_dims:
+        raise LimitExceeded(f"a tensor of {len(shape)} dims; at most {limits.num_dims} are accepted")
+    num_bytes = prod(shape) * _ITEMSIZES[index]
+    if shape and (num_bytes <= 0 or num_bytes > _INT64_MAX or min(shape) < 0):
+        _check_sizes(shape, _ITEMSIZES[index])
+    if meta.flags:
+        _check_flags(meta)
+    if meta.layout or meta.device or meta.parts:
+        return _validate_any(meta, num_bytes, limits)
+    if meta.num_bytes != num_bytes:
+        raise DecodeError(f"a tensor of shape {shape} and {DTYPES[index]} has {num_bytes} bytes, not {meta.num_bytes}")
+    if meta.slot is None:
+        return num_bytes
+    _check_slot(meta)
+    return 0
+
+
+def _check_sizes(shape: tuple[int, ...], itemsize: int) -> None:
+    if min(shape) < 0:
+        raise DecodeError(f"a tensor of negative size: {shape}")
+    # Torch multiplies strides with every zero read as one, so that is the product that must not overflow.
+    if prod(max(size, 1) for size in shape) * itemsize > _INT64_MAX:
+        raise DecodeError(f"the sizes of a tensor overflow 63 bits: {shape}")
+
+
+def _check_flags(meta: TensorMeta) -> None:
+    flags = meta.flags
+    if not 0 <= flags <= _ALL_FLAGS:
+        raise DecodeError(f"unknown tensor flags {flags}")
+    if flags & FLAG_REQUIRES_GRAD and not _DIFFERENTIABLE[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot require a gradient")
+    if flags & FLAG_CONJ and not _COMPLEX[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot be conjugated")
+    if flags & FLAG_COALESCED and LAYOUTS[meta.layout : meta.layout + 1] != (torch.sparse_coo,):
+        raise DecodeError("only a sparse COO tensor can be coalesced")
+    if flags & (FLAG_CONJ | FLAG_NEG) and meta.layout:
+        raise DecodeError("the conj and neg bits of a sparse tensor belong to its values")
+
+
+def _check_slot(meta: TensorMeta) -> None:
+    slot = meta.slot
+    if slot is None:
+        return
+    if not 0 <= slot.slot_id <= _INT64_MAX or not 0 < meta.num_bytes <= slot.capacity <= _INT64_MAX:
+        raise DecodeError(f"{meta.num_bytes} bytes in slot {slot.slot_id} of {slot.capacity} bytes")
+
+
+def _validate_any(meta: TensorMeta, num_bytes: int, limits: Limits) -> int:
+    """The same as `validate` for sparse tensors and those of other devices."""
+    if not 0 <= meta.layout < len(LAYOUTS):
+        raise DecodeError(f"unknown layout number {meta.layout}")
+    if meta.device and not _DEVICE.fullmatch(meta.device):
+        raise DecodeError(f"unknown device {meta.device[:64]!r}")
+    is_hollow = meta.device == "meta" or meta.layout != 0
+    if is_hollow and meta.slot is not None:
+        raise DecodeError("only a dense part can be in shared memory")
+    if meta.num_bytes != (0 if is_hollow else num_bytes):
+        raise DecodeError(f"a tensor of shape {meta.shape} and layout {meta.layout} with {meta.num_bytes} bytes")
+    if meta.layout:
+        _sparse.check_parts(meta, DTYPES)
+        return sum(validate(part, limits) for part in meta.parts)
+    if meta.parts:
+        raise DecodeError("a dense tensor is not made of parts")
+    _check_slot(meta)
+    return 0 if meta.slot is not None else meta.num_bytes
+
+
+def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
+    """The metadata of the dense parts, in the order of `describe`."""
+    if meta.layout:
+        yield from meta.parts
+    elif meta.device != "meta":
+        yield meta
+
+
+def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
+    """Make the tensor that `meta`, checked by `validate`, describes.
+
+    Args:
+        meta: What the tensor is.
+        buffers: One writable buffer for each dense part; the tensor keeps and uses it.
+
+    Raises:
+        DecodeError: The indices of a sparse tensor are not valid.
+        CannotSend: The tensor belongs on a device that this worker does not have.
+    """
+    if meta.layout or meta.device:
+        tensor = _rebuild_any(meta, buffers)
+    else:
+        tensor = _rebuild_dense(meta, next(buffers))
+    flags = meta.flags
+    if not flags:
+        return tensor
+    if flags & FLAG_CONJ:
+        tensor = tensor.conj()
+    if flags & FLAG_NEG:
+        tensor = torch._neg_view(tensor)
+    if flags & FLAG_PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & FLAG_REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags & FLAG_REQUIRES_GRAD else tensor
+
+
+def _rebuild_dense(meta: TensorMeta, buffer: Any) -> torch.Tensor:
+    if not meta.num_bytes:
+        return torch.empty(meta.shape, dtype=DTYPES[meta.dtype])
+    if meta.dtype == _BOOL:
+        # A bool byte other than 0 and 1 is undefined behaviour in the kernels; any set bit means True.
+        torch.frombuffer(buffer, dtype=torch.uint8, count=meta.num_bytes).clamp_(max=1)
+    shape = meta.shape
+    if len(shape) == 1:
+        return torch.frombuffer(buffer, dtype=DTYPES[meta.dtype], count=shape[0])
+    # resize_ within the storage only changes sizes and strides; unlike view it leaves a tensor that is no view.
+    return torch.frombuffer(buffer, dtype=DTYPES[meta.dtype], count=prod(shape)).resize_(shape)
+
+
+def _rebuild_any(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
+    if meta.device == "meta":
+        return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta")
+    if meta.layout:
+        tensor = _sparse.assemble(meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED))
+    else:
+        tensor = _rebuild_dense(meta, next(buffers))
+    if not meta.device:
+        return tensor
+    try:
+        return tensor.to(meta.device)
+    except Exception as error:  # each backend has its own way to say that it is not there
+        text = f"this worker has no {meta.device}: move the tensor to the CPU before the call"
+        raise CannotSend(text) from error
