@@ -1,0 +1,188 @@
+"""Memory from the system: sealed memfds for slots, private mappings for the pool, and advice to the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import stat
+import sys
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from gradwire.config import MIB
+from gradwire.errors import DecodeError
+
+PAGE = 4096
+"""Bytes before a slot's data; the first one is its state."""
+
+FREE, LENT, RETIRED = 0, 1, 2
+"""States of a slot. The sender lends and retires it, the receiver frees it."""
+
+Buffer = Any
+"""A writable object with the buffer protocol, for which `typing` has no name before Python 3.12."""
+
+# Linux's numbers; other systems lack the names, and this module has to be importable there.
+_F_ADD_SEALS, _F_GET_SEALS, _SEALS = 1033, 1034, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_MADV_REMOVE, _MADV_POPULATE_WRITE, _MADV_HUGEPAGE = 9, 23, 14
+_HUGE_FROM = 4 * MIB  # huge pages halve the cost of the first touch, and need some size to be found
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
+    try:
+        fd = make_memfd(2 * PAGE)
+    except OSError:
+        return False
+    try:
+        Slot(0, PAGE, fd)
+    except (OSError, RuntimeError):  # no /proc, or it is closed to this process
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+class Slot:
+    """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
+
+    __slots__ = ("capacity", "last_lent", "loan", "memory", "slot_id", "state")
+
+    def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
+        self.slot_id, self.capacity = slot_id, capacity
+        self.memory = _map_shared(fd, PAGE + capacity)
+        self.state = ctypes.c_uint8.from_address(self.memory.data_ptr())
+        self.loan: SlotLoan | None = None
+        self.last_lent = 0.0
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Mark the slot as lent; returns the bytes to fill."""
+        self.state.value = LENT
+        self.last_lent = time.monotonic()
+        return self.memory[PAGE : PAGE + num_bytes]
+
+    def borrow(self, num_bytes: int) -> Buffer:
+        """The slot's first bytes. When they are garbage collected, the slot is free."""
+        buffer = bytes_type(num_bytes).from_address(self.memory.data_ptr() + PAGE)
+        buffer._memory = self.memory  # the mapping lives as long as the buffer
+        self.loan = SlotLoan(buffer, _on_slot_freed)
+        self.loan.slot, self.loan.process_id = self, os.getpid()
+        return buffer
+
+    def retire(self) -> None:
+        """Free the pages and tell the receiver that the slot will not be lent again."""
+        _advise(self.memory.data_ptr() + PAGE, self.capacity, _MADV_REMOVE)
+        self.state.value = RETIRED
+
+
+class SlotLoan(weakref.ref[Any]):
+    """Tells a slot that its buffer is gone; kept by the slot."""
+
+    __slots__ = ("process_id", "slot")
+    slot: Slot
+    process_id: int
+
+
+# What it needs is bound as defaults, because module globals may be gone when the interpreter ends.
+def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) -> None:
+    if loan.process_id == getpid():  # a forked child frees its copy of the tensor; the parent still uses the slot
+        loan.slot.loan = None  # first, so that a slot the sender sees as free can be borrowed
+        loan.slot.state.value = free
+
+
+@functools.lru_cache(maxsize=256)
+def bytes_type(num_bytes: int) -> Any:
+    """The ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
+    return ctypes.c_ubyte * num_bytes
+
+
+def round_up(num_bytes: int) -> int:
+    """The capacity for so many bytes: a power of two, and no less than a page."""
+    return max(PAGE, 1 << (num_bytes - 1).bit_length())
+
+
+def make_memfd(num_bytes: int) -> int:
+    """A memfd that nobody can shrink, grow or unseal.
+
+    Raises:
+        OSError: No descriptor or no memory is left, or the system has no memfds.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    fd = os.memfd_create("gradwire", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memfd(fd: int, num_bytes: int) -> None:
+    """Refuse everything but a sealed memfd of this user. Seals come first: any other file system may stall in fstat.
+
+    Raises:
+        DecodeError: It is something else, or has another size.
+        OSError: It has no seals at all (a file, a socket, a pipe).
+    """
+    if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+        raise DecodeError("a file descriptor arrived that is not sealed against a change of its size")
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise DecodeError("a file descriptor arrived that is not shared memory of this user")
+    if status.st_size != num_bytes:
+        raise DecodeError(f"a file descriptor of {status.st_size} bytes arrived for a slot of {num_bytes}")
+
+
+def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
+    """Map a file, unlike `mmap.mmap` without keeping a duplicate of the descriptor while the mapping lives."""
+    with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Make pages in one call instead of a fault for each. No memory is then an error here, and not a signal later.
+
+    Raises:
+        OSError: There is no memory.
+    """
+    code = _advise(address, num_bytes, _MADV_POPULATE_WRITE)
+    if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
+        raise OSError(code, os.strerror(code))
+
+
+def map_private(capacity: int) -> mmap.mmap:
+    """Anonymous memory, in huge pages where the system has them.
+
+    Raises:
+        MemoryError: The system has no such memory.
+    """
+    try:
+        memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a buffer of {capacity} bytes") from error
+    if capacity >= _HUGE_FROM:
+        _advise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), capacity, _MADV_HUGEPAGE)
+    return memory
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """`madvise`; returns the error number. Linux only, where the numbers mean what they say."""
+    if not sys.platform.startswith("linux"):
+        return errno.ENOSYS
+    return ctypes.get_errno() if _madvise()(address, num_bytes, advice) else 0
+
+
+@functools.cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function

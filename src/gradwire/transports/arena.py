@@ -1,0 +1,356 @@
+"""Shared memory between two workers of one machine, used again.
+
+Memory that was touched before takes a copy at 7 GB/s, fresh memory at 0.5 GB/s and less, so nothing here is given up
+while it may be needed again.
+
+    sender: LendingArena                                receiver: BorrowedSlots
+      lend(n), copy, send SlotRef (+ fd once)    ->       add_fd(fd), map_slot(ref, n)
+                                                          ... the tensor is used in place, then freed
+      lend(m) finds the byte at 0                <-       state byte := 0, in the shared page itself
+
+Every slot is a memfd of its own: one page whose first byte is the slot's state, then the data. It is sealed against
+shrinking, so that no peer can make the other one read beyond its end (SIGBUS). Its descriptor travels once and is
+closed on both sides. Giving a slot back needs no message. A slot that the sender no longer wants is marked as retired,
+and the receiver unmaps it when it needs the room.
+
+A weak reference to the buffer notices that it was freed. Its callback may run in any thread, between any two
+instructions, also while that thread holds a lock of this module, so it takes none. Mappings are never closed by force,
+they end with the last object that refers to them: nothing here can pull memory away from under a tensor.
+
+The peer can change the bytes of a slot at any time. What must still hold after it was checked (the indices of a sparse
+tensor, say) has to be copied out first. `BufferPool` is the same idea for tensors that come through a socket.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gradwire.errors import ConnectionClosed, DecodeError
+from gradwire.transports._memory import (
+    FREE,
+    LENT,
+    PAGE,
+    RETIRED,
+    Buffer,
+    Slot,
+    check_memfd,
+    is_available,
+    make_memfd,
+    populate,
+    round_up,
+)
+from gradwire.transports._pool import BufferPool, PoolStatistics
+from gradwire.wire.messages import SlotRef
+
+__all__ = [
+    "MAX_WAITING_FDS",
+    "PAGE",
+    "ArenaStatistics",
+    "BorrowedSlots",
+    "BufferPool",
+    "Lease",
+    "LendingArena",
+    "PoolStatistics",
+    "is_available",
+]
+
+MAX_WAITING_FDS = 64
+"""Descriptors that may have been sent but not mapped; the kernel takes 253 in one message."""
+
+_MAX_SCAN = 256  # lent slots looked at in one lend(): bounds its time to some 30 us
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """What a `LendingArena` or `BorrowedSlots` holds.
+
+    Attributes:
+        num_slots: Slots that are mapped.
+        num_lent: Those whose memory the receiver uses.
+        bytes_mapped: Capacity of all of them, which the limit applies to.
+        num_created: Slots made or received since the start.
+        num_refused: Calls of `lend` that returned None (0 on the receiver's side).
+    """
+
+    num_slots: int
+    num_lent: int
+    bytes_mapped: int
+    num_created: int
+    num_refused: int = 0
+
+
+class Lease(NamedTuple):
+    """A slot for one message. Give it to `LendingArena.sent` or `LendingArena.cancel`, exactly once.
+
+    Attributes:
+        slot: What the receiver needs to know, for the tensor's metadata.
+        target: Exactly the bytes asked for, one-dimensional ``uint8``, to copy into.
+        fd: Descriptor to send along, for a new slot only. `sent` and `cancel` close it, and nothing else does: an arena
+            that is closed meanwhile cannot make another file travel under this number.
+    """
+
+    slot: SlotRef
+    target: torch.Tensor
+    fd: int | None
+
+
+class LendingArena:
+    """The sender's side: slots that it lends to the receiver of one connection.
+
+    Args:
+        limit_bytes: Capacity of all slots together.
+        retire_after_s: Slots that were not lent for so long make room for other sizes. A wait at all is what keeps two
+            sizes that do not fit together from pushing each other out with every message.
+    """
+
+    def __init__(self, limit_bytes: int, *, retire_after_s: float = 1.0) -> None:
+        self._limit_bytes = limit_bytes
+        self._retire_after_s = retire_after_s
+        self._lock = threading.Lock()  # guards everything below; nothing under it waits or calls out
+        self._free: dict[int, list[Slot]] = {}  # by capacity; the most recently freed one is last
+        self._lent: dict[int, deque[Slot]] = {}  # by capacity; the most recently lent one is last
+        self._num_unsent = 0
+        self._num_created = 0
+        self._num_refused = 0
+        self._bytes_mapped = 0
+        self._next_retirement = 0.0  # looking at all slots is not for every refused call
+        self._is_closed = False
+
+    def lend(self, num_bytes: int) -> Lease | None:
+        """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket."""
+        capacity = round_up(num_bytes)
+        with self._lock:
+            lease = self._lend(num_bytes, capacity) if num_bytes > 0 and not self._is_closed else None
+            self._num_refused += lease is None
+        return lease
+
+    def sent(self, lease: Lease) -> None:
+        """The frame has left; closes the descriptor of a new slot."""
+        if lease.fd is not None:
+            os.close(lease.fd)
+            with self._lock:
+                self._num_unsent -= 1
+
+    def cancel(self, lease: Lease) -> None:
+        """The frame was not sent: the slot is free again, or gone if the receiver never heard of it."""
+        self.sent(lease)
+        slot_id, capacity, is_new = lease.slot.slot_id, lease.slot.capacity, lease.slot.is_new
+        with self._lock:
+            slot = next((slot for slot in self._lent.get(capacity, ()) if slot.slot_id == slot_id), None)
+            if slot is None:  # closed meanwhile
+                return
+            self._lent[capacity].remove(slot)
+            slot.state.value = FREE
+            if is_new:
+                self._bytes_mapped -= capacity
+            else:
+                self._free[capacity].append(slot)
+
+    def close(self) -> None:
+        """Let go of every slot; memory that the receiver or a `Lease.target` still uses stays valid. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._free.clear()
+            self._lent.clear()
+            self._bytes_mapped = 0
+
+    def statistics(self) -> ArenaStatistics:
+        """What the arena holds now."""
+        with self._lock:
+            lent = [slot for slots in self._lent.values() for slot in slots]
+            num_slots = len(lent) + sum(map(len, self._free.values()))
+            num_lent = sum(slot.state.value == LENT for slot in lent)
+            return ArenaStatistics(num_slots, num_lent, self._bytes_mapped, self._num_created, self._num_refused)
+
+    def _lend(self, num_bytes: int, capacity: int) -> Lease | None:
+        free = self._free.setdefault(capacity, [])
+        lent = self._lent.setdefault(capacity, deque())
+        fd = None
+        slot = free.pop() if free else _pop_freed(lent)
+        if slot is None:
+            made = self._make_slot(num_bytes, capacity)
+            if made is None:
+                return None
+            slot, fd = made
+        lent.append(slot)
+        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), slot.lend(num_bytes), fd)
+
+    def _make_slot(self, num_bytes: int, capacity: int) -> tuple[Slot, int] | None:
+        """A new slot and its descriptor, or None where limits or the system do not allow it."""
+        if capacity > self._limit_bytes or self._num_unsent >= MAX_WAITING_FDS or not is_available():
+            return None
+        if not self._make_room(capacity):
+            return None
+        try:
+            fd = make_memfd(PAGE + capacity)
+        except OSError:  # out of descriptors: the socket is the way that needs none
+            return None
+        try:
+            slot = Slot(self._num_created, capacity, fd)
+            populate(slot.memory.data_ptr(), PAGE + num_bytes)
+        except (OSError, RuntimeError):
+            os.close(fd)
+            return None
+        self._num_created += 1
+        self._num_unsent += 1
+        self._bytes_mapped += capacity
+        return slot, fd
+
+    def _make_room(self, capacity: int) -> bool:
+        """Retire slots that have been idle, the longest idle first, until `capacity` fits."""
+        if self._bytes_mapped + capacity <= self._limit_bytes:
+            return True
+        now = time.monotonic()
+        if now < self._next_retirement:
+            return False
+        self._next_retirement = now + self._retire_after_s
+        for slot in self._idle_slots(now - self._retire_after_s):
+            self._free[slot.capacity].remove(slot)
+            self._bytes_mapped -= slot.capacity
+            slot.retire()
+            if self._bytes_mapped + capacity <= self._limit_bytes:
+                return True
+        return False
+
+    def _idle_slots(self, since: float) -> list[Slot]:
+        """Free slots that were lent last before `since`, the oldest first."""
+        for capacity, lent in self._lent.items():
+            freed = [slot for slot in lent if slot.state.value == FREE]
+            self._free[capacity].extend(freed)
+            self._lent[capacity] = deque(slot for slot in lent if slot not in freed)
+        idle = (slot for slots in self._free.values() for slot in slots if slot.last_lent <= since)
+        return sorted(idle, key=lambda slot: slot.last_lent)
+
+
+class BorrowedSlots:
+    """The receiver's side: the other worker's slots, mapped here, and whether something here uses them.
+
+    Pages are not mapped ahead. Measured for 256 KiB and 64 MiB, reading or writing them all, that costs as much as the
+    faults it saves, because the kernel maps 16 neighbours of a page that is there already.
+
+    Args:
+        limit_bytes: Capacity of all slots together; a sender that goes beyond is refused.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()  # guards everything below; the callback of a loan does not take it
+        self._fds: deque[int] = deque()  # received and not yet mapped, in order of arrival
+        self._slots: dict[int, Slot] = {}
+        self._num_created = 0
+        self._bytes_mapped = 0
+        self._is_closed = False
+
+    def add_fd(self, fd: int) -> None:
+        """Take over a descriptor that arrived; the next new slot is mapped from it.
+
+        Raises:
+            DecodeError: More descriptors arrived than any sender leaves waiting. This one is closed.
+        """
+        with self._lock:
+            if not self._is_closed and len(self._fds) < MAX_WAITING_FDS:
+                self._fds.append(fd)
+                return
+            is_closed = self._is_closed
+        os.close(fd)
+        if not is_closed:
+            raise DecodeError(f"more than {MAX_WAITING_FDS} file descriptors arrived without a slot that names them")
+
+    def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
+        """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
+
+        Views of the buffer (tensors, memoryviews) keep it.
+
+        Raises:
+            DecodeError: `ref` is no slot that may be borrowed now, or its memory is not what it has to be.
+            ConnectionClosed: `close` was called.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ConnectionClosed("the connection of this slot is closed")
+            slot = self._add_slot(ref, num_bytes) if ref.is_new else self._known_slot(ref, num_bytes)
+            return slot.borrow(num_bytes)
+
+    def close(self) -> None:
+        """Close waiting descriptors and let go of the slots; buffers in use stay valid. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            slots, fds = list(self._slots.values()), list(self._fds)
+            self._slots.clear()
+            self._fds.clear()
+            self._bytes_mapped = 0
+        for fd in fds:
+            os.close(fd)
+        for slot in slots:
+            slot.loan = None  # ends the circle of slot and loan: nobody waits for this slot any more
+
+    def statistics(self) -> ArenaStatistics:
+        """What is mapped now."""
+        with self._lock:
+            num_lent = sum(slot.loan is not None for slot in self._slots.values())
+            return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
+
+    def _known_slot(self, ref: SlotRef, num_bytes: int) -> Slot:
+        _check_fits(ref, num_bytes)
+        slot = self._slots.get(ref.slot_id)
+        if slot is None or slot.capacity != ref.capacity:
+            raise DecodeError(f"no slot {ref.slot_id} of {ref.capacity} bytes was received")
+        if slot.loan is not None:
+            raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
+        return slot
+
+    def _add_slot(self, ref: SlotRef, num_bytes: int) -> Slot:
+        if not self._fds:
+            raise DecodeError(f"slot {ref.slot_id} is new, but no file descriptor came with it")
+        fd = self._fds.popleft()
+        try:
+            _check_fits(ref, num_bytes)
+            self._check_new(ref)
+            check_memfd(fd, PAGE + ref.capacity)
+            slot = Slot(ref.slot_id, ref.capacity, fd)
+        except (OSError, RuntimeError) as error:
+            raise DecodeError(f"the memory of slot {ref.slot_id} cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self._slots[ref.slot_id] = slot
+        self._num_created += 1
+        self._bytes_mapped += ref.capacity
+        return slot
+
+    def _check_new(self, ref: SlotRef) -> None:
+        if ref.slot_id in self._slots:
+            raise DecodeError(f"slot {ref.slot_id} came twice")
+        if ref.capacity < PAGE or ref.capacity & (ref.capacity - 1):
+            raise DecodeError(f"slot {ref.slot_id} has {ref.capacity} bytes, which is not a power of two from {PAGE}")
+        if self._bytes_mapped + ref.capacity > self._limit_bytes:
+            self._drop_retired()
+        if self._bytes_mapped + ref.capacity > self._limit_bytes:
+            raise DecodeError(f"slot {ref.slot_id} of {ref.capacity} bytes is beyond the limit of {self._limit_bytes}")
+
+    def _drop_retired(self) -> None:
+        for slot in list(self._slots.values()):
+            if slot.loan is None and slot.state.value == RETIRED:
+                del self._slots[slot.slot_id]
+                self._bytes_mapped -= slot.capacity
+
+
+def _check_fits(ref: SlotRef, num_bytes: int) -> None:
+    if not 0 < num_bytes <= ref.capacity:
+        raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
+
+
+def _pop_freed(lent: deque[Slot]) -> Slot | None:
+    """Take a slot out that the receiver has freed: the newest that can be found, so that its memory is warm."""
+    for _ in range(min(len(lent), _MAX_SCAN)):
+        slot = lent.pop()
+        if slot.state.value == FREE:
+            return slot
+        lent.appendleft(slot)  # the next search begins with others, so that all are seen in the end
+    return None
