@@ -51,6 +51,7 @@ class Bench:
         row = {"case": f"memory: {num_calls:,} x 1 MiB", "bar": f"+ < {FLAT_BYTES // MIB} MiB"}
         found = self.run("Gradwire", echo_memory, num_calls, num_warm)
         if found:
+            row["bytes"] = found
             pairs = {key: (value, found["last"][key]) for key, value in found["first"].items()}
             row["met"] = all(last - first < FLAT_BYTES for first, last in pairs.values())
             row["beside"] = ", ".join(f"{key} {a / MIB:.0f} -> {b / MIB:.0f} MiB" for key, (a, b) in pairs.items())
@@ -61,7 +62,8 @@ class Bench:
         row = {"case": "memory: 1,000 idle peers", "bar": f"< {IDLE_BYTES // MIB} MiB"}
         num_bytes = self.run("Floor", idle_peers, 1000)
         if num_bytes is not None:
-            row |= {"met": num_bytes < IDLE_BYTES, "beside": f"{num_bytes / MIB:.1f} MiB for both ends of each"}
+            row |= {"bytes": num_bytes, "met": num_bytes < IDLE_BYTES}
+            row |= {"beside": f"{num_bytes / MIB:.1f} MiB for both ends of each"}
         return row
 
     def run(self, name: str, function: Any, *args: Any) -> Any:
