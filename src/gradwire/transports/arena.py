@@ -4,7 +4,7 @@ Memory that was touched before takes a copy at 7 GB/s, fresh memory at 0.5 GB/s 
 while it may be needed again.
 
     sender: LendingArena                                receiver: BorrowedSlots
-      lend(n), copy, send SlotRef (+ fd once)    ->       add_fd(fd), map_slot(ref, n)
+      lend(n), copy, send SlotRef (+ fd once)    ->       add_fd(fd) once, map_slot(ref, n)
                                                           ... the tensor is used in place, then freed
       lend(m) finds the byte at 0                <-       state byte := 0, in the shared page itself
 
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 MAX_WAITING_FDS = 64
-"""Descriptors that may have been sent but not mapped; the kernel takes 253 in one message."""
+"""Descriptors that may have arrived and not be mapped yet, so also new slots in one frame; the kernel takes 253."""
 
 _MAX_SCAN = 256  # lent slots looked at in one lend(): bounds its time to some 30 us
 
@@ -87,13 +87,14 @@ class ArenaStatistics:
 
 
 class Lease(NamedTuple):
-    """A slot for one message. Give it to `LendingArena.sent` or `LendingArena.cancel`, exactly once.
+    """A slot for one message. If that is not sent, give the lease to `LendingArena.cancel`.
 
     Attributes:
         slot: What the receiver needs to know, for the tensor's metadata.
         target: Exactly the bytes asked for, one-dimensional ``uint8``, to copy into.
-        fd: Descriptor to send along, for a new slot only. `sent` and `cancel` close it, and nothing else does: an arena
-            that is closed meanwhile cannot make another file travel under this number.
+        fd: Descriptor to send along, for a new slot only. It is the caller's, who closes it once the frame has left
+            (`cancel` closes it, too). An arena that is closed meanwhile leaves it alone, or another file could travel
+            under its number.
     """
 
     slot: SlotRef
@@ -116,7 +117,6 @@ class LendingArena:
         self._lock = threading.Lock()  # guards everything below; nothing under it waits or calls out
         self._free: dict[int, list[Slot]] = {}  # by capacity; the most recently freed one is last
         self._lent: dict[int, deque[Slot]] = {}  # by capacity; the most recently lent one is last
-        self._num_unsent = 0
         self._num_created = 0
         self._num_refused = 0
         self._bytes_mapped = 0
@@ -131,16 +131,10 @@ class LendingArena:
             self._num_refused += lease is None
         return lease
 
-    def sent(self, lease: Lease) -> None:
-        """The frame has left; closes the descriptor of a new slot."""
-        if lease.fd is not None:
-            os.close(lease.fd)
-            with self._lock:
-                self._num_unsent -= 1
-
     def cancel(self, lease: Lease) -> None:
         """The frame was not sent: the slot is free again, or gone if the receiver never heard of it."""
-        self.sent(lease)
+        if lease.fd is not None:
+            os.close(lease.fd)
         slot_id, capacity, is_new = lease.slot.slot_id, lease.slot.capacity, lease.slot.is_new
         with self._lock:
             slot = next((slot for slot in self._lent.get(capacity, ()) if slot.slot_id == slot_id), None)
@@ -184,9 +178,7 @@ class LendingArena:
 
     def _make_slot(self, num_bytes: int, capacity: int) -> tuple[Slot, int] | None:
         """A new slot and its descriptor, or None where limits or the system do not allow it."""
-        if capacity > self._limit_bytes or self._num_unsent >= MAX_WAITING_FDS or not is_available():
-            return None
-        if not self._make_room(capacity):
+        if capacity > self._limit_bytes or not is_available() or not self._make_room(capacity):
             return None
         try:
             fd = make_memfd(PAGE + capacity)
@@ -199,7 +191,6 @@ class LendingArena:
             os.close(fd)
             return None
         self._num_created += 1
-        self._num_unsent += 1
         self._bytes_mapped += capacity
         return slot, fd
 
