@@ -56,9 +56,11 @@ _COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
 _BOOL: Final = _DTYPE_INDEX[torch.bool]
 _INT64_MAX: Final = 2**63 - 1
 _STRIDED: Final = torch.strided
-_DEVICE: Final = re.compile(r"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{})(?::[0-9]{{1,3}})?".format(
-    re.escape(torch._C._get_privateuse1_backend_name())
-))
+_DEVICE: Final = re.compile(
+    r"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{})(?::[0-9]{{1,3}})?".format(
+        re.escape(torch._C._get_privateuse1_backend_name())
+    )
+)
 
 _is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 _memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -325,7 +327,9 @@ def _rebuild_any(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
     if meta.device == "meta":
         return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta")
     if meta.layout:
-        tensor = _sparse.assemble(meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED))
+        tensor = _sparse.assemble(
+            meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED)
+        )
     else:
         tensor = _rebuild_dense(meta, next(buffers))
     if not meta.device:

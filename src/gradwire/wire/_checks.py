@@ -1,0 +1,179 @@
+"""What a header must satisfy beyond its types, for each message.
+
+Msgspec has checked the structure by the time these run: the number of fields and the type of each. Left are ranges,
+lengths and characters, and for `Call` and `Reply` the plan of the payload. Each check returns how many bytes the payload
+must have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, Final
+
+from gradwire.config import Limits
+from gradwire.errors import DecodeError, LimitExceeded
+from gradwire.types import WorkerAddress
+from gradwire.wire.messages import (
+    Call,
+    Challenge,
+    ErrorInfo,
+    Failure,
+    Goodbye,
+    Hello,
+    Message,
+    Proof,
+    Refused,
+    Reply,
+    TensorMeta,
+    Welcome,
+)
+from gradwire.wire.tensors import validate
+
+MAX_CAUSES: Final = 16
+"""Longest chain of causes that is accepted; `gradwire.wire.failures` sends at most 8."""
+
+_INT63_MAX: Final = 2**63 - 1
+_MAX_RANK: Final = 65535
+_MAX_SECRET_BYTES: Final = 64
+_MAX_NOTES: Final = 64
+_MAX_URIS: Final = 16
+_MAX_URI_BYTES: Final = 1024
+_NUM_CODECS: Final = 4
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _check_name(text: str, what: str, max_bytes: int) -> None:
+    if len(text) > max_bytes or len(text.encode()) > max_bytes:
+        raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
+    if _UNPRINTABLE.search(text):
+        raise DecodeError(f"{what} with control characters: {text!r}")
+
+
+def _check_number(number: int, what: str, largest: int = _INT63_MAX) -> None:
+    if not 0 <= number <= largest:
+        raise DecodeError(f"{what} out of range: {number}")
+
+
+def _check_secret(secret: bytes, what: str) -> None:
+    if len(secret) > _MAX_SECRET_BYTES:
+        raise LimitExceeded(f"{what} of {len(secret)} bytes")
+
+
+def _check_address(address: WorkerAddress, limits: Limits) -> None:
+    if not address.info.name:
+        raise DecodeError("a worker without a name")
+    _check_name(address.info.name, "a worker's name", limits.name_bytes)
+    _check_number(address.info.id, "rank", _MAX_RANK)
+    _check_number(address.incarnation, "incarnation")
+    _check_name(address.host, "a host's identity", _MAX_URI_BYTES)
+    if len(address.uris) > _MAX_URIS:
+        raise LimitExceeded(f"a worker with {len(address.uris)} addresses")
+    for uri in address.uris:
+        _check_name(uri, "an address", _MAX_URI_BYTES)
+
+
+def _check_hello(message: Hello, limits: Limits) -> int:
+    _check_number(message.version, "version", 255)
+    _check_secret(message.nonce, "a nonce")
+    _check_address(message.sender, limits)
+    _check_name(message.to_name, "a worker's name", limits.name_bytes)
+    _check_number(message.to_incarnation, "incarnation")
+    return 0
+
+
+def _check_challenge(message: Challenge, limits: Limits) -> int:
+    _check_secret(message.nonce, "a nonce")
+    _check_secret(message.proof, "a proof")
+    _check_address(message.sender, limits)
+    return 0
+
+
+def _check_proof(message: Proof, limits: Limits) -> int:
+    _check_secret(message.proof, "a proof")
+    return 0
+
+
+def _check_nothing(message: Welcome, limits: Limits) -> int:
+    return 0
+
+
+def _check_reason(message: Refused | Goodbye, limits: Limits) -> int:
+    if len(message.reason) > limits.error_text_bytes:
+        raise LimitExceeded(f"a reason of {len(message.reason)} characters")
+    return 0
+
+
+def _check_payload(message: Call | Reply, limits: Limits) -> int:
+    _check_number(message.call_id, "call id")
+    if not 0 <= message.codec < _NUM_CODECS:
+        raise DecodeError(f"unknown codec {message.codec}")
+    if message.notes:
+        _check_notes(message.notes, limits)
+    num_bytes = message.body_bytes
+    _check_number(num_bytes, "body length", limits.frame_bytes)
+    tensors = message.tensors
+    return num_bytes + _check_tensors(tensors, limits) if tensors else num_bytes
+
+
+def _check_tensors(tensors: tuple[TensorMeta, ...], limits: Limits) -> int:
+    if len(tensors) > limits.num_tensors:
+        raise LimitExceeded(f"a message with {len(tensors)} tensors; at most {limits.num_tensors} are accepted")
+    num_bytes = 0
+    for meta in tensors:
+        num_bytes += validate(meta, limits)
+    return num_bytes
+
+
+def _check_call(message: Call, limits: Limits) -> int:
+    if not (isfinite(message.timeout_s) and message.timeout_s >= 0):
+        raise DecodeError(f"a timeout of {message.timeout_s} s")
+    name = message.function
+    if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
+        _check_name(name, "a function's name", limits.name_bytes)
+    return _check_payload(message, limits)
+
+
+def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
+    if len(notes) > _MAX_NOTES:
+        raise LimitExceeded(f"a message with {len(notes)} notes; at most {_MAX_NOTES} are accepted")
+    for name in notes:
+        _check_name(name, "a note's name", limits.name_bytes)
+    level: list[Any] = [notes]
+    for _ in range(limits.depth):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise LimitExceeded(f"notes nested deeper than {limits.depth} levels")
+
+
+def _children(value: Any) -> list[Any]:
+    items = [*value.values(), *value.keys()] if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, dict | list | tuple)]
+
+
+def _check_failure(message: Failure, limits: Limits) -> int:
+    _check_number(message.call_id, "call id")
+    error: ErrorInfo | None = message.error
+    for _ in range(MAX_CAUSES):
+        if error is None:
+            return 0
+        _check_name(error.worker, "a worker's name", limits.name_bytes)
+        if len(error.type_name) > _MAX_URI_BYTES:
+            raise LimitExceeded(f"an exception's type of {len(error.type_name)} characters")
+        error = error.cause
+    raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
+
+
+CHECKS: Final[dict[type[Message], Callable[[Any, Limits], int]]] = {
+    Hello: _check_hello,
+    Challenge: _check_challenge,
+    Proof: _check_proof,
+    Welcome: _check_nothing,
+    Refused: _check_reason,
+    Call: _check_call,
+    Reply: _check_payload,
+    Failure: _check_failure,
+    Goodbye: _check_reason,
+}

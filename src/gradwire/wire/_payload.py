@@ -1,0 +1,145 @@
+"""The payload of one frame on its way into its final buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradwire.errors import DecodeError
+from gradwire.wire.messages import Call, Message, Reply, SlotRef
+from gradwire.wire.tensors import iter_parts
+
+Allocate = Callable[[int], Any]
+MapSlot = Callable[[SlotRef, int], Any]
+Segment = tuple[int, SlotRef | None]
+
+
+class Frame(NamedTuple):
+    """One decoded frame.
+
+    Attributes:
+        message: The header.
+        body: The encoded arguments; empty if there are none.
+        buffers: One writable buffer for each dense part of the tensors, in order.
+    """
+
+    message: Message
+    body: bytes | bytearray
+    buffers: list[Any]
+
+
+class Memory(NamedTuple):
+    """Where buffers come from: fresh ones, and those in shared memory (None: this connection has none)."""
+
+    allocate: Allocate
+    map_slot: MapSlot | None
+
+    def fresh(self, num_bytes: int) -> Any:
+        """A writable buffer.
+
+        Raises:
+            DecodeError: There is not so much memory; the connection that asked for it is closed, and the worker lives.
+        """
+        try:
+            return self.allocate(num_bytes)
+        except (MemoryError, OSError) as error:
+            raise DecodeError(f"no memory for a segment of {num_bytes} bytes") from error
+
+    def shared(self, slot: SlotRef, num_bytes: int) -> Any:
+        """The buffer of a part in shared memory.
+
+        Raises:
+            DecodeError: The slot does not exist or is too small.
+        """
+        if self.map_slot is None:
+            raise DecodeError("a tensor in shared memory, which this connection does not have")
+        return self.map_slot(slot, num_bytes)
+
+
+def plan(message: Call | Reply) -> list[Segment]:
+    """Size and place of every dense part, in order."""
+    return [(part.num_bytes, part.slot) for meta in message.tensors for part in iter_parts(meta)]
+
+
+def take_whole(message: Call | Reply, data: memoryview, memory: Memory) -> Frame:
+    """The frame whose payload is exactly `data`."""
+    offset = message.body_bytes
+    body, buffers = bytes(data[:offset]), []
+    for num_bytes, slot in plan(message):
+        if slot is not None:
+            buffer = memory.shared(slot, num_bytes)
+        elif num_bytes:
+            buffer = memory.fresh(num_bytes)
+            memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
+            offset += num_bytes
+        else:
+            buffer = bytearray()
+        buffers.append(buffer)
+    return Frame(message, body, buffers)
+
+
+class Payload:
+    """A frame whose header is checked and whose payload arrives in pieces.
+
+    Attributes:
+        target: The rest of the buffer that is being filled; None between segments.
+    """
+
+    __slots__ = ("_body", "_buffers", "_memory", "_message", "_next", "_segments", "target")
+
+    def __init__(self, message: Call | Reply, memory: Memory) -> None:
+        self.target: memoryview | None = None
+        self._message = message
+        self._memory = memory
+        self._body = bytearray()
+        self._buffers: list[Any] = []
+        self._segments: list[Segment] = [(message.body_bytes, None), *plan(message)]
+        self._next = 0  # segments before this one have a buffer
+        if memory.map_slot is None and any(slot is not None for _, slot in self._segments):
+            raise DecodeError("a tensor in shared memory, which this connection does not have")
+
+    def fill(self, data: memoryview) -> tuple[int, Frame | None]:
+        """Take bytes from the start of `data`: how many were used, and the frame if it is complete."""
+        used, end = 0, len(data)
+        while self.target is not None or self._begin(has_bytes=used < end):
+            target = self.target
+            assert target is not None
+            size = min(len(target), end - used)
+            target[:size] = data[used : used + size]
+            used += size
+            if not self.advance(size):
+                return used, None
+        return used, self._finished()
+
+    def advance(self, num_bytes: int) -> bool:
+        """Note that bytes were written to the start of `target`; whether that filled it."""
+        assert self.target is not None
+        rest = self.target[num_bytes:]
+        self.target = rest if rest else None
+        return self.target is None
+
+    def _begin(self, has_bytes: bool) -> bool:
+        """Provide the buffer of the next segment that needs bytes; False if there is none, or no byte of it yet."""
+        while self._next < len(self._segments):
+            num_bytes, slot = self._segments[self._next]
+            if num_bytes == 0 or slot is not None:
+                self._place(bytearray() if slot is None else self._memory.shared(slot, num_bytes))
+            elif has_bytes:
+                buffer = self._memory.fresh(num_bytes) if self._next else bytearray(num_bytes)
+                self._place(buffer)
+                self.target = memoryview(buffer).cast("B")[:num_bytes]
+                return True
+            else:
+                return False
+        return False
+
+    def _place(self, buffer: Any) -> None:
+        if self._next == 0:
+            self._body = buffer
+        else:
+            self._buffers.append(buffer)
+        self._next += 1
+
+    def _finished(self) -> Frame | None:
+        is_complete = self.target is None and self._next == len(self._segments)
+        return Frame(self._message, self._body, self._buffers) if is_complete else None

@@ -1,0 +1,264 @@
+"""Frames: bytes to messages and back. No sockets, no threads.
+
+    offset  size  prefix, little-endian
+    0       2     magic "GW"
+    2       1     version of the protocol
+    3       1     message type (`MESSAGE_TYPES`)
+    4       2     flags, 0
+    6       2     reserved, 0
+    8       4     header length
+    12      8     payload length
+    20      4     crc32 of the first 20 bytes and the header
+    24            header (msgpack), then payload: body | segment | segment ...
+
+A decoder checks in the order in which bytes arrive, and allocates for nothing it has not checked: the prefix when its 24
+bytes are there, the header when it is complete, and then each buffer when the first of its bytes comes. So a peer can make
+this worker hold as much memory as it sends, plus one segment of at most `Limits.frame_bytes`. The checksum finds damage, not
+malice. Tensor bytes are not summed: TCP, TLS and Unix sockets protect them, and summing would halve the bulk rate.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+from zlib import crc32
+
+import msgspec
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.wire._checks import CHECKS
+from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, take_whole
+from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
+
+__all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
+
+MAGIC: Final = b"GW"
+PREFIX_BYTES: Final = 24
+DIRECT_READ_FROM: Final = 32 * 1024
+"""`FrameDecoder.writable` offers a buffer when at least so many of its bytes are missing."""
+
+_PREFIX: Final = struct.Struct("<2sBBHHIQI")
+_FRONT: Final = struct.Struct("<2sBBHHIQ")
+_CRC: Final = struct.Struct("<I")
+_TYPE_NUMBERS: Final = {kind: number for number, kind in MESSAGE_TYPES.items()}
+_FIRST_AFTER_HANDSHAKE: Final = 16
+_DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
+_encode_header: Final = msgspec.msgpack.Encoder().encode
+_DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Any]]] = {
+    number: msgspec.msgpack.Decoder(kind) for number, kind in MESSAGE_TYPES.items()
+}
+
+
+def encode(message: Message, payload_bytes: int = 0) -> bytes:
+    """Prefix and header of a frame; the caller sends `payload_bytes` bytes of payload behind them.
+
+    Raises:
+        CannotSend: A field of the message (in practice a note) is not plain data.
+    """
+    try:
+        header = _encode_header(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CannotSend(f"a {type(message).__name__} message cannot be encoded: {error}") from error
+    front = _FRONT.pack(MAGIC, PROTOCOL_VERSION, _TYPE_NUMBERS[type(message)], 0, 0, len(header), payload_bytes)
+    return b"".join((front, _CRC.pack(crc32(header, crc32(front))), header))
+
+
+class FrameDecoder:
+    """Turns the bytes of one connection into frames.
+
+    The driver calls `feed` with what it read. While a large segment is arriving, `writable` gives the rest of its final
+    buffer, so that the driver can read into it and say `advance`. After an error the decoder is dead.
+
+    Attributes:
+        accept: Message types that are allowed now; the driver replaces it when the handshake is over.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        accept: frozenset[type],
+        allocate: Allocate = bytearray,
+        map_slot: MapSlot | None = None,
+    ) -> None:
+        """Make a decoder at the start of a connection.
+
+        Args:
+            limits: What is accepted.
+            accept: Message types that are allowed now.
+            allocate: Makes a writable buffer for a tensor segment of so many bytes (at least 1).
+            map_slot: Gives the buffer of a part that lies in shared memory; None refuses such parts.
+        """
+        self.accept = accept
+        self._limits = limits
+        self._memory = Memory(allocate, map_slot)
+        self._head = bytearray()  # a prefix and header that are not complete yet
+        self._payload: Payload | None = None  # of the frame whose header is complete
+        self._is_dead = False
+
+    def __repr__(self) -> str:
+        state = "dead" if self._is_dead else "idle" if self.is_idle else "inside a frame"
+        return f"<FrameDecoder {state}>"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was fed belongs to frames that have been returned."""
+        return self._payload is None and not self._head
+
+    def eof(self) -> None:
+        """Note that the connection ended.
+
+        Raises:
+            DecodeError: It ended inside a frame.
+        """
+        if not self.is_idle:
+            self._kill()
+            raise DecodeError("the connection ended inside a frame")
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
+        """Decode what arrived. `data` is copied, and may be used again by the caller.
+
+        Raises:
+            DecodeError: Bytes that are not a frame.
+            LimitExceeded: A frame larger than the limits.
+        """
+        if self._is_dead:
+            raise DecodeError(_DEAD)
+        try:
+            return self._feed(memoryview(data))
+        except BaseException:
+            self._kill()
+            raise
+
+    def writable(self) -> memoryview | None:
+        """The rest of the buffer that is being filled, if it is large enough to be read into directly.
+
+        None until the first byte of a segment has come: a length alone must not cost memory.
+        """
+        target = self._payload.target if self._payload is not None else None
+        return target if target is not None and len(target) >= DIRECT_READ_FROM else None
+
+    def advance(self, num_bytes: int) -> list[Frame]:
+        """Note that so many bytes were read into `writable()`.
+
+        Raises:
+            DecodeError: The frame is complete and names shared memory that cannot be mapped, or the decoder is dead.
+        """
+        if self._is_dead:
+            raise DecodeError(_DEAD)
+        payload = self._payload
+        if payload is None or payload.target is None or not 0 <= num_bytes <= len(payload.target):
+            raise ValueError(f"advance({num_bytes}) without a writable buffer of that size")
+        if not payload.advance(num_bytes):
+            return []
+        try:
+            return self._fill(payload, memoryview(b""))[1]
+        except BaseException:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        self._is_dead = True
+        self._payload, self._head = None, bytearray()
+
+    def _feed(self, data: memoryview) -> list[Frame]:
+        frames: list[Frame] = []
+        while data:
+            if self._payload is not None:
+                used, done = self._fill(self._payload, data)
+            else:
+                used, done = self._open(data)
+            frames += done
+            data = data[used:]
+        return frames
+
+    def _fill(self, payload: Payload, data: memoryview) -> tuple[int, list[Frame]]:
+        used, frame = payload.fill(data)
+        if frame is None:
+            return used, []
+        self._payload = None
+        return used, [frame]
+
+    def _open(self, data: memoryview) -> tuple[int, list[Frame]]:
+        """Begin a frame at the start of `data`, and finish it if all of it is there."""
+        if self._head or len(data) < PREFIX_BYTES:
+            return self._open_in_pieces(data)
+        number, header_bytes, payload_bytes, checksum = self._check_prefix(data)
+        start = PREFIX_BYTES + header_bytes
+        if len(data) < start:
+            return self._open_in_pieces(data)
+        header = bytes(data[PREFIX_BYTES:start])
+        message = self._check_header(
+            number, crc32(header, crc32(data[: _FRONT.size])) == checksum, header, payload_bytes
+        )
+        end = start + payload_bytes
+        if type(message) is not Call and type(message) is not Reply:
+            return end, [Frame(message, b"", [])]
+        if len(data) >= end:
+            return end, [take_whole(message, data[start:end], self._memory)]
+        self._payload = Payload(message, self._memory)
+        return start, []
+
+    def _open_in_pieces(self, data: memoryview) -> tuple[int, list[Frame]]:
+        """Collect prefix and header that arrive in several chunks."""
+        head = self._head
+        used = self._collect(PREFIX_BYTES, data)
+        if len(head) < PREFIX_BYTES:
+            return used, []
+        number, header_bytes, payload_bytes, checksum = self._check_prefix(head)
+        used += self._collect(PREFIX_BYTES + header_bytes, data[used:])
+        if len(head) < PREFIX_BYTES + header_bytes:
+            return used, []
+        self._head, header = bytearray(), bytes(head[PREFIX_BYTES:])
+        message = self._check_header(
+            number, crc32(header, crc32(head[: _FRONT.size])) == checksum, header, payload_bytes
+        )
+        if type(message) is not Call and type(message) is not Reply:
+            return used, [Frame(message, b"", [])]
+        self._payload = Payload(message, self._memory)
+        more, frames = self._fill(self._payload, data[used:])
+        return used + more, frames
+
+    def _collect(self, up_to: int, data: memoryview) -> int:
+        size = max(0, min(up_to - len(self._head), len(data)))
+        self._head += data[:size]
+        return size
+
+    def _check_prefix(self, data: memoryview | bytearray) -> tuple[int, int, int, int]:
+        magic, version, number, flags, reserved, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(data)
+        if magic != MAGIC:
+            raise DecodeError(f"a frame starts with {MAGIC!r}, not {magic!r}: the other side does not speak gradwire")
+        if version != PROTOCOL_VERSION:
+            raise DecodeError(f"protocol version {version}; this worker speaks {PROTOCOL_VERSION}")
+        if flags or reserved:
+            raise DecodeError(f"unknown frame flags {flags:#x}, {reserved:#x}")
+        kind = MESSAGE_TYPES.get(number)
+        if kind is None or kind not in self.accept:
+            name = "an unknown" if kind is None else f"a {kind.__name__}"
+            raise DecodeError(f"{name} message (type {number}) is not allowed at this point")
+        limits = self._limits
+        if header_bytes > (limits.header_bytes if number >= _FIRST_AFTER_HANDSHAKE else limits.handshake_bytes):
+            raise LimitExceeded(f"a header of {header_bytes} bytes is larger than this worker accepts")
+        if payload_bytes and kind is not Call and kind is not Reply:
+            raise DecodeError(f"a {kind.__name__} message has no payload")
+        if payload_bytes > limits.frame_bytes:
+            raise LimitExceeded(f"a payload of {payload_bytes} bytes; at most {limits.frame_bytes} are accepted")
+        return number, header_bytes, payload_bytes, checksum
+
+    def _check_header(self, number: int, is_intact: bool, header: bytes, payload_bytes: int) -> Message:
+        if not is_intact:
+            raise DecodeError("the checksum of a frame does not fit its header")
+        try:
+            message: Message = _DECODERS[number].decode(header)
+        except RecursionError as error:
+            raise LimitExceeded("a header that is nested too deeply") from error
+        except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
+            raise DecodeError(f"not a {MESSAGE_TYPES[number].__name__} message: {error}") from error
+        expected = CHECKS[type(message)](message, self._limits)
+        if expected != payload_bytes:
+            raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
+        # A second spelling of the same message could hide fields that nobody reads. Calls are hot, and have none to hide.
+        if type(message) is not Call and type(message) is not Reply and _encode_header(message) != header:
+            raise DecodeError(f"a {type(message).__name__} message that is not in its one spelling")
+        return message
