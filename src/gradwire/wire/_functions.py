@@ -1,0 +1,96 @@
+"""Functions by name: ``module:qualname``, where importing that gives the very same object."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from gradwire.wire._pickled import MAIN_MODULES
+
+
+def function_name(fn: Any) -> str | None:
+    """The name under which another worker finds this function, or None if it has to travel by value.
+
+    None for lambdas, closures, partials, methods of instances, and everything that was defined in ``__main__``.
+    """
+    if isinstance(fn, MethodType):
+        return _class_method_name(fn)
+    qualname = getattr(fn, "__qualname__", None)
+    if type(qualname) is not str or "<" in qualname:
+        return None
+    module = getattr(fn, "__module__", None) or getattr(getattr(fn, "__objclass__", None), "__module__", None)
+    if module is None:
+        return _torch_builtins().get(fn)
+    return f"{module}:{qualname}" if _find_loaded(module, qualname) is fn else None
+
+
+def _class_method_name(fn: MethodType) -> str | None:
+    owner = fn.__self__
+    if not isinstance(owner, type) or "<" in owner.__qualname__:
+        return None
+    qualname = f"{owner.__qualname__}.{fn.__name__}"
+    return f"{owner.__module__}:{qualname}" if _find_loaded(owner.__module__, qualname) == fn else None
+
+
+def _find_loaded(module: Any, qualname: str) -> Any:
+    if module in MAIN_MODULES:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+@cache
+def _torch_builtins() -> dict[Any, str]:
+    """Built-in functions of torch do not know their module."""
+    names: dict[Any, str] = {}
+    for module in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, torch.sparse):
+        for name, value in vars(module).items():
+            if type(value) is type(torch.add) and getattr(value, "__module__", None) is None:
+                names.setdefault(value, f"{module.__name__}:{name}")
+    return names
+
+
+def resolve_function(name: str) -> Callable[..., Any]:
+    """The function of that name; imports its module. Only for workers that trust each other with code.
+
+    Raises:
+        ImportError: There is no such module here, or importing it fails.
+        AttributeError: The module has no such function.
+        TypeError: It is not callable.
+    """
+    module_name, _, qualname = name.partition(":")
+    if not module_name or not qualname:
+        raise ImportError(f"{name!r} is no name of a function; it should be module:qualname")
+    module = sys.modules.get(module_name) or _import(module_name, name)
+    found = _walk(module, qualname)
+    if found is None:
+        # Another thread may be in the middle of importing it; this waits for that.
+        found = _walk(_import(module_name, name), qualname)
+    if found is None:
+        raise AttributeError(f"module {module_name!r} has no {qualname!r} on this worker (asked for {name!r})")
+    if not callable(found):
+        raise TypeError(f"{name!r} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _walk(module: ModuleType, qualname: str) -> Any:
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        text = f"{name!r} cannot be called on this worker: {error}; make the module importable there"
+        raise ModuleNotFoundError(text, name=error.name, path=error.path) from error

@@ -1,0 +1,128 @@
+"""Pickles, for workers that trust each other with code. Tensors stay outside of the pickle.
+
+The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
+``__main__``, whose contents differ between workers) is done again by cloudpickle, by value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import deque
+from types import FunctionType
+from typing import Any, Final
+
+import cloudpickle
+import torch
+
+from gradwire.errors import CannotSend, DecodeError
+from gradwire.wire._plain import TensorTable
+
+MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
+_KEEP_PICKLERS: Final = 16
+_KEEP_BYTES: Final = 1 << 20
+
+
+class _ByValue(Exception):
+    """Something that the other worker cannot import."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles by reference. Used many times, because making one costs more than most messages."""
+
+    def __init__(self) -> None:
+        self.buffer = io.BytesIO()
+        self.table = TensorTable()
+        super().__init__(self.buffer, protocol=5)
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
+            raise _ByValue
+        return NotImplemented
+
+    def reset(self) -> None:
+        self.clear_memo()
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        self.table = TensorTable()
+
+
+class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value where it has to."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        self.table = TensorTable()
+        super().__init__(buffer, protocol=5)
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, body: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(body))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        if type(pid) is not int or not 0 <= pid < len(self._tensors):
+            raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} came)")
+        return self._tensors[pid]
+
+
+# Idle picklers. Taking and returning are single operations, so threads need no lock, and a pickler that is in use when
+# a class calls back into gradwire while it is pickled is simply not here.
+_idle: deque[_Pickler] = deque(maxlen=_KEEP_PICKLERS)
+
+
+def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Pickle a value.
+
+    Raises:
+        CannotSend: Raised by a class while it was pickled.
+        Exception: Whatever cloudpickle says about a value that cannot be pickled.
+    """
+    try:
+        return _dumps_by_reference(value)
+    except CannotSend:
+        raise
+    except Exception:  # anything: classes raise what they like, and only the second attempt counts
+        buffer = io.BytesIO()
+        pickler = _CloudPickler(buffer)
+        pickler.dump(value)
+        return buffer.getvalue(), pickler.table.tensors
+
+
+def _dumps_by_reference(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    try:
+        pickler = _idle.pop()
+    except IndexError:
+        pickler = _Pickler()
+    pickler.dump(value)  # a pickler that failed is not kept
+    body, tensors = pickler.buffer.getvalue(), pickler.table.tensors
+    if len(body) < _KEEP_BYTES:
+        pickler.reset()
+        _idle.append(pickler)
+    return body, tensors
+
+
+def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
+    """Load a pickle of a worker that is trusted with code.
+
+    Raises:
+        DecodeError: The bytes are no pickle.
+        CannotSend: It names something that this worker cannot import or make.
+    """
+    try:
+        return _Unpickler(bytes(body), tensors).load()
+    except DecodeError:
+        raise
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise DecodeError(f"not a pickle: {error}") from error
+    except (ImportError, AttributeError) as error:
+        text = f"a value cannot be rebuilt on this worker: {error}; its module must be importable here too"
+        raise CannotSend(text) from error
+    except Exception as error:
+        raise CannotSend(f"a value cannot be rebuilt on this worker: {type(error).__name__}: {error}") from error

@@ -1,0 +1,273 @@
+"""Plain data as msgpack: the codec that never runs foreign code.
+
+Msgpack knows None, bool, 64-bit ints, floats, str, bytes, arrays and maps; msgspec writes and reads these in C. Everything
+else is an extension (`Ext`), either a value by itself (a tensor's index, a complex number, a dtype) or the first item of an
+array, which then is not a list but a tuple, a set and so on. A user's list cannot begin with such a mark, because `Ext` is
+not among the types that users may send. Types are compared exactly: a subclass carries more than its data.
+
+The same tensor twice is one entry of the table and arrives as one object. Other objects that appear twice arrive as two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec.msgpack import Ext
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.wire._registry import BY_KIND, BY_NAME
+
+# Extension codes. Those from _TUPLE on mark an array.
+_TENSOR, _INT, _COMPLEX, _BYTEARRAY, _TORCH_NAME, _DEVICE = range(6)
+_TUPLE, _DICT, _SET, _FROZENSET, _SLICE, _RANGE, _SIZE, _CLASS = range(32, 40)
+
+_NATIVE: Final = frozenset((type(None), bool, float, str, bytes))
+_NATIVE_DECODED: Final = _NATIVE | {int}
+_TENSOR_KINDS: Final = (torch.Tensor, torch.nn.Parameter)
+_TENSOR_MARKS: Final = tuple(Ext(_TENSOR, struct.pack("<I", index)) for index in range(64))
+_MARKS: Final = {code: Ext(code, b"") for code in range(_TUPLE, _CLASS)}
+_COMPLEX_FORMAT: Final = struct.Struct("<dd")
+_MAX_EQUAL_HASHES: Final = 100
+
+_encode_msgpack: Final = msgspec.msgpack.Encoder().encode
+_decode_msgpack: Final = msgspec.msgpack.Decoder().decode
+
+# dtypes, layouts and memory formats by the name that torch gives them, e.g. "float32"
+_TORCH_OBJECTS: Final[dict[str, Any]] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+}
+
+
+class NotPlain(Exception):
+    """A value that this codec does not know. Carries it as its only argument."""
+
+
+class TensorTable:
+    """The tensors of one message in order of first use, each once."""
+
+    __slots__ = ("_indices", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._indices: dict[int, int] = {}  # by id; the list keeps the tensors alive, so ids stay unique
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """The tensor's place in the table; it is added if it is new."""
+        index = self._indices.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        return index
+
+
+def dumps(value: Any, limits: Limits) -> tuple[bytes, list[torch.Tensor]]:
+    """Encode a value.
+
+    Raises:
+        NotPlain: It holds something that is not plain data.
+        CannotSend: It is nested too deeply, or holds itself.
+    """
+    table = TensorTable()
+    try:
+        return _encode_msgpack(_encode(value, type(value), table, limits.depth)), table.tensors
+    except (ValueError, OverflowError) as error:  # a lone surrogate, or a string of 4 GiB
+        raise NotPlain(value) from error
+
+
+def _encode(value: Any, kind: type, table: TensorTable, depth: int) -> Any:
+    if kind in _NATIVE:
+        return value
+    if kind is int:
+        return (
+            value
+            if -(2**63) <= value < 2**64
+            else Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        )
+    if kind in _TENSOR_KINDS:
+        index = table.index_of(value)
+        return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
+    if depth <= 0:
+        raise CannotSend("a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself")
+    if kind is tuple:
+        return _encode_items([_MARKS[_TUPLE]], value, table, depth)
+    if kind is list:
+        return _encode_items([], value, table, depth)
+    if kind is dict:
+        return _encode_dict(value, table, depth)
+    encode = _ENCODERS.get(kind)
+    if encode is not None:
+        return encode(value, table, depth)
+    entry = BY_KIND.get(kind)
+    if entry is None:
+        raise NotPlain(value)
+    return _encode_items([Ext(_CLASS, entry.name.encode())], entry.to_fields(value), table, depth)
+
+
+def _encode_items(out: list[Any], items: Iterable[Any], table: TensorTable, depth: int) -> list[Any]:
+    for item in items:
+        kind = type(item)
+        out.append(item if kind in _NATIVE else _encode(item, kind, table, depth - 1))
+    return out
+
+
+def _encode_dict(value: dict[Any, Any], table: TensorTable, depth: int) -> Any:
+    if not value:
+        return value
+    if any(type(key) is not str for key in value):
+        return _encode_items([_MARKS[_DICT]], (item for pair in value.items() for item in pair), table, depth)
+    return {
+        key: item if type(item) in _NATIVE else _encode(item, type(item), table, depth - 1)
+        for key, item in value.items()
+    }
+
+
+def _items_encoder(code: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any, TensorTable, int], Any]:
+    return lambda value, table, depth: _encode_items([_MARKS[code]], take(value), table, depth)
+
+
+def _ext_encoder(code: int, take: Callable[[Any], bytes]) -> Callable[[Any, TensorTable, int], Any]:
+    return lambda value, table, depth: Ext(code, take(value))
+
+
+def _torch_name(value: Any) -> bytes:
+    return str(value).removeprefix("torch.").encode()
+
+
+_ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
+    set: _items_encoder(_SET, iter),
+    frozenset: _items_encoder(_FROZENSET, iter),
+    slice: _items_encoder(_SLICE, lambda value: (value.start, value.stop, value.step)),
+    range: _items_encoder(_RANGE, lambda value: (value.start, value.stop, value.step)),
+    torch.Size: _items_encoder(_SIZE, tuple),
+    complex: _ext_encoder(_COMPLEX, lambda value: _COMPLEX_FORMAT.pack(value.real, value.imag)),
+    bytearray: _ext_encoder(_BYTEARRAY, bytes),
+    torch.dtype: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.layout: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.memory_format: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.device: _ext_encoder(_DEVICE, lambda value: str(value).encode()),
+}
+
+
+class _Incoming:
+    """The tensors of one message, and how many of them the body has named so far."""
+
+    __slots__ = ("num_named", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.num_named = 0
+
+    def tensor_at(self, index: int) -> torch.Tensor:
+        if index >= len(self.tensors) or index > self.num_named:
+            raise DecodeError(f"tensor {index} is named out of order or does not exist ({len(self.tensors)} came)")
+        self.num_named = max(self.num_named, index + 1)
+        return self.tensors[index]
+
+
+def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], limits: Limits) -> Any:
+    """Decode a value.
+
+    Raises:
+        DecodeError: The bytes are not what `dumps` writes, or do not name every tensor of the table.
+        LimitExceeded: The value is nested too deeply.
+    """
+    incoming = _Incoming(tensors)
+    try:
+        raw = _decode_msgpack(body)
+        value = raw if type(raw) in _NATIVE_DECODED else _decode(raw, incoming, limits.depth)
+    except RecursionError as error:
+        raise LimitExceeded(f"arguments nested deeper than {limits.depth} levels") from error
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, struct.error) as error:
+        raise DecodeError(f"not plain data: {error}") from error
+    if incoming.num_named != len(tensors):
+        raise DecodeError(f"{len(tensors)} tensors came, and the arguments name {incoming.num_named}")
+    return value
+
+
+def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
+    """Turn what msgspec read into the value; lists are changed in place."""
+    kind = type(raw)
+    if kind is Ext:
+        code = raw.code
+        return incoming.tensor_at(int.from_bytes(raw.data, "little")) if code == _TENSOR else _VALUES[code](raw.data)
+    if depth <= 0:
+        raise LimitExceeded("arguments nested deeper than Limits.depth allows")
+    if kind is list:
+        mark = raw[0] if raw else None
+        if type(mark) is not Ext or mark.code < _TUPLE:
+            return _decode_items(raw, incoming, depth)
+        del raw[0]
+        items = _decode_items(raw, incoming, depth)
+        return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, mark.data)
+    if kind is not dict:
+        raise DecodeError(f"not plain data: {kind.__name__}")
+    for key, item in raw.items():
+        if type(key) is not str:
+            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
+        if type(item) not in _NATIVE_DECODED:
+            raw[key] = _decode(item, incoming, depth - 1)
+    return raw
+
+
+def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any]:
+    for index, item in enumerate(items):
+        if type(item) not in _NATIVE_DECODED:
+            items[index] = _decode(item, incoming, depth - 1)
+    return items
+
+
+def _check_hashes(keys: list[Any]) -> list[Any]:
+    """Refuse keys chosen to share one hash: a thousand of them are slow to insert, a million take the worker down."""
+    if len(keys) > _MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
+        raise DecodeError(f"a set or dict with more than {_MAX_EQUAL_HASHES} keys of one hash")
+    return keys
+
+
+def _make_dict(items: list[Any], data: bytes) -> dict[Any, Any]:
+    return dict(zip(_check_hashes(items[::2]), items[1::2], strict=True))
+
+
+def _make_instance(items: list[Any], data: bytes) -> Any:
+    name = bytes(data).decode()
+    entry = BY_NAME.get(name)
+    if entry is None:
+        raise DecodeError(f"no class is registered here as {name[:200]!r} (gradwire.wire.objects.register_plain_class)")
+    try:
+        return entry.from_fields(items)
+    except Exception as error:  # the constructor's own check of its arguments
+        raise DecodeError(f"{name} cannot be made of what came: {error}") from error
+
+
+def _make_range(items: list[Any], data: bytes) -> range:
+    start, stop, step = items
+    return range(start, stop, step)
+
+
+def _make_slice(items: list[Any], data: bytes) -> slice:
+    start, stop, step = items
+    return slice(start, stop, step)
+
+
+_VALUES: Final[dict[int, Callable[[bytes], Any]]] = {
+    _INT: lambda data: int.from_bytes(data, "little", signed=True),
+    _COMPLEX: lambda data: complex(*_COMPLEX_FORMAT.unpack(data)),
+    _BYTEARRAY: bytearray,
+    _TORCH_NAME: lambda data: _TORCH_OBJECTS[bytes(data).decode()],
+    _DEVICE: lambda data: torch.device(bytes(data).decode()),
+}
+_CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
+    _DICT: _make_dict,
+    _SET: lambda items, data: set(_check_hashes(items)),
+    _FROZENSET: lambda items, data: frozenset(_check_hashes(items)),
+    _SLICE: _make_slice,
+    _RANGE: _make_range,
+    _SIZE: lambda items, data: torch.Size(items),
+    _CLASS: _make_instance,
+}

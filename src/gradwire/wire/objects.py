@@ -1,0 +1,164 @@
+"""Values to (codec, body, tensors) and back.
+
+    EMPTY    ((), {}): a call without arguments; no body
+    NONE     None: what most calls return; no body
+    PLAIN    msgpack (`gradwire.wire._plain`): tensors, numbers, text, containers, registered classes
+    PICKLE   a pickle (`gradwire.wire._pickled`); only with ``trust="code"``, and only for what PLAIN does not know
+
+With ``trust="data"`` no byte of a pickle is written or read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.types import Trust
+from gradwire.wire import _pickled, _plain
+from gradwire.wire._functions import function_name, resolve_function
+from gradwire.wire._locate import locate
+from gradwire.wire._registry import register_plain_class, register_plain_type
+from gradwire.wire._scan import check_structure
+
+__all__ = [
+    "EMPTY",
+    "NONE",
+    "PICKLE",
+    "PLAIN",
+    "Packed",
+    "function_name",
+    "pack",
+    "register_plain_class",
+    "register_plain_type",
+    "resolve_function",
+    "unpack",
+]
+
+EMPTY: Final = 0
+PLAIN: Final = 1
+PICKLE: Final = 2
+NONE: Final = 3
+
+
+class Packed(NamedTuple):
+    """An encoded value.
+
+    Attributes:
+        codec: How `body` is encoded.
+        body: The value without its tensors.
+        tensors: The tensors, in the order in which `body` numbers them.
+    """
+
+    codec: int
+    body: bytes
+    tensors: list[torch.Tensor]
+
+
+def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
+    """Encode a value for another worker.
+
+    Args:
+        value: For a call, ``(args, kwargs)``; anything else for a result.
+        trust: Whether pickles may be used.
+        limits: `Limits.depth` bounds the nesting of containers.
+
+    Raises:
+        CannotSend: Something in it cannot travel; says what, where, and what to do.
+    """
+    if value is None:
+        return Packed(NONE, b"", [])
+    if (
+        type(value) is tuple
+        and len(value) == 2
+        and value[0] == ()
+        and type(value[0]) is tuple
+        and type(value[1]) is dict
+        and not value[1]
+    ):
+        return Packed(EMPTY, b"", [])
+    try:
+        body, tensors = _plain.dumps(value, limits)
+    except _plain.NotPlain:
+        if trust != "code":
+            raise _explain_not_plain(value, limits) from None
+        return _pack_pickle(value)
+    if trust != "code":
+        _check_outgoing(body, limits)
+    return Packed(PLAIN, body, tensors)
+
+
+def unpack(
+    codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], trust: Trust, limits: Limits
+) -> Any:
+    """Decode a value of another worker.
+
+    Raises:
+        DecodeError: The bytes are not a value, or a pickle came although ``trust="data"``.
+        LimitExceeded: The value is nested too deeply or has too many items.
+        CannotSend: With ``trust="code"``, the value names something that this worker cannot import.
+    """
+    if codec == PLAIN:
+        if trust != "code":
+            check_structure(body, limits)
+        return _plain.loads(body, tensors, limits)
+    if codec == PICKLE:
+        if trust != "code":
+            raise DecodeError('a pickle came, and with trust="data" none is read')
+        return _pickled.loads(body, tensors)
+    if body or tensors or codec not in (EMPTY, NONE):
+        raise DecodeError(f"{len(body)} bytes and {len(tensors)} tensors of codec {codec}")
+    return ((), {}) if codec == EMPTY else None
+
+
+def _check_outgoing(body: bytes, limits: Limits) -> None:
+    try:
+        check_structure(body, limits)
+    except LimitExceeded as error:
+        raise CannotSend(f"a value cannot be sent: {error}; send many numbers as a tensor") from error
+
+
+def _pack_pickle(value: Any) -> Packed:
+    try:
+        return Packed(PICKLE, *_pickled.dumps(value))
+    except CannotSend:
+        raise
+    except Exception as error:
+        where, culprit = locate(value, _can_pickle)
+        text = f"{where} of type {_type_name(culprit)} cannot be sent: {_reason(error)}"
+        raise CannotSend(text) from error
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        _pickled.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
+    def is_plain(part: Any) -> bool:
+        try:
+            _plain.dumps(part, limits)
+        except (_plain.NotPlain, CannotSend):
+            return False
+        return True
+
+    where, culprit = locate(value, is_plain)
+    return CannotSend(
+        f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain data. '
+        "Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, named "
+        'tuples, enums), or use trust="code" if the workers may run each other\'s code'
+    )
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
