@@ -30,6 +30,7 @@ Buffer = Any
 
 # Linux's numbers; other systems lack the names, and this module has to be importable there.
 _F_ADD_SEALS, _F_GET_SEALS, _SEALS = 1033, 1034, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_SEAL_EXEC = 0x20  # some systems add it to every memfd
 _MADV_REMOVE, _MADV_POPULATE_WRITE, _MADV_HUGEPAGE = 9, 23, 14
 _HUGE_FROM = 4 * MIB  # huge pages halve the cost of the first touch, and need some size to be found
 
@@ -136,8 +137,10 @@ def check_memfd(fd: int, num_bytes: int) -> None:
         DecodeError: It is something else, or has another size.
         OSError: It has no seals at all (a file, a socket, a pipe).
     """
-    if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
-        raise DecodeError("a file descriptor arrived that is not sealed against a change of its size")
+    if (
+        fcntl.fcntl(fd, _F_GET_SEALS) & ~_SEAL_EXEC != _SEALS
+    ):  # no other seals: memory that is read-only cannot be mapped
+        raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise DecodeError("a file descriptor arrived that is not shared memory of this user")

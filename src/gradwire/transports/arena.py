@@ -189,6 +189,7 @@ class LendingArena:
             populate(slot.memory.data_ptr(), PAGE + num_bytes)
         except (OSError, RuntimeError):
             os.close(fd)
+            self._limit_bytes = self._bytes_mapped  # out of memory: live with what there is, do not try with every call
             return None
         self._num_created += 1
         self._bytes_mapped += capacity
@@ -202,20 +203,23 @@ class LendingArena:
         if now < self._next_retirement:
             return False
         self._next_retirement = now + self._retire_after_s
-        for slot in self._idle_slots(now - self._retire_after_s):
+        idle = self._idle_slots(now - self._retire_after_s)
+        if self._bytes_mapped + capacity - sum(slot.capacity for slot in idle) > self._limit_bytes:
+            return False
+        for slot in idle:
+            if self._bytes_mapped + capacity <= self._limit_bytes:
+                break
             self._free[slot.capacity].remove(slot)
             self._bytes_mapped -= slot.capacity
             slot.retire()
-            if self._bytes_mapped + capacity <= self._limit_bytes:
-                return True
-        return False
+        return True
 
     def _idle_slots(self, since: float) -> list[Slot]:
         """Free slots that were lent last before `since`, the oldest first."""
         for capacity, lent in self._lent.items():
-            freed = [slot for slot in lent if slot.state.value == FREE]
-            self._free[capacity].extend(freed)
-            self._lent[capacity] = deque(slot for slot in lent if slot not in freed)
+            for _ in range(len(lent)):
+                slot = lent.popleft()
+                (self._free[capacity] if slot.state.value == FREE else lent).append(slot)
         idle = (slot for slots in self._free.values() for slot in slots if slot.last_lent <= since)
         return sorted(idle, key=lambda slot: slot.last_lent)
 
