@@ -1,8 +1,8 @@
 """What a header must satisfy beyond its types, for each message.
 
 Msgspec has checked the structure by the time these run: the number of fields and the type of each. Left are ranges,
-lengths and characters, and for `Call` and `Reply` the plan of the payload. Each check returns how many bytes the payload
-must have.
+lengths and characters, and for `Call` and `Reply` the sizes of the payload. Each check returns how many bytes the
+payload must have.
 """
 
 from __future__ import annotations
@@ -149,8 +149,11 @@ def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
 
 
 def _children(value: Any) -> list[Any]:
-    items = [*value.values(), *value.keys()] if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, dict | list | tuple)]
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise DecodeError("a map whose keys are not text")
+        value = value.values()
+    return [item for item in value if isinstance(item, dict | list)]
 
 
 def _check_failure(message: Failure, limits: Limits) -> int:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from functools import cache
 from types import MethodType, ModuleType
 from typing import Any
-
-import torch
 
 from gradwire.wire._pickled import MAIN_MODULES
 
@@ -24,10 +21,12 @@ def function_name(fn: Any) -> str | None:
     qualname = getattr(fn, "__qualname__", None)
     if type(qualname) is not str or "<" in qualname:
         return None
-    module = getattr(fn, "__module__", None) or getattr(getattr(fn, "__objclass__", None), "__module__", None)
-    if module is None:
-        return _torch_builtins().get(fn)
-    return f"{module}:{qualname}" if _find_loaded(module, qualname) is fn else None
+    owner = getattr(fn, "__objclass__", None)  # of a method of a built-in class
+    module = getattr(fn, "__module__", None) or getattr(owner, "__module__", None) or "torch"
+    for name in (qualname, getattr(fn, "__name__", qualname)):  # torch.add says it is _VariableFunctionsClass.add
+        if _find_loaded(module, name) is fn:
+            return f"{module}:{name}"
+    return None
 
 
 def _class_method_name(fn: MethodType) -> str | None:
@@ -45,17 +44,6 @@ def _find_loaded(module: Any, qualname: str) -> Any:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found
-
-
-@cache
-def _torch_builtins() -> dict[Any, str]:
-    """Built-in functions of torch do not know their module."""
-    names: dict[Any, str] = {}
-    for module in (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, torch.sparse):
-        for name, value in vars(module).items():
-            if type(value) is type(torch.add) and getattr(value, "__module__", None) is None:
-                names.setdefault(value, f"{module.__name__}:{name}")
-    return names
 
 
 def resolve_function(name: str) -> Callable[..., Any]:

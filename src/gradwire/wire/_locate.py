@@ -52,7 +52,7 @@ def _children(value: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
 
 def _call_labels(value: Any) -> tuple[str, ...] | None:
     """Names for the parts of a call: (args, kwargs) or (function, args, kwargs)."""
-    if not isinstance(value, tuple) or not len(value) in (2, 3):
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
         return None
     if not isinstance(value[-2], tuple) or not isinstance(value[-1], dict):
         return None

@@ -1,11 +1,13 @@
 """Plain data as msgpack: the codec that never runs foreign code.
 
-Msgpack knows None, bool, 64-bit ints, floats, str, bytes, arrays and maps; msgspec writes and reads these in C. Everything
-else is an extension (`Ext`), either a value by itself (a tensor's index, a complex number, a dtype) or the first item of an
-array, which then is not a list but a tuple, a set and so on. A user's list cannot begin with such a mark, because `Ext` is
-not among the types that users may send. Types are compared exactly: a subclass carries more than its data.
+Msgpack knows None, bool, 64-bit ints, floats, str, bytes, arrays and maps; msgspec writes and reads these in C.
+Everything else is an extension (`Ext`), either a value by itself (a tensor's index, a complex number, a dtype) or the
+first item of an array, which then is not a list but a tuple, a set and so on. A user's list cannot begin with such a
+mark, because `Ext` is not among the types that users may send. Types are compared exactly: a subclass carries more than
+its data.
 
-The same tensor twice is one entry of the table and arrives as one object. Other objects that appear twice arrive as two.
+The same tensor twice is one entry of the table and arrives as one object. Other objects that appear twice arrive as
+two.
 """
 
 from __future__ import annotations
@@ -196,7 +198,11 @@ def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
     kind = type(raw)
     if kind is Ext:
         code = raw.code
-        return incoming.tensor_at(int.from_bytes(raw.data, "little")) if code == _TENSOR else _VALUES[code](raw.data)
+        return (
+            incoming.tensor_at(int.from_bytes(raw.data, "little"))
+            if code == _TENSOR
+            else _VALUES[code](bytes(raw.data))
+        )
     if depth <= 0:
         raise LimitExceeded("arguments nested deeper than Limits.depth allows")
     if kind is list:
@@ -205,7 +211,7 @@ def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
             return _decode_items(raw, incoming, depth)
         del raw[0]
         items = _decode_items(raw, incoming, depth)
-        return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, mark.data)
+        return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, bytes(mark.data))
     if kind is not dict:
         raise DecodeError(f"not plain data: {kind.__name__}")
     for key, item in raw.items():
@@ -235,7 +241,7 @@ def _make_dict(items: list[Any], data: bytes) -> dict[Any, Any]:
 
 
 def _make_instance(items: list[Any], data: bytes) -> Any:
-    name = bytes(data).decode()
+    name = data.decode()
     entry = BY_NAME.get(name)
     if entry is None:
         raise DecodeError(f"no class is registered here as {name[:200]!r} (gradwire.wire.objects.register_plain_class)")
@@ -259,8 +265,8 @@ _VALUES: Final[dict[int, Callable[[bytes], Any]]] = {
     _INT: lambda data: int.from_bytes(data, "little", signed=True),
     _COMPLEX: lambda data: complex(*_COMPLEX_FORMAT.unpack(data)),
     _BYTEARRAY: bytearray,
-    _TORCH_NAME: lambda data: _TORCH_OBJECTS[bytes(data).decode()],
-    _DEVICE: lambda data: torch.device(bytes(data).decode()),
+    _TORCH_NAME: lambda data: _TORCH_OBJECTS[data.decode()],
+    _DEVICE: lambda data: torch.device(data.decode()),
 }
 _CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
     _DICT: _make_dict,

@@ -1,8 +1,8 @@
 """A look at msgpack before it is decoded, where decoding itself could hurt.
 
-Decoding is bounded by nothing but the length of the bytes: a byte can become an empty list of 64 bytes, and maps may have
-integer keys that all share one hash, which takes quadratic time inside of C. Neither is possible in short bodies, so the
-common message is never scanned.
+Decoding is bounded by nothing but the length of the bytes: a byte can become an empty list of 64 bytes, and maps may
+have integer keys that all share one hash, which takes quadratic time inside of C. Neither matters in short bodies, so
+the common message is never scanned.
 """
 
 from __future__ import annotations

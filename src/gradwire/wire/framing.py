@@ -11,10 +11,11 @@
     20      4     crc32 of the first 20 bytes and the header
     24            header (msgpack), then payload: body | segment | segment ...
 
-A decoder checks in the order in which bytes arrive, and allocates for nothing it has not checked: the prefix when its 24
-bytes are there, the header when it is complete, and then each buffer when the first of its bytes comes. So a peer can make
-this worker hold as much memory as it sends, plus one segment of at most `Limits.frame_bytes`. The checksum finds damage, not
-malice. Tensor bytes are not summed: TCP, TLS and Unix sockets protect them, and summing would halve the bulk rate.
+A decoder checks in the order in which bytes arrive, and allocates for nothing it has not checked: the prefix when its
+24 bytes are there, the header when it is complete, and then each buffer when the first of its bytes comes. So a peer
+can make this worker hold as much memory as it sends, plus one segment of at most `Limits.frame_bytes`. The checksum
+finds damage, not malice. Tensor bytes are not summed: TCP, TLS and Unix sockets protect them, and summing would halve
+the bulk rate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.wire._checks import CHECKS
 from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, take_whole
+from gradwire.wire._scan import check_structure
 from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
 
 __all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
@@ -249,6 +251,7 @@ class FrameDecoder:
     def _check_header(self, number: int, is_intact: bool, header: bytes, payload_bytes: int) -> Message:
         if not is_intact:
             raise DecodeError("the checksum of a frame does not fit its header")
+        check_structure(header, self._limits)
         try:
             message: Message = _DECODERS[number].decode(header)
         except RecursionError as error:
@@ -258,7 +261,7 @@ class FrameDecoder:
         expected = CHECKS[type(message)](message, self._limits)
         if expected != payload_bytes:
             raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
-        # A second spelling of the same message could hide fields that nobody reads. Calls are hot, and have none to hide.
+        # A second spelling of the same message could hide fields that nobody reads. Calls are hot, and cannot.
         if type(message) is not Call and type(message) is not Reply and _encode_header(message) != header:
             raise DecodeError(f"a {type(message).__name__} message that is not in its one spelling")
         return message

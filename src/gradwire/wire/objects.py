@@ -149,9 +149,9 @@ def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
 
     where, culprit = locate(value, is_plain)
     return CannotSend(
-        f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain data. '
-        "Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, named "
-        'tuples, enums), or use trust="code" if the workers may run each other\'s code'
+        f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '
+        "data. Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, "
+        'named tuples, enums), or use trust="code" if the workers may run each other\'s code'
     )
 
 

@@ -1,15 +1,16 @@
 """Tensors as metadata and bytes, and back.
 
-A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made of
-two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that the
-tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of a large
-matrix costs a row. Names of dimensions, hooks and Python attributes stay at home.
+A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
+of two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that
+the tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of
+a large matrix costs a row. Names of dimensions, hooks and Python attributes stay at home.
 
     describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
     validate(meta)   -> payload bytes    receiver, before it allocates anything
     rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
 
-`requires_grad` makes the rebuilt tensor a leaf. What joins it to the graph of its sender is the autograd layer's business.
+`requires_grad` makes the rebuilt tensor a leaf. What joins it to the graph of its sender is the autograd layer's
+business.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from gradwire.wire import _sparse
 from gradwire.wire.messages import TensorMeta
 
 # The order is the protocol: a number below names a dtype on every worker, so new ones go to the end.
+# fmt: off
 _DTYPE_NAMES: Final = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-).split()
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+)
+# fmt: on
 
 
 def _known_dtypes() -> tuple[torch.dtype, ...]:
@@ -56,11 +60,8 @@ _COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
 _BOOL: Final = _DTYPE_INDEX[torch.bool]
 _INT64_MAX: Final = 2**63 - 1
 _STRIDED: Final = torch.strided
-_DEVICE: Final = re.compile(
-    r"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{})(?::[0-9]{{1,3}})?".format(
-        re.escape(torch._C._get_privateuse1_backend_name())
-    )
-)
+_EXTENSION: Final = re.escape(torch._C._get_privateuse1_backend_name())  # the one backend that may be added to torch
+_DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
 
 _is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 _memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -294,10 +295,7 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
         DecodeError: The indices of a sparse tensor are not valid.
         CannotSend: The tensor belongs on a device that this worker does not have.
     """
-    if meta.layout or meta.device:
-        tensor = _rebuild_any(meta, buffers)
-    else:
-        tensor = _rebuild_dense(meta, next(buffers))
+    tensor = _rebuild_any(meta, buffers) if meta.layout or meta.device else _rebuild_dense(meta, next(buffers))
     flags = meta.flags
     if not flags:
         return tensor
