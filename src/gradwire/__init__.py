@@ -1,0 +1,10 @@
+"""gradwire: call functions on other processes and machines, and differentiate through those calls."""
+
+from __future__ import annotations
+
+from gradwire import config, errors, rpc, runtime
+from gradwire.types import WorkerInfo
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["WorkerInfo", "__version__", "config", "errors", "rpc", "runtime"]

@@ -1,9 +1,9 @@
 """The closed set of messages, and what they say about their payload.
 
-A frame is `prefix | header | payload`. The header is one of the structs below, as a msgpack array; its type is a number in
-the prefix. The payload is `body | segment | segment ...`: the body holds encoded arguments, and every dense part of a tensor
-is one segment, in the order in which the metadata names them (depth first). A part whose metadata names a shared-memory
-slot has no bytes in the payload.
+A frame is `prefix | header | payload`. The header is one of the structs below, as a msgpack array; its type is a number
+in the prefix. The payload is `body | segment | segment ...`: the body holds encoded arguments, and every dense part of a
+tensor is one segment, in the order in which the metadata names them (depth first). A part whose metadata names a
+shared-memory slot has no bytes in the payload.
 
 Handshake, on every connection:
 

@@ -1,0 +1,111 @@
+"""Calls under way, as their caller sees them. No threads, sockets or clocks inside.
+
+    PENDING --answer--> DONE
+       |----deadline--> EXPIRING (the callee was asked how far it got) --its word, or silence--> DONE
+       |----cancel, worker lost--> DONE
+
+Every call ends exactly once: whoever takes it out of the table (`pop`, one dictionary operation) may finish it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+_NO_DEADLINE: Final = float("inf")
+
+PHASE_TEXT: Final = {
+    "connect": "it could not be reached",
+    "send": "its connection took no more bytes, or the request had not arrived",
+    "queue": "the call waited for a free worker thread there",
+    "run": "the function was still running there",
+    "reply": "the function had ended and its result was on the way",
+    "unknown": "it did not answer when asked how far the call got (stopped, busy holding the GIL, or cut off)",
+}
+
+
+class PendingCall:
+    """One call, from the moment it is made until it has a result or an error."""
+
+    __slots__ = (
+        "call_id",
+        "deadline",
+        "error",
+        "function",
+        "future",
+        "is_done",
+        "is_expiring",
+        "on_done",
+        "started",
+        "table",
+        "value",
+        "waiter",
+        "worker",
+    )
+
+    def __init__(self, call_id: int, worker: str, function: str, started: float, timeout_s: float) -> None:
+        self.call_id = call_id
+        self.worker = worker
+        self.function = function
+        self.started = started
+        self.deadline = started + timeout_s if timeout_s > 0 else _NO_DEADLINE
+        self.is_done = False
+        self.is_expiring = False
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.on_done: Callable[[PendingCall], None] | None = None  # runs in the thread that finishes the call
+        self.future: Any = None
+        self.waiter: Any = None  # a lock that the finishing thread releases, made by a thread that waits
+        self.table: CallTable | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
+        return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
+
+    def timeout_text(self, phase: str, now: float) -> str:
+        """What a timeout in that phase should say."""
+        return (
+            f"call of {self.function} on worker {self.worker} timed out after {now - self.started:.3g} s: "
+            f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or look at what that worker does"
+        )
+
+
+class CallTable:
+    """The calls under way on one connection."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, PendingCall] = {}
+        self.reader: Any = None  # who can read the answers, for threads that wait; opaque here
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, call: PendingCall) -> None:
+        """A call is about to be sent."""
+        call.table = self
+        self._pending[call.call_id] = call
+
+    def pop(self, call_id: int) -> PendingCall | None:
+        """Takes a call out to finish it; None if somebody else did."""
+        return self._pending.pop(call_id, None)
+
+    def pop_all(self) -> list[PendingCall]:
+        """Takes all calls out: the connection is gone."""
+        return [call for call_id in list(self._pending) if (call := self._pending.pop(call_id, None))]
+
+    def expire(self, now: float) -> tuple[list[PendingCall], float]:
+        """Calls whose deadline has passed, each named once, and the earliest deadline of the others."""
+        expired, earliest = [], _NO_DEADLINE
+        for call in list(self._pending.values()):
+            if call.is_expiring:
+                continue
+            if call.deadline <= now:
+                call.is_expiring = True
+                expired.append(call)
+            elif call.deadline < earliest:
+                earliest = call.deadline
+        return expired, earliest
+
+
+new_call_id: Callable[[], int] = itertools.count(1).__next__  # atomic, and unique in this process

@@ -1,0 +1,189 @@
+"""Between calls and frames: functions, arguments and results, with the interceptors' notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, NotExposed
+from gradwire.rpc.functions import exposed_function, exposed_name
+from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.types import Trust
+from gradwire.wire import objects, tensors
+from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Call, Reply
+
+
+class Codec:
+    """Packs and unpacks under one trust level.
+
+    Args:
+        trust: ``code`` or ``data``.
+        limits: What is accepted.
+        interceptors: Told about every message; the list may grow later.
+    """
+
+    def __init__(self, trust: Trust, limits: Limits, interceptors: list[Interceptor]) -> None:
+        self._trust = trust
+        self._limits = limits
+        self._interceptors = interceptors
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def pack_call(
+        self, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[str, objects.Packed]:
+        """The function's name (empty when it is in the body) and the packed arguments.
+
+        Raises:
+            CannotSend: An argument or the function cannot travel.
+        """
+        if isinstance(function, str):
+            return function, objects.pack((tuple(args), kwargs), self._trust, self._limits)
+        if not callable(function):
+            raise CannotSend(f"expected a function or an exposed name, not {function!r}")
+        name = exposed_name(function) if self._trust == "data" else objects.function_name(function)
+        if name is not None:
+            return name, objects.pack((tuple(args), kwargs), self._trust, self._limits)
+        if self._trust == "data":
+            raise CannotSend(
+                f'trust="data": {describe_function(function)} cannot be sent; mark it with @gradwire.rpc.expose on both '
+                f"workers, or call it by its exposed name"
+            )
+        return "", objects.pack((function, tuple(args), kwargs), self._trust, self._limits)
+
+    def load_call(
+        self, frame: Frame, message: Call, envelope: Envelope
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and arguments of a call that arrived.
+
+        Raises:
+            NotExposed: The function may not be called.
+            DecodeError: The body is not what it claims to be.
+            CannotSend: A tensor needs a device that is not here.
+        """
+        # The function first: nobody's arguments are decoded for a function that may not be called.
+        function = self.find(message.function)
+        values = self._receive(frame, message, envelope)
+        return self.split_call(function, objects.unpack(message.codec, frame.body, values, self._trust, self._limits))
+
+    def split_call(
+        self, function: Callable[..., Any] | None, value: Any
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The three parts of an unpacked call."""
+        if function is None:
+            function, args, kwargs = value
+            return function, args, kwargs
+        args, kwargs = value
+        if type(args) is not tuple or type(kwargs) is not dict:
+            raise CannotSend(f"the arguments of {describe_function(function)} are not a tuple and a dict")
+        return function, args, kwargs
+
+    def find(self, name: str) -> Callable[..., Any] | None:
+        """The function of that name; None when the name is empty (it is in the body).
+
+        Raises:
+            NotExposed: It may not be called.
+        """
+        function = exposed_function(name)
+        if function is not None:
+            return function
+        if self._trust == "data":
+            raise NotExposed(
+                f'trust="data": {name!r} is not exposed on this worker; mark the function with @gradwire.rpc.expose there'
+            )
+        return objects.resolve_function(name) if name else None
+
+    # -- control operations: plain data at every trust level --------------------------------------------------------
+
+    def pack_control(self, args: tuple[Any, ...]) -> objects.Packed:
+        """The arguments of a control operation."""
+        return objects.pack(args, "data", self._limits)
+
+    def load_control(self, frame: Frame, message: Call, envelope: Envelope) -> tuple[Any, ...]:
+        """The arguments of a control operation that arrived."""
+        values = self._receive(frame, message, envelope)
+        args = objects.unpack(message.codec, frame.body, values, "data", self._limits)
+        if type(args) is not tuple:
+            raise DecodeError("the arguments of a control operation must be a tuple")
+        return args
+
+    # -- replies -------------------------------------------------------------------------------------------------
+
+    def pack(self, value: Any) -> objects.Packed:
+        """A result, packed.
+
+        Raises:
+            CannotSend: It cannot travel.
+        """
+        return objects.pack(value, self._trust, self._limits)
+
+    def unpack(self, packed: objects.Packed, values: list[torch.Tensor]) -> Any:
+        """The value of something packed in this process, with other tensors in place of its own."""
+        return objects.unpack(packed.codec, packed.body, values, self._trust, self._limits)
+
+    def load_reply(self, frame: Frame, message: Reply, envelope: Envelope) -> Any:
+        """The value of a reply that arrived."""
+        values = self._receive(frame, message, envelope)
+        return objects.unpack(message.codec, frame.body, values, self._trust, self._limits)
+
+    # -- tensors and notes ------------------------------------------------------------------------------------------
+
+    def outgoing_notes(self, envelope: Envelope, values: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What the interceptors attach to a message that leaves."""
+        notes = {}
+        for interceptor in self._interceptors:
+            note = interceptor.outgoing(envelope, values)
+            if note is not None:
+                notes[interceptor.name] = note
+        return notes
+
+    def incoming(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Lets the interceptors see a message that arrived."""
+        if notes:
+            for interceptor in self._interceptors:
+                if interceptor.name in notes:
+                    values = list(interceptor.incoming(envelope, notes[interceptor.name], values))
+        return values
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        envelope: Envelope,
+        notes: dict[str, Any],
+    ) -> Any:
+        """Calls the function, inside what the interceptors want around it."""
+        for interceptor in self._interceptors:
+            if interceptor.name in notes:
+                function = _surround(interceptor, envelope, notes[interceptor.name], function)
+        return function(*args, **kwargs)
+
+    def _receive(self, frame: Frame, message: Call | Reply, envelope: Envelope) -> list[torch.Tensor]:
+        if not message.tensors:
+            values = []
+        else:
+            buffers = iter(frame.buffers)
+            values = [tensors.rebuild(meta, buffers) for meta in message.tensors]
+        return self.incoming(envelope, message.notes, values) if message.notes else values
+
+
+def _surround(
+    interceptor: Interceptor, envelope: Envelope, note: Any, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with interceptor.running(envelope, note):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def describe_function(function: Any) -> str:
+    """What to call a function in messages to people."""
+    if isinstance(function, str):
+        return function
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

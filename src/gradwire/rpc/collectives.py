@@ -1,0 +1,189 @@
+"""Operations in which every worker takes part: gather, barrier, and the agreement to shut down.
+
+The worker whose name sorts first collects. Everybody sends it one control call, whose answer it holds back until all have
+come:
+
+    worker1 --gather(key, value1)--> worker0 <--gather(key, value2)-- worker2
+            <------ {all values} ---         ---- {all values} ----->
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.errors import ConfigurationError, RpcTimeout, WorkerLost
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire import objects
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+_LOOK_S = 0.02
+
+Entry = tuple[int, bytes, list[torch.Tensor]]
+"""A packed value: codec, body, tensors."""
+
+
+class _Round:
+    """One gathering, on the worker that collects."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.entries: dict[str, Entry] = {}
+        # Deadline and the answer owed. The collector's own comes last: it may close its connections right after.
+        self.answers: list[tuple[float, InterruptibleFuture[Any]]] = []
+
+    def missing(self) -> list[str]:
+        return [name for name in self.names if name not in self.entries]
+
+
+class Gathering:
+    """This worker's part in gatherings."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards _rounds, _sequence and the rounds in it
+        self._rounds: dict[str, _Round] = {}
+        self._sequence: dict[str, int] = {}
+        self._lost: dict[str, str] = {}
+        agent.server.register_control("gather", self._on_gather)
+        agent.on_worker_lost(self._on_worker_lost)
+
+    def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
+        """Everybody's value, by worker name.
+
+        Raises:
+            ConfigurationError: This worker is not among the names.
+            RpcTimeout: Not everybody came in time; says who did not.
+            WorkerLost: One of them died.
+        """
+        agent = self._agent
+        group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
+        if agent.info.name not in group:
+            raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
+        with self._lock:
+            base = "\n".join(group)
+            sequence = self._sequence[base] = self._sequence.get(base, 0) + 1
+        packed = agent.codec.pack(value)
+        timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
+        args = (sequence, group, packed.codec, packed.body, packed.tensors, timeout_s)
+        answer = self._ask(group[0], args, timeout_s).wait()
+        return {
+            name: agent.codec.unpack(objects.Packed(codec, body, []), tensors)
+            for name, (codec, body, tensors) in answer.items()
+        }
+
+    def _ask(self, leader: str, args: tuple[Any, ...], timeout_s: float) -> InterruptibleFuture[dict[str, Entry]]:
+        agent = self._agent
+        if leader == agent.info.name:
+            return self._on_gather(agent.info, *args)
+        future: InterruptibleFuture[dict[str, Entry]] = InterruptibleFuture()
+
+        def on_done(call: PendingCall) -> None:
+            if call.error is not None:
+                future.set_exception(call.error)
+            else:
+                future.set_result(call.value)
+
+        # The collector knows who is missing, so let it speak first.
+        agent.control(leader, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, on_done)
+        return future
+
+    def _on_gather(
+        self,
+        source: WorkerInfo,
+        sequence: int,
+        names: list[str],
+        codec: int,
+        body: bytes,
+        tensors: list[torch.Tensor],
+        timeout_s: float,
+    ) -> InterruptibleFuture[Any]:
+        answer: InterruptibleFuture[Any] = InterruptibleFuture()
+        key = f"{sequence}\n" + "\n".join(names)
+        deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
+        with self._lock:
+            gathering = self._rounds.setdefault(key, _Round(names))
+            gathering.entries[source.name] = (codec, body, tensors)
+            at = len(gathering.answers) if source == self._agent.info else 0
+            gathering.answers.insert(at, (deadline, answer))
+            is_complete = not gathering.missing()
+            lost = next((name for name in gathering.missing() if name in self._lost), None)
+            if is_complete:
+                del self._rounds[key]
+        if is_complete:
+            for _, waiting in gathering.answers:
+                waiting.set_result(gathering.entries)
+        elif lost is not None:
+            self._on_worker_lost_name(lost, self._lost[lost])
+        self._agent.reactor.expect(deadline)
+        return answer
+
+    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
+        self._on_worker_lost_name(address.info.name, reason)
+
+    def _on_worker_lost_name(self, name: str, reason: str) -> None:
+        failed: list[InterruptibleFuture[Any]] = []
+        with self._lock:
+            self._lost[name] = reason
+            for key, gathering in list(self._rounds.items()):
+                if name in gathering.missing():
+                    del self._rounds[key]
+                    failed.extend(answer for _, answer in gathering.answers)
+        for answer in failed:
+            answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
+
+    def on_returned(self, name: str) -> None:
+        """A worker that was lost is back."""
+        with self._lock:
+            self._lost.pop(name, None)
+
+    def sweep(self, now: float) -> float:
+        """Ends gatherings whose time is over; returns when to look again."""
+        wanted = float("inf")
+        late: list[tuple[InterruptibleFuture[Any], list[str]]] = []
+        with self._lock:
+            for gathering in self._rounds.values():
+                late += [(answer, gathering.missing()) for deadline, answer in gathering.answers if deadline <= now]
+                gathering.answers = [item for item in gathering.answers if item[0] > now]
+                wanted = min([wanted, *(deadline for deadline, _ in gathering.answers)])
+        for answer, missing in late:
+            names = ", ".join(missing)
+            answer.set_exception(RpcTimeout(f"these workers did not take part in time: {names}", names, "run"))
+        return wanted
+
+    def wait_all_quiet(self, deadline: float) -> None:
+        """Returns when every worker has called this and no call is under way anywhere.
+
+        Raises:
+            RpcTimeout: Not in time.
+            WorkerLost: A worker died.
+        """
+        agent, before = self._agent, None
+        if not agent.directory.is_fixed:  # workers come and go: only this one's own calls matter
+            self._wait_quiet(deadline)
+            return
+        while True:
+            self._wait_quiet(deadline)
+            counts = self.all_gather((agent.num_calls_made, agent.server.num_served), None, deadline)
+            if counts == before:
+                return
+            before = counts
+
+    def _wait_quiet(self, deadline: float) -> None:
+        pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
+        while not self._agent.is_quiet:
+            if time.monotonic() >= deadline:
+                raise RpcTimeout(
+                    f"calls are still under way on {self._agent.info.name}: {self._agent.statistics()}",
+                    self._agent.info.name,
+                    "run",
+                )
+            pause.wait(_LOOK_S)

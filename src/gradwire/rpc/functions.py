@@ -1,0 +1,81 @@
+"""What can be said about a function that others call: that it is exposed, that it answers later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gradwire.errors import ConfigurationError
+from gradwire.wire.objects import register_plain_class
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_exposed: dict[str, Callable[..., Any]] = {}
+_names: dict[Callable[..., Any], str] = {}
+
+_ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
+
+
+def expose(function: Any = None, *, name: str | None = None) -> Any:
+    """Marks a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
+
+    Args:
+        function: What to expose.
+        name: The name others call it by; ``module:qualname`` if not given.
+
+    Raises:
+        ConfigurationError: Another function has that name.
+    """
+    if function is None:
+        return functools.partial(expose, name=name)
+    if isinstance(function, type):
+        register_plain_class(function, name)
+        return function
+    public = name or f"{function.__module__}:{function.__qualname__}"
+    if not public or public.startswith("~"):
+        raise ConfigurationError(f"{public!r} cannot be the name of an exposed function")
+    known = _exposed.get(public)
+    if known is not None and known is not function and not _is_redefinition(known, function):
+        raise ConfigurationError(f"another function is exposed as {public!r}; pass name= to choose another")
+    _exposed[public] = function
+    _names[function] = public
+    return function
+
+
+def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """A module or notebook cell that was run again."""
+    return (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
+
+
+def exposed_function(name: str) -> Callable[..., Any] | None:
+    """The function exposed under that name."""
+    return _exposed.get(name)
+
+
+def exposed_name(function: Callable[..., Any]) -> str | None:
+    """The name a function is exposed under."""
+    try:
+        return _names.get(function)
+    except TypeError:  # not hashable
+        return None
+
+
+def async_execution(function: F) -> F:
+    """Marks a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
+
+    The worker thread is free as soon as the function returns. With methods, put this decorator inside ``@staticmethod``
+    or ``@classmethod``.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    setattr(wrapper, _ASYNC_MARK, function)
+    return wrapper  # type: ignore[return-value]
+
+
+def is_async_execution(function: Callable[..., Any]) -> bool:
+    """Whether the function was marked with `async_execution`."""
+    return hasattr(function, _ASYNC_MARK)

@@ -1,0 +1,55 @@
+"""The hook that lets upper layers attach to messages, so that rpc knows nothing of them.
+
+    caller                                         callee
+    outgoing(call, tensors) -> note  --- Call --->  incoming(call, note, tensors) -> tensors
+                                                    with running(note): the function
+    incoming(reply, ...) -> tensors  <--- Reply --  outgoing(reply, tensors) -> note
+
+Without interceptors a message pays one truth test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gradwire.types import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What an interceptor is told about a message.
+
+    Attributes:
+        kind: ``call`` or ``reply``.
+        peer: The worker at the other end.
+        function: The called function's name.
+        note: What the interceptor attached to the call, on its way back with the reply; None for calls.
+    """
+
+    kind: Literal["call", "reply"]
+    peer: WorkerInfo
+    function: str
+    note: Any = None
+
+
+class Interceptor:
+    """Base class: does nothing. Notes must be plain data (they are part of the message's header)."""
+
+    name = "interceptor"
+
+    def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
+        """Sees the tensors of a message that leaves; returns a note to attach, or None."""
+        return None
+
+    def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Sees a message that came with a note; returns the tensors to use in place of those that came."""
+        return tensors
+
+    def running(self, envelope: Envelope, note: Any) -> contextlib.AbstractContextManager[object]:
+        """Surrounds the called function."""
+        return contextlib.nullcontext()

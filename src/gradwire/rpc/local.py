@@ -1,0 +1,105 @@
+"""Calls of a worker to itself: no wire, but the same rules.
+
+Arguments and results are captured by copying, the interceptors see every message, deadlines and cancellation work, and the
+function runs in a service thread, never in the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.errors import WorkerLost
+from gradwire.rpc._calls import CallTable, PendingCall
+from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.serving import Request
+from gradwire.types import WorkerInfo
+from gradwire.wire import failures, objects
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+
+class LocalSource:
+    """Takes the place of an incoming connection for calls to oneself."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.calls = CallTable()
+        self.requests: dict[int, Request] = {}
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Who calls."""
+        return self._agent.info
+
+    def start(self, call: PendingCall, function: str, packed: objects.Packed) -> None:
+        """Queues a call to oneself."""
+        notes = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
+        captured = packed._replace(tensors=_copies(packed.tensors))
+        timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
+        request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
+        request.notes = notes
+        self.requests[call.call_id] = request
+        self.calls.add(call)
+        self._agent.reactor.expect(call.deadline)
+        self._agent.server.accept_elsewhere(request)
+
+    def load(self, request: Request, envelope: Envelope) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments."""
+        codec = self._agent.codec
+        (name, packed), request.frame = request.frame, None
+        function = codec.find(name)
+        values = codec.incoming(envelope, request.notes, packed.tensors)
+        return codec.split_call(function, codec.unpack(packed, values))
+
+    def reply(self, request: Request, value: Any) -> None:
+        """Ends the call with a copy of the result."""
+        codec = self._agent.codec
+        packed = codec.pack(value)
+        envelope = Envelope("reply", self.info, request.function, request.notes)
+        notes = codec.outgoing_notes(envelope, packed.tensors)
+        values = codec.incoming(Envelope("reply", self.info, request.function), notes, _copies(packed.tensors))
+        self._finish(request, codec.unpack(packed, values), None)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Ends the call with the error, in the form in which others would get it."""
+        agent = self._agent
+        info = failures.describe_exception(error, agent.info.name, agent.config.limits)
+        self._finish(request, None, failures.rebuild_exception(info, agent.trust))
+
+    def _finish(self, request: Request, value: Any, error: Exception | None) -> None:
+        self.requests.pop(request.call_id, None)
+        request.phase = "reply"
+        call = self.calls.pop(request.call_id)
+        if call is not None:
+            self._agent.finish(call, value, error)
+
+    def cancel(self, call_id: int) -> str:
+        """Drops a call; returns how far it got."""
+        request = self.requests.get(call_id)
+        if request is None:
+            return "reply"
+        phase = self._agent.server.drop(request)
+        if phase == "queue":
+            self.requests.pop(call_id, None)
+        return phase
+
+    def close(self) -> None:
+        """Fails whatever is still under way."""
+        for call in self.calls.pop_all():
+            name = self.info.name
+            self._agent.finish(call, None, WorkerLost(f"call of {call.function} failed: {name} has shut down", name))
+
+
+def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [_copy(value) for value in values]
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    copy = value.detach().clone()
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+    return copy.requires_grad_(value.requires_grad)

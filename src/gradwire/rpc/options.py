@@ -1,0 +1,145 @@
+"""Options of `init_rpc`, under the names that PyTorch's users know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradwire.config import Limits, TlsKeys, WorkerConfig
+from gradwire.errors import ConfigurationError
+from gradwire.types import Trust
+
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_INIT_TIMEOUT_SEC = 300.0
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+DEFAULT_NUM_WORKER_THREADS = 16
+UNSET_RPC_TIMEOUT = -1.0
+
+DeviceMap = dict[Any, Any]
+
+
+class RpcBackendOptions:
+    """What every backend has.
+
+    Args:
+        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    """
+
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        self.rpc_timeout = float(rpc_timeout)
+        self.init_method = init_method
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
+
+class RpcOptions(RpcBackendOptions):
+    """How a worker runs and how the workers find each other.
+
+    Args:
+        num_worker_threads: User functions that run at once; those that wait for another call do not count.
+        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        init_timeout: How long to wait for the other workers.
+        trust: ``"code"`` (any function, pickled arguments) or ``"data"`` (exposed functions, plain data, no pickle);
+            by default ``"code"`` on one machine and ``"data"`` where TLS keys are given.
+        transports: Schemes to use; by default ``unix``, and ``tcp`` where TLS keys are given.
+        tls: Keys for other machines.
+        bind_host: Address for ``tcp``; by default the one that faces the meeting point.
+        bind_port: Port for ``tcp``; 0 takes a free one.
+        limits: What is accepted from other workers.
+        shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        init_timeout: float = DEFAULT_INIT_TIMEOUT_SEC,
+        trust: Trust | None = None,
+        transports: tuple[str, ...] | None = None,
+        tls: TlsKeys | None = None,
+        bind_host: str | None = None,
+        bind_port: int = 0,
+        limits: Limits | None = None,
+        shared_memory_from: int = 64 << 10,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.init_timeout = float(init_timeout)
+        self.trust = trust
+        self.transports = transports
+        self.tls = tls
+        self.bind_host = bind_host
+        self.bind_port = bind_port
+        self.limits = limits or Limits()
+        self.shared_memory_from = shared_memory_from
+
+    def worker_config(self, token: bytes, bind_host: str) -> WorkerConfig:
+        """The settings of one worker.
+
+        Raises:
+            ConfigurationError: One of them is wrong.
+        """
+        return WorkerConfig(
+            num_worker_threads=self.num_worker_threads,
+            rpc_timeout_s=self.rpc_timeout,
+            trust=self.trust,
+            transports=self.transports,
+            bind_host=self.bind_host or bind_host,
+            bind_port=self.bind_port,
+            tls=self.tls,
+            token=token,
+            limits=self.limits,
+            shared_memory_from=self.shared_memory_from,
+        )
+
+
+class TensorPipeRpcBackendOptions(RpcOptions):
+    """PyTorch's options, accepted as they are.
+
+    Device maps are checked and kept. Tensors on other devices are staged through the CPU and arrive on the device they
+    came from, so a map is not needed for that. `_transports` and `_channels` name parts of another system and do nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: dict[str, DeviceMap] | None = None,
+        devices: list[Any] | None = None,
+        _transports: list[str] | None = None,
+        _channels: list[str] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method, **more
+        )
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices: list[torch.device] = []
+        for worker, device_map in (device_maps or {}).items():
+            self.set_device_map(worker, device_map)
+        self.set_devices(devices or [])
+
+    def set_device_map(self, to: str, device_map: DeviceMap) -> None:
+        """Adds a map from devices here to devices there.
+
+        Raises:
+            ConfigurationError: Two devices map to one.
+        """
+        known = dict(self.device_maps.get(to, {}))
+        known.update({torch.device(source): torch.device(target) for source, target in device_map.items()})
+        if len(set(known.values())) != len(known):
+            raise ConfigurationError(f"the device map for {to} sends two devices to one: {device_map}")
+        self.device_maps[to] = known
+
+    def set_devices(self, devices: list[Any]) -> None:
+        """The devices that calls may use."""
+        self.devices = [torch.device(device) for device in devices]

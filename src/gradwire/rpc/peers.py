@@ -1,0 +1,232 @@
+"""Connections that this worker opened, and the calls under way on them.
+
+A peer has two lanes: ``calls`` for user functions, ``control`` for everything that must never wait behind them. Both are
+opened together, on first use. The control lane is always watched, so the end of a worker is noticed while nobody calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import (
+    AuthenticationFailed,
+    ConnectFailed,
+    ConnectionClosed,
+    DecodeError,
+    RpcTimeout,
+    TransportError,
+    WorkerLost,
+)
+from gradwire.rpc._calls import CallTable, PendingCall
+from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.reader import Reader
+from gradwire.transports import registry
+from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
+from gradwire.transports.stream import StreamConnection
+from gradwire.types import WorkerAddress
+from gradwire.wire import failures
+from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Failure, Goodbye, Lane, Message, Reply
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+_log = logging.getLogger("gradwire")
+_LANE_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
+_LANES: tuple[Lane, ...] = ("calls", "control")
+
+
+class OpenLane:
+    """One open connection to a peer.
+
+    Args:
+        peer: Whose lane it is.
+        kind: What it carries.
+        connection: Handshaken.
+        address: Who answered the handshake.
+    """
+
+    def __init__(self, peer: Peer, kind: Lane, connection: StreamConnection, address: WorkerAddress) -> None:
+        self.peer = peer
+        self.kind = kind
+        self.connection = connection
+        self.address = address
+        self.calls = CallTable()
+        self.room = threading.Event()  # set when a call ends, for callers that wait for room
+        self._agent = peer.agent
+        wants = self.calls.__len__ if kind == "calls" else _always
+        self.reader = Reader(connection, self._agent.reactor, self._on_frame, self._on_end, wants)
+        self.calls.reader = self.reader
+        self.goodbye: str | None = None
+
+    def _on_frame(self, frame: Frame) -> None:
+        message = frame.message
+        if isinstance(message, Goodbye):
+            self.goodbye = message.reason
+            return
+        assert isinstance(message, Reply | Failure)
+        call = self.calls.pop(message.call_id)
+        if call is None:
+            return  # cancelled or timed out here; the answer is late
+        self.peer.last_seen = time.time()
+        value: Any = None
+        error: Exception | None = None
+        try:
+            if isinstance(message, Failure):
+                error = failures.rebuild_exception(message.error, self._agent.trust)
+            else:
+                envelope = Envelope("reply", self.address.info, call.function)
+                value = self._agent.codec.load_reply(frame, message, envelope)
+        except Exception as problem:  # the result cannot be rebuilt here
+            error = problem
+        self._agent.finish(call, value, error)
+        self.room.set()
+
+    def _on_end(self, error: Exception) -> None:
+        self.peer.on_lane_end(self, error)
+
+
+def _always() -> bool:
+    return True
+
+
+class Peer:
+    """Another worker, as seen from here."""
+
+    def __init__(self, agent: Agent, name: str) -> None:
+        self.agent = agent
+        self.name = name
+        self.lanes: dict[str, OpenLane] = {}
+        self.last_seen: float | None = None
+        self.lost_reason: str | None = None  # said by whoever supervises the worker; cleared by a new connection
+        self._lock = threading.Lock()  # one thread connects
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name} {'connected' if self.lanes else self.lost_reason or 'not connected'}>"
+
+    def lane(self, kind: Lane, deadline: float) -> OpenLane:
+        """The open lane, connecting first if need be.
+
+        Raises:
+            RpcTimeout: No connection before the deadline.
+            WorkerLost: Nobody answers there.
+            AuthenticationFailed: Whoever answers is not of this cluster.
+        """
+        open_lane = self.lanes.get(kind)
+        if open_lane is not None:
+            return open_lane
+        limit = min(deadline, time.monotonic() + self.agent.config.limits.handshake_timeout_s)
+        if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 1e6))):
+            raise RpcTimeout(f"no connection to worker {self.name} in time (phase: connect)", self.name, "connect")
+        try:
+            if kind not in self.lanes:
+                self._open(limit)
+            return self.lanes[kind]
+        finally:
+            self._lock.release()
+
+    def _open(self, deadline: float) -> None:
+        if self.lost_reason is not None:
+            raise self.lost(self.lost_reason)
+        address = self.agent.directory.find(self.name)
+        try:
+            try:
+                lanes = self._connect(address, deadline)
+            except (ConnectFailed, AuthenticationFailed):
+                newer = self.agent.directory.refresh(self.name)
+                if newer is None or newer == address:
+                    raise
+                lanes = self._connect(newer, deadline)
+        except TimeoutError as error:
+            raise RpcTimeout(
+                f"worker {self.name} took the connection but did not answer in time (phase: connect); "
+                f"it may be stopped or overloaded",
+                self.name,
+                "connect",
+            ) from error
+        except AuthenticationFailed:
+            raise
+        except TransportError as error:
+            raise self.lost(f"it cannot be reached: {error}") from error
+        self.lanes.update(lanes)
+        for open_lane in lanes.values():
+            open_lane.reader.start()
+
+    def _connect(self, address: WorkerAddress, deadline: float) -> dict[str, OpenLane]:
+        lanes: dict[str, OpenLane] = {}
+        try:
+            for kind in _LANES:
+                lanes[kind] = self._connect_lane(address, kind, deadline)
+        except BaseException:
+            for open_lane in lanes.values():
+                open_lane.connection.close()
+            raise
+        return lanes
+
+    def _connect_lane(self, address: WorkerAddress, kind: Lane, deadline: float) -> OpenLane:
+        agent = self.agent
+        uri = registry.choose_uri(address, agent.address.host, agent.transports)
+        connection = agent.transports[uri.partition(":")[0]].connect(uri, deadline)
+        try:
+            connection.decoder.accept = CALLER_ACCEPTS
+            handshake = CallerHandshake(agent.identity, address, kind)
+            answer: Message | None = handshake.begin()
+            while answer is not None:
+                connection.send(answer, deadline=deadline)
+                frame = connection.receive(deadline)
+                answer = handshake.on_message(frame.message, connection.certified_names())
+            connection.decoder.accept = _LANE_ACCEPTS
+            assert handshake.peer is not None
+            agent.on_connected(handshake.peer)
+            return OpenLane(self, kind, connection, handshake.peer)
+        except BaseException:
+            connection.close()
+            raise
+
+    def on_lane_end(self, ended: OpenLane, error: Exception) -> None:
+        """A connection ended: its calls fail, and unless it was only this connection's fault, the other lane's too."""
+        if self.lanes.get(ended.kind) is ended:
+            del self.lanes[ended.kind]
+        if isinstance(error, ConnectionClosed):
+            self._fail(ended, "this worker closed the connection")
+            return
+        if isinstance(error, DecodeError):
+            self._fail(ended, f"it sent bytes that are no message ({error}); only this connection was closed")
+            return
+        if ended.goodbye is not None and ended.goodbye != "shutdown":
+            self._fail(ended, f"it closed the connection: {ended.goodbye}")
+            return
+        reason = (
+            "it has shut down" if ended.goodbye else "its connection ended without a goodbye: it died or was killed"
+        )
+        self.agent.on_worker_ended(ended.address, reason, was_orderly=ended.goodbye is not None)
+        self._fail(ended, reason)
+
+    def end_lanes(self, incarnation: int, reason: str) -> None:
+        """The worker (up to that incarnation) is gone: ends its lanes here."""
+        for open_lane in list(self.lanes.values()):
+            if open_lane.address.incarnation <= incarnation:
+                self._fail(open_lane, reason)
+                open_lane.reader.end(ConnectionClosed(reason))
+
+    def _fail(self, open_lane: OpenLane, reason: str) -> None:
+        for call in open_lane.calls.pop_all():
+            self.agent.finish(call, None, self.lost(reason, call))
+        open_lane.room.set()
+
+    def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:
+        """What to raise for a call of this worker, or because it cannot be reached."""
+        what = f"call of {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
+        outcome = "; it is unknown whether the function ran there" if call else ""
+        seen = f", last heard of {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
+        return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
+
+    def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
+        """Ends both lanes in good order."""
+        for open_lane in list(self.lanes.values()):
+            say_goodbye(open_lane.connection)
+            open_lane.reader.end(ConnectionClosed("shutdown"))

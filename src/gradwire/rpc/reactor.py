@@ -1,0 +1,267 @@
+"""The threads that read, and the clock.
+
+The thread that reads is the thread that runs: handing a message to another thread costs more than the socket. All service
+threads wait in one `epoll`; the kernel gives an event to one of them (the one that waited last, so it is warm). That
+thread reads and runs what it read. There is always at least one more thread waiting, so whatever the first one runs,
+somebody reads; nobody is woken for it. Events are one-shot: a connection that is being read wakes nobody else until it
+is armed again.
+
+The clock thread sleeps while nothing happens. While something runs it looks every 2 ms whether a reader is stuck in user
+code, and passes that reader's connection on (`Reader.take_over`). It also calls the agent's deadline sweep.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+_log = logging.getLogger("gradwire")
+
+_ARMED = select.EPOLLIN | select.EPOLLONESHOT
+_TICK_S = 0.002
+_AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
+_JOIN_S = 2.0
+
+_local = threading.local()  # .reactor: whose service thread this is
+
+
+class Watched(Protocol):
+    """Something the clock looks after while it is busy."""
+
+    def take_over_if_stuck(self, before: float) -> None:
+        """Passes the reading on if user code has been running since before that time."""
+
+
+class Reactor:
+    """Service threads around one epoll.
+
+    Args:
+        name: The worker's name, for thread names.
+        max_idle: Threads that stay when there is nothing to do.
+        sweep: Called by the clock; returns the time at which it wants to be called again.
+    """
+
+    def __init__(self, name: str, max_idle: int, sweep: Callable[[float], float]) -> None:
+        self._name = name
+        self._max_idle = max(2, max_idle)
+        self._sweep = sweep
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock = threading.Lock()  # guards _num_idle, _threads and _closing
+        self._num_idle = 0
+        self._num_spawned = 0
+        self._threads: set[threading.Thread] = set()
+        self._closing = False
+        self._busy: set[Watched] = set()
+        self._clock = _Clock(self)
+
+    def start(self) -> None:
+        """Starts two service threads and the clock."""
+        with self._lock:
+            self._spawn()
+            self._spawn()
+        self._clock.start()
+
+    # -- descriptors ---------------------------------------------------------------------------------------------
+
+    def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
+        """Calls `handler` in a service thread, once for each arming, when the descriptor can be read."""
+        self._handlers[descriptor] = handler
+        self._epoll.register(descriptor, _ARMED if armed else 0)
+
+    def arm(self, descriptor: int) -> None:
+        """Asks for the next event of this descriptor."""
+        with contextlib.suppress(OSError, ValueError):  # it was closed at the same moment
+            self._epoll.modify(descriptor, _ARMED)
+
+    def disarm(self, descriptor: int) -> None:
+        """Asks for no event; one that is already on its way may still arrive."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(descriptor, 0)
+
+    def remove(self, descriptor: int) -> None:
+        """Forgets a descriptor; call it before closing."""
+        self._handlers.pop(descriptor, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(descriptor)
+
+    def run_soon(self, task: Callable[[], None]) -> None:
+        """Runs a task in a service thread."""
+        self._tasks.append(task)
+        self._wake()
+
+    # -- activity, as seen by the clock -----------------------------------------------------------------------------
+
+    def enter(self, watched: Watched) -> None:
+        """A reader begins to run what it read."""
+        self._busy.add(watched)
+        if not self._clock.is_awake:
+            self._clock.wake()
+
+    def leave(self, watched: Watched) -> None:
+        """A reader has run what it read."""
+        self._busy.discard(watched)
+
+    def expect(self, when: float) -> None:
+        """The sweep is wanted at that time at the latest."""
+        if when < self._clock.next_sweep:
+            self._clock.wake()
+
+    @property
+    def has_busy(self) -> bool:
+        """Whether a reader is running something."""
+        return bool(self._busy)
+
+    def look_after_busy(self, before: float) -> bool:
+        """Passes on what is stuck; whether anything was busy."""
+        busy = list(self._busy)
+        for watched in busy:
+            watched.take_over_if_stuck(before)
+        return bool(busy)
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def is_service_thread(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return getattr(_local, "reactor", None) is self
+
+    @property
+    def num_threads(self) -> int:
+        """Service threads alive now."""
+        return len(self._threads)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _spawn(self) -> None:
+        """Adds a thread that counts as idle from now on; the caller holds the lock."""
+        self._num_idle += 1
+        self._num_spawned += 1
+        thread = threading.Thread(
+            target=self._serve, name=f"gradwire-{self._name}-service-{self._num_spawned}", daemon=True
+        )
+        self._threads.add(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        _local.reactor = self
+        epoll, handlers, lock = self._epoll, self._handlers, self._lock
+        while True:
+            try:
+                events = epoll.poll(None, 1)
+            except (OSError, ValueError):  # closed
+                return
+            with lock:
+                if self._closing:
+                    self._threads.discard(threading.current_thread())
+                    self._wake()  # the next one ends, too
+                    return
+                self._num_idle -= 1
+                if self._num_idle == 0:
+                    self._spawn()
+            for descriptor, _mask in events:
+                handler = handlers.get(descriptor)
+                if handler is not None or descriptor == self._wake_fd:
+                    self._guard(handler or self._run_task)
+            with lock:
+                if self._num_idle >= self._max_idle:
+                    self._threads.discard(threading.current_thread())
+                    return
+                self._num_idle += 1
+
+    def _run_task(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return
+        if self._tasks:
+            self._wake()  # several were queued behind one event: another thread takes the next
+        task()
+
+    def _guard(self, handler: Callable[[], None]) -> None:
+        try:
+            handler()
+        except BaseException:  # a service thread outlives whatever it runs
+            _log.exception("%s: a handler failed; please report this", self._name)
+
+    def close(self) -> None:
+        """Ends all threads, waiting briefly for those that run user code. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            threads = list(self._threads)
+        self._clock.close()
+        self._wake()
+        deadline = time.monotonic() + _JOIN_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+
+class _Clock:
+    """One thread for deadlines and for readers that got stuck."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._event = threading.Event()  # wakes the clock before its time
+        self._closing = False
+        self.is_awake = False
+        self.next_sweep = float("inf")
+        self._thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self.is_awake = True
+        self.next_sweep = 0.0  # so that nobody wakes it a second time
+        self._event.set()
+
+    def _run(self) -> None:
+        active_until = 0.0
+        while not self._closing:
+            now = time.monotonic()
+            if self.next_sweep <= now:
+                self.next_sweep = float("inf")
+                wanted = self._sweep(now)
+                self.next_sweep = min(self.next_sweep, wanted)  # a wake() during the sweep has set it to 0
+            if self._reactor.look_after_busy(now - _TICK_S):
+                active_until = now + _AWAKE_S
+            if now < active_until:
+                pause = _TICK_S
+            else:
+                self.is_awake = False
+                # A reader that began before it saw is_awake fall is in the busy set by now.
+                pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
+            if self._event.wait(max(0.0, pause)):
+                self._event.clear()
+                active_until = time.monotonic() + _AWAKE_S
+
+    def _sweep(self, now: float) -> float:
+        try:
+            return self._reactor._sweep(now)
+        except Exception:
+            _log.exception("%s: the deadline sweep failed; please report this", self._reactor._name)
+            return now + 1.0
+
+    def close(self) -> None:
+        self._closing = True
+        self._event.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)

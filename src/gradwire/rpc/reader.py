@@ -1,0 +1,204 @@
+"""The right to read a connection: one thread at a time holds it.
+
+    service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> give up
+    waiting caller   hold -> read until its own answer is there -> arm if others still wait -> give up
+    clock            holder stuck in user code -> take over: the rest is read by another thread
+
+Frames that were read but not yet handled lie in the inbox, so that whoever comes next goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from gradwire.errors import TransportError
+from gradwire.rpc.reactor import Reactor
+from gradwire.transports.stream import StreamConnection
+from gradwire.wire.framing import Frame
+
+_log = logging.getLogger("gradwire")
+_local = threading.local()  # .hold: the (reader, epoch) that the current service thread holds
+
+
+class Reader:
+    """Reads one connection.
+
+    Args:
+        connection: What to read.
+        reactor: Whose threads read it when nobody else does.
+        on_frame: Handles a frame; may run user code.
+        on_end: Told once that the connection ended, and why.
+        wants_reading: Whether anything is expected; a connection nobody expects anything from is not watched.
+    """
+
+    def __init__(
+        self,
+        connection: StreamConnection,
+        reactor: Reactor,
+        on_frame: Callable[[Frame], None],
+        on_end: Callable[[Exception], None],
+        wants_reading: Callable[[], object] = lambda: True,
+    ) -> None:
+        self._connection = connection
+        self._reactor = reactor
+        self.on_frame = on_frame
+        self._on_end = on_end
+        self._wants_reading = wants_reading
+        self._fd = connection.fileno()
+        self._inbox: collections.deque[Frame] = collections.deque()
+        self._poller = select.poll()
+        self._poller.register(self._fd, select.POLLIN)
+        self._lock = threading.Lock()  # guards the four fields below
+        self._held = False
+        self._epoch = 0  # rises with every hold and take-over
+        self._armed = False
+        self._ended = False
+        self._busy_since = 0.0
+
+    def start(self) -> None:
+        """Begins to watch the connection."""
+        self._armed = bool(self._wants_reading())
+        self._reactor.add(self._fd, self._on_ready, armed=self._armed)
+
+    def ensure_watched(self) -> None:
+        """Something is expected from now on; whoever holds the connection will see to it, else a service thread."""
+        with self._lock:
+            if not (self._held or self._armed or self._ended):
+                self._armed = True
+                self._reactor.arm(self._fd)
+
+    def _on_ready(self) -> None:
+        with self._lock:
+            self._armed = False
+            if self._held or self._ended:
+                return  # the holder arms it again
+            self._held = True
+            self._epoch += 1
+            epoch = self._epoch
+        self._pump(epoch)
+
+    def _pump(self, epoch: int) -> None:
+        """Reads and runs until nothing is left or somebody took over."""
+        inbox = self._inbox
+        _local.hold = (self, epoch)
+        self._reactor.enter(self)
+        try:
+            while True:
+                while inbox:
+                    self._busy_since = time.monotonic()
+                    self.on_frame(inbox.popleft())
+                    if self._epoch != epoch:
+                        return
+                    self._busy_since = 0.0
+                frames = self._connection.read_nowait()
+                if frames is None:
+                    break
+                inbox.extend(frames)
+        except TransportError as error:
+            self.end(error)
+            return
+        except Exception as error:  # never leave a connection that nobody will read again
+            _log.exception("handling a frame of %r failed; please report this", self._connection)
+            self.end(error)
+            return
+        finally:
+            _local.hold = None
+            if self._epoch == epoch:
+                self._reactor.leave(self)
+        self._give_up(epoch)
+
+    def _give_up(self, epoch: int) -> None:
+        with self._lock:
+            if self._epoch != epoch or not self._held:
+                return
+            self._held = False
+            if self._ended:
+                return
+            if not self._inbox:
+                if self._wants_reading() and not self._armed:
+                    self._armed = True
+                    self._reactor.arm(self._fd)
+                return
+        self._reactor.run_soon(self._on_ready)
+
+    def take_over_if_stuck(self, before: float) -> None:
+        """Passes the connection on when its holder has been inside one frame since before that time."""
+        epoch = self._epoch
+        if 0.0 < self._busy_since < before:
+            self._take_over(epoch)
+
+    def _take_over(self, epoch: int) -> None:
+        with self._lock:
+            if self._epoch != epoch or not self._held:
+                return
+            self._busy_since = 0.0
+            self._epoch += 1
+            new = self._epoch
+            self._reactor.leave(self)
+        self._give_up(new)
+
+    def read_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
+        """Reads in the calling thread until `is_done`, the deadline or the end of the connection.
+
+        Returns:
+            False if another thread is reading already, so the caller must wait for it.
+        """
+        with self._lock:
+            if self._held or self._ended:
+                return False
+            self._held = True
+            self._epoch += 1
+            epoch = self._epoch
+            if self._armed:
+                self._armed = False
+                self._reactor.disarm(self._fd)
+        try:
+            inbox = self._inbox
+            while True:
+                while inbox:
+                    self.on_frame(inbox.popleft())
+                if is_done():
+                    return True
+                pause = 0.2
+                if deadline is not None:
+                    pause = min(pause, deadline - time.monotonic())
+                    if pause <= 0:
+                        return True
+                if self._poller.poll(pause * 1000):
+                    inbox.extend(self._connection.read_nowait() or ())
+                elif self._ended:
+                    return True
+        except TransportError as error:
+            self.end(error)
+            return True
+        finally:
+            self._give_up(epoch)
+
+    def end(self, error: Exception) -> None:
+        """Stops reading and closes the connection. Idempotent."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._reactor.remove(self._fd)
+        self._connection.close()
+        self._on_end(error)
+
+
+def release_hold() -> None:
+    """The current service thread is about to wait: somebody else shall read on."""
+    hold = getattr(_local, "hold", None)
+    if hold is not None:
+        _local.hold = None
+        reader, epoch = hold
+        reader._take_over(epoch)
+
+
+def has_hold() -> bool:
+    """Whether the current thread holds a connection as a service thread."""
+    return getattr(_local, "hold", None) is not None

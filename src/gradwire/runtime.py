@@ -1,0 +1,11 @@
+"""The composition root: what a complete worker is made of.
+
+`gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd, optimizers) join every
+worker by adding a function to `gradwire.rpc.worker.attachments` here, so that rpc need not know them.
+"""
+
+from __future__ import annotations
+
+from gradwire.rpc.worker import attachments, start_worker
+
+__all__ = ["attachments", "start_worker"]

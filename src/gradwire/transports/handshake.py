@@ -1,0 +1,159 @@
+"""Who is there? Both sides of the handshake, as state machines: a message in, a message out.
+
+Each side shows that it knows the cluster's token without sending it (HMAC over both nonces, so that a recorded handshake
+is worth nothing later), and that it is the worker and the incarnation the other side means. Where the channel has
+certificates, the name must be one of those certified.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradwire.errors import AuthenticationFailed
+from gradwire.transports.tls import check_identity
+from gradwire.types import Trust, WorkerAddress
+from gradwire.wire.messages import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Lane,
+    Message,
+    Proof,
+    Refused,
+    Welcome,
+)
+
+_NONCE_BYTES = 16
+
+LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof})
+CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a worker says of itself."""
+
+    address: WorkerAddress
+    trust: Trust
+    token: bytes
+
+
+def _proof(token: bytes, role: bytes, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:
+    return hmac.digest(token or b"-", role + hello_nonce + challenge_nonce, "sha256")
+
+
+class CallerHandshake:
+    """The side that connects.
+
+    Args:
+        identity: Who connects.
+        to: Whom it means to reach; incarnation 0 means any.
+        lane: What the connection is for.
+    """
+
+    def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane) -> None:
+        self._identity = identity
+        self._to = to
+        self._hello = Hello(
+            version=PROTOCOL_VERSION,
+            nonce=secrets.token_bytes(_NONCE_BYTES),
+            sender=identity.address,
+            to_name=to.info.name,
+            to_incarnation=to.incarnation,
+            lane=lane,
+            trust=identity.trust,
+        )
+        self.peer: WorkerAddress | None = None
+
+    def begin(self) -> Hello:
+        """The first message."""
+        return self._hello
+
+    def on_message(self, message: Message, certified: frozenset[str] | None) -> Proof | None:
+        """The answer to the listener's message; None when the connection is open.
+
+        Raises:
+            AuthenticationFailed: It refused, or is not who we meant.
+        """
+        name = self._to.info.name
+        if isinstance(message, Refused):
+            raise AuthenticationFailed(f"{name} refused the connection: {message.reason}")
+        if isinstance(message, Challenge) and self.peer is None:
+            token, nonces = self._identity.token, (self._hello.nonce, message.nonce)
+            if not hmac.compare_digest(message.proof, _proof(token, b"listener", *nonces)):
+                raise AuthenticationFailed(f"whoever listens for {name} does not know this cluster's token")
+            if message.sender.info.name != name:
+                raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
+            if certified is not None:
+                check_identity(certified, name)
+            self.peer = message.sender
+            return Proof(_proof(token, b"caller", *nonces))
+        if isinstance(message, Welcome) and self.peer is not None:
+            return None
+        raise AuthenticationFailed(f"{name} sent {type(message).__name__} in the wrong place of the handshake")
+
+
+class ListenerHandshake:
+    """The side that was connected to.
+
+    Args:
+        identity: Who listens.
+        is_current: Whether this incarnation of a worker may still talk to us (no newer one has been seen).
+    """
+
+    def __init__(self, identity: Identity, is_current: Callable[[WorkerAddress], bool]) -> None:
+        self._identity = identity
+        self._is_current = is_current
+        self._hello: Hello | None = None
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.is_open = False
+
+    @property
+    def hello(self) -> Hello:
+        """What the caller said of itself; trust it once `is_open`."""
+        assert self._hello is not None
+        return self._hello
+
+    def on_message(self, message: Message, certified: frozenset[str] | None) -> Challenge | Welcome:
+        """The answer to the caller's message; `is_open` tells whether it was the last.
+
+        Raises:
+            AuthenticationFailed: The caller is refused; send `Refused` with this text and close.
+        """
+        if isinstance(message, Hello) and self._hello is None:
+            self._check(message, certified)
+            self._hello = message
+            proof = _proof(self._identity.token, b"listener", message.nonce, self._nonce)
+            return Challenge(nonce=self._nonce, sender=self._identity.address, proof=proof)
+        if isinstance(message, Proof) and self._hello is not None and not self.is_open:
+            if not hmac.compare_digest(
+                message.proof, _proof(self._identity.token, b"caller", self._hello.nonce, self._nonce)
+            ):
+                raise AuthenticationFailed("wrong token; start every worker of a cluster with the same one")
+            if not self._is_current(self._hello.sender):
+                raise AuthenticationFailed("a newer incarnation of this worker is connected")
+            self.is_open = True
+            return Welcome()
+        raise AuthenticationFailed(f"{type(message).__name__} in the wrong place of the handshake")
+
+    def _check(self, hello: Hello, certified: frozenset[str] | None) -> None:
+        me, sender = self._identity.address, hello.sender
+        if hello.version != PROTOCOL_VERSION:
+            raise AuthenticationFailed(
+                f"protocol {hello.version} there, {PROTOCOL_VERSION} here; install one gradwire version everywhere"
+            )
+        if len(hello.nonce) != _NONCE_BYTES:
+            raise AuthenticationFailed("malformed nonce")
+        if certified is not None:
+            check_identity(certified, sender.info.name)
+        if hello.to_name != me.info.name:
+            raise AuthenticationFailed(f"this is {me.info.name}, not {hello.to_name}")
+        if hello.to_incarnation not in (0, me.incarnation):
+            raise AuthenticationFailed(f"{me.info.name} has restarted since; this is another incarnation")
+        if hello.trust != self._identity.trust:
+            raise AuthenticationFailed(
+                f'trust="{hello.trust}" there, trust="{self._identity.trust}" here; start all workers with the same'
+            )

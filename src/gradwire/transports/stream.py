@@ -1,0 +1,324 @@
+"""A connection: frames in and out of a byte stream.
+
+Sending captures: when `send` returns, every byte of the message is in the kernel or in shared memory, so the caller may
+change its tensors. Several threads may send; frames never mix. Reading is for one thread at a time, whoever holds the
+right to (see `gradwire.rpc.reader`), and goes straight into the final buffers where segments are large.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from gradwire.config import KIB, MIB, Limits
+from gradwire.errors import ConnectionClosed, ConnectionLost, LimitExceeded
+from gradwire.transports.arena import BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports.base import Buffer, Channel
+from gradwire.wire import framing, tensors
+from gradwire.wire.messages import Call, Message, Reply, TensorMeta
+
+_SCRATCH_BYTES = 64 * KIB
+_JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
+_MAX_DESCRIPTORS = 64  # new slots in one frame; the kernel takes 253
+_scratch = threading.local()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """What the connections of one worker share."""
+
+    limits: Limits = field(default_factory=Limits)
+    shared_memory_from: int = 64 * KIB
+    pool: BufferPool = field(default_factory=lambda: BufferPool(256 * MIB))
+
+
+class StreamConnection:
+    """Frames over a `Channel`.
+
+    Args:
+        channel: Moves the bytes.
+        options: Shared settings.
+        slots: Shared memory that the other side lends, where the channel passes descriptors; then this side lends too.
+        label: What to call the connection in errors, e.g. ``unix:///.../w1.sock``.
+    """
+
+    def __init__(self, channel: Channel, options: StreamOptions, *, slots: BorrowedSlots | None, label: str) -> None:
+        self._channel = channel
+        self._options = options
+        self._slots = slots
+        self._arena = LendingArena(options.limits.arena_bytes) if slots is not None else None
+        self._shared_from = options.shared_memory_from
+        self.label = label
+        self.decoder = framing.FrameDecoder(
+            options.limits,
+            accept=frozenset(),
+            allocate=options.pool.allocate,
+            map_slot=slots.map_slot if slots is not None else None,
+        )
+        self._write_lock = threading.Lock()  # one frame at a time on the wire
+        self._closed = False
+        self.last_seen = time.time()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def __repr__(self) -> str:
+        return f"<StreamConnection {self.label} {'closed' if self._closed else 'open'}>"
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def certified_names(self) -> frozenset[str] | None:
+        """Worker names that the other side's certificate is good for; None without certificates."""
+        return self._channel.certified_names()
+
+    def is_vanished(self) -> bool:
+        """Whether the other machine seems to be gone although the connection still stands."""
+        return self._channel.is_vanished()
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        message: Message,
+        body: bytes = b"",
+        values: Sequence[torch.Tensor] = (),
+        deadline: float | None = None,
+    ) -> None:
+        """Writes one frame; returns when all of it has been captured.
+
+        Raises:
+            CannotSend: A tensor cannot travel; nothing was sent.
+            LimitExceeded: The message is larger than `Limits.frame_bytes`; nothing was sent.
+            TimeoutError: The deadline passed; a frame that was cut in the middle has closed the connection.
+            ConnectionLost: The other side is gone.
+            ConnectionClosed: This side had closed the connection.
+        """
+        if not values:
+            head = framing.encode(message, len(body))
+            self._write([head + body] if len(body) < _JOIN_BELOW else [head, body], (), deadline)
+            return
+        assert isinstance(message, Call | Reply)
+        leases: list[Lease] = []
+        owners: list[torch.Tensor] = []  # keeps the memory behind `buffers` alive until it is written
+        buffers: list[Buffer] = [b"", body]
+        try:
+            message.tensors = tuple(self._place(value, leases, buffers, owners) for value in values)
+            payload = sum(map(_num_bytes, buffers))
+            if payload > self._options.limits.frame_bytes:
+                raise LimitExceeded(
+                    f"a message of {payload:,} bytes exceeds Limits.frame_bytes ({self._options.limits.frame_bytes:,}); "
+                    f"send it in pieces or raise the limit on both workers"
+                )
+            buffers[0] = framing.encode(message, payload)
+            if payload < _JOIN_BELOW:
+                buffers = [b"".join(buffers)]
+            self._write(buffers, [lease.fd for lease in leases if lease.fd is not None], deadline)
+        except BaseException:
+            for lease in leases:
+                self._lender.cancel(lease)
+            raise
+        for lease in leases:
+            if lease.fd is not None:
+                os.close(lease.fd)
+
+    @property
+    def _lender(self) -> LendingArena:
+        assert self._arena is not None
+        return self._arena
+
+    def _place(
+        self, value: torch.Tensor, leases: list[Lease], buffers: list[Buffer], owners: list[torch.Tensor]
+    ) -> TensorMeta:
+        """Puts each dense part into shared memory or among the buffers; returns metadata that says where."""
+        meta, parts = tensors.describe(value, self._options.limits)
+        if len(parts) == 1 and not meta.parts:
+            return self._place_part(meta, parts[0], leases, buffers, owners)
+        # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change afterwards.
+        for part in parts:
+            view, owner = tensors.as_bytes(part)
+            buffers.append(view)
+            owners.append(owner)
+        return meta
+
+    def _place_part(
+        self,
+        meta: TensorMeta,
+        part: torch.Tensor,
+        leases: list[Lease],
+        buffers: list[Buffer],
+        owners: list[torch.Tensor],
+    ) -> TensorMeta:
+        if self._arena is not None and meta.num_bytes >= self._shared_from and len(leases) < _MAX_DESCRIPTORS:
+            lease = self._arena.lend(meta.num_bytes)
+            if lease is not None:
+                leases.append(lease)
+                tensors.copy_into(part, lease.target)
+                return msgspec.structs.replace(meta, slot=lease.slot)
+        view, owner = tensors.as_bytes(part)
+        buffers.append(view)
+        owners.append(owner)
+        return meta
+
+    def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
+        lock = self._write_lock
+        if not lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"another message still occupies {self.label}")
+        try:
+            written = self._channel.write(buffers, descriptors)
+            total = len(buffers[0]) if len(buffers) == 1 else sum(map(_num_bytes, buffers))
+            self.bytes_sent += total
+            if written != total:
+                self._write_rest(buffers, descriptors, written, deadline)
+        except ConnectionLost:
+            if self._closed:
+                raise ConnectionClosed(f"{self.label} was closed here") from None
+            raise
+        finally:
+            lock.release()
+
+    def _write_rest(
+        self, buffers: list[Buffer], descriptors: Sequence[int], written: int | None, deadline: float | None
+    ) -> None:
+        rest: list[Buffer] = [memoryview(item).cast("B") for item in buffers if _num_bytes(item)]
+        started = False
+        try:
+            while True:
+                if written:
+                    started, descriptors = True, ()
+                    _skip(rest, written)
+                if not rest:
+                    return
+                if written is None:
+                    self._wait_writable(deadline)
+                written = self._channel.write(rest, descriptors)
+        except BaseException:
+            if started:  # half a frame is out: nothing sensible can follow it
+                self.close()
+            raise
+
+    def _wait_writable(self, deadline: float | None) -> None:
+        reading = self._channel.write_waits_for_reading()
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN if reading else select.POLLOUT)
+        while not poller.poll(200):
+            if self._closed:
+                raise ConnectionLost(f"{self.label} ended")
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.label} took no bytes")
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def read_nowait(self) -> list[framing.Frame] | None:
+        """Reads what is there: the frames it completed (maybe none), or None when nothing is there now.
+
+        Raises:
+            ConnectionLost: The other side ended the connection.
+            ConnectionClosed: This side did.
+            DecodeError: The bytes are no frames; close the connection.
+        """
+        decoder = self.decoder
+        target = decoder.writable()
+        if target is not None:
+            num_bytes = self._channel.read_into(target)
+        else:
+            try:
+                scratch = _scratch.buffer
+            except AttributeError:
+                scratch = _scratch.buffer = memoryview(bytearray(_SCRATCH_BYTES))
+            num_bytes = self._channel.read_into(scratch)
+        if num_bytes is None:
+            return None
+        if num_bytes == 0:
+            if self._closed:
+                raise ConnectionClosed(f"{self.label} was closed here")
+            raise ConnectionLost(f"{self.label} was ended by the other side")
+        self.bytes_received += num_bytes
+        return decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Whether something can be read within that time (or the connection ended)."""
+        return wait_readable(self._channel.fileno(), timeout_s)
+
+    def receive(self, deadline: float) -> framing.Frame:
+        """The next frame, for the handshake of the side that connects.
+
+        Raises:
+            TimeoutError: Nothing came before the deadline.
+            ConnectionLost, ConnectionClosed, DecodeError: As `read_nowait`.
+        """
+        while True:
+            frames = self.read_nowait()
+            if frames:
+                assert len(frames) == 1, "a handshake has one frame at a time"
+                return frames[0]
+            if frames is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no answer from {self.label}")
+                self.wait_readable(min(left, 0.2))
+
+    def close(self) -> None:
+        """Ends the connection. Tensors that came through its shared memory stay valid. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.close()
+        if self._arena is not None:
+            self._arena.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def statistics(self) -> StreamStatistics:
+        """Bytes moved so far and what the shared memory holds."""
+        return StreamStatistics(
+            label=self.label,
+            bytes_sent=self.bytes_sent,
+            bytes_received=self.bytes_received,
+            arena=self._arena.statistics() if self._arena is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatistics:
+    """A snapshot of one connection."""
+
+    label: str
+    bytes_sent: int
+    bytes_received: int
+    arena: Any
+
+
+def wait_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether the descriptor can be read (or was hung up) within that time."""
+    if descriptor < 0:
+        return True
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s * 1000)))
+
+
+def _num_bytes(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+def _skip(buffers: list[Buffer], num_bytes: int) -> None:
+    """Drops the first `num_bytes` of the buffers, in place."""
+    while num_bytes:
+        size = _num_bytes(buffers[0])
+        if num_bytes < size:
+            buffers[0] = buffers[0][num_bytes:]
+            return
+        num_bytes -= size
+        del buffers[0]

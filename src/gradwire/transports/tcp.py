@@ -1,0 +1,264 @@
+"""Workers on other machines: ``tcp://host:port``, with TLS 1.3 on both sides.
+
+Without keys only loopback can be bound or reached. The kernel watches the other host (a keep-alive probe every second, four
+unanswered ones end an idle connection), so a vanished machine is noticed while Python is busy, too. While bytes are
+unacknowledged the kernel would try for many minutes; `TcpChannel.is_vanished` looks at its retransmissions instead. (The
+kernel's own limit, TCP_USER_TIMEOUT, would also end connections to a worker that is alive and just not reading.)
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+
+from gradwire.config import TlsKeys
+from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
+from gradwire.transports import tls
+from gradwire.transports.base import Buffer, Channel
+from gradwire.transports.plain import PlainChannel, end
+from gradwire.transports.stream import StreamConnection, StreamOptions
+
+_NUM_PROBES = 4
+_NUM_RETRANSMISSIONS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
+_RECORD_BYTES = 16 << 10
+
+
+class TcpChannel(PlainChannel):
+    """Bytes over a TCP connection without encryption; loopback only."""
+
+    def is_vanished(self) -> bool:
+        return _is_vanished(self._socket)
+
+
+class TlsChannel:
+    """Bytes over TLS. OpenSSL must not read and write one connection at once, so a lock covers each short step."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._lock = threading.Lock()  # guards the OpenSSL connection; never held while waiting
+        self._wants_read = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read_into(self, buffer: Buffer) -> int | None:
+        view = memoryview(buffer).cast("B")
+        num_bytes = 0
+        # OpenSSL keeps decrypted bytes that epoll cannot see: read until it has none, or the buffer is full.
+        while num_bytes < len(view):
+            try:
+                with self._lock:
+                    step = self._socket.recv_into(view[num_bytes:])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except OSError as error:
+                if num_bytes:
+                    break
+                raise _translate(error) from error
+            if step == 0:
+                return num_bytes
+            num_bytes += step
+        return num_bytes or None
+
+    def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
+        self._wants_read = False
+        written = 0
+        for buffer in _records(buffers):
+            try:
+                with self._lock:
+                    step = self._socket.send(buffer)
+            except ssl.SSLWantReadError:
+                self._wants_read = True
+                break
+            except ssl.SSLWantWriteError:
+                break
+            except OSError as error:
+                raise _translate(error) from error
+            written += step
+            if step < len(buffer):
+                break
+        return written or None
+
+    def write_waits_for_reading(self) -> bool:
+        return self._wants_read
+
+    def certified_names(self) -> frozenset[str] | None:
+        with self._lock:
+            return tls.certified_names(self._socket)
+
+    def is_vanished(self) -> bool:
+        return _is_vanished(self._socket)
+
+    def close(self) -> None:
+        end(self._socket)
+
+
+def _is_vanished(sock: socket.socket) -> bool:
+    """Whether the kernel has sent something again and again without an answer."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+    except OSError:
+        return True
+    return info[2] >= _NUM_RETRANSMISSIONS  # third byte of struct tcp_info: retransmissions in a row
+
+
+def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Small neighbours joined, so that they share a TLS record; large ones as they are."""
+    if len(buffers) == 1:
+        return list(buffers)
+    joined: list[Buffer] = []
+    small: list[Buffer] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        if size + len(view) <= _RECORD_BYTES:
+            small.append(view)
+            size += len(view)
+            continue
+        if small:
+            joined.append(b"".join(small))
+        small, size = ([view], len(view)) if len(view) <= _RECORD_BYTES else ([], 0)
+        if not small:
+            joined.append(view)
+    if small:
+        joined.append(b"".join(small))
+    return joined
+
+
+def _translate(error: OSError) -> TransportError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthenticationFailed(f"the other side's certificate is not of this cluster: {error.verify_message}")
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return AuthenticationFailed(
+            f"no TLS 1.3 connection ({error.reason or error}); both sides need keys made from one cluster authority"
+        )
+    return ConnectionLost(f"the connection broke: {error}")
+
+
+class TcpListener:
+    """Listens at one address of this machine."""
+
+    def __init__(self, host: str, port: int, options: StreamOptions, context: ssl.SSLContext | None) -> None:
+        self._options = options
+        self._context = context
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
+        self._socket.setblocking(False)
+        self.uri = f"tcp://{_bracket(host)}:{self._socket.getsockname()[1]}"
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def accept_nowait(self) -> StreamConnection | None:
+        try:
+            sock, _address = self._socket.accept()
+        except OSError:
+            return None
+        try:
+            return _make_connection(sock, self._options, self._context, self.uri, server_side=True)
+        except OSError:
+            sock.close()
+            return None
+
+    def close(self) -> None:
+        end(self._socket)
+
+
+class TcpTransport:
+    """Reaches workers over a network.
+
+    Args:
+        host: Address to bind; must be loopback without `keys`.
+        port: Port to bind; 0 takes a free one.
+        keys: This worker's certificate and key, and the cluster's authority.
+        options: Settings for its connections.
+        advertised_host: What others connect to, when `host` is a wildcard.
+    """
+
+    scheme = "tcp"
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        keys: TlsKeys | None,
+        options: StreamOptions,
+        advertised_host: str | None = None,
+    ) -> None:
+        if keys is None and not is_loopback(host):
+            raise ConfigurationError(
+                f"tcp would listen on {host} without keys, where anybody could connect; make keys with "
+                f"gradwire.transports.tls.make_keys and pass tls=, or bind 127.0.0.1"
+            )
+        self._host, self._port = host, port
+        self._options = options
+        self._advertised_host = advertised_host
+        self._server = tls.server_context(keys) if keys is not None else None
+        self._client = tls.client_context(keys) if keys is not None else None
+
+    def listen(self, worker: str) -> TcpListener:
+        """Starts to listen.
+
+        Raises:
+            ConfigurationError: The address cannot be bound.
+        """
+        listener = TcpListener(self._host, self._port, self._options, self._server)
+        if self._advertised_host is not None:
+            listener.uri = f"tcp://{_bracket(self._advertised_host)}:{listener.uri.rpartition(':')[2]}"
+        return listener
+
+    def connect(self, uri: str, deadline: float) -> StreamConnection:
+        """Opens a connection.
+
+        Raises:
+            ConnectFailed: Nobody answered.
+            AuthenticationFailed: Off loopback without keys.
+        """
+        host, _, port = uri.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        if self._client is None and not is_loopback(host):
+            raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
+        except OSError as error:
+            raise ConnectFailed(f"nobody answers at {uri}: {error}") from error
+        return _make_connection(sock, self._options, self._client, uri, server_side=False)
+
+
+def _make_connection(
+    sock: socket.socket, options: StreamOptions, context: ssl.SSLContext | None, label: str, *, server_side: bool
+) -> StreamConnection:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    channel: Channel
+    if context is None:
+        channel = TcpChannel(sock)
+    else:
+        sock.setblocking(False)
+        channel = TlsChannel(context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False))
+    return StreamConnection(channel, options, slots=None, label=label)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine's loopback, by number or as ``localhost``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
