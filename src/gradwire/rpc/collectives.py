@@ -1,6 +1,6 @@
 """Operations in which every worker takes part: gather, barrier, and the agreement to shut down.
 
-The worker whose name sorts first collects. Everybody sends it one control call, whose answer it holds back until all have
+The worker with the lowest rank collects. Everybody sends it one control call, whose answer it holds back until all have
 come:
 
     worker1 --gather(key, value1)--> worker0 <--gather(key, value2)-- worker2
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 _LOOK_S = 0.02
+_SEE_OFF_S = 2.0
 
 Entry = tuple[int, bytes, list[torch.Tensor]]
 """A packed value: codec, body, tensors."""
@@ -37,7 +38,7 @@ class _Round:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.entries: dict[str, Entry] = {}
-        # Deadline and the answer owed. The collector's own comes last: it may close its connections right after.
+        # Deadline and the answer owed.
         self.answers: list[tuple[float, InterruptibleFuture[Any]]] = []
 
     def missing(self) -> list[str]:
@@ -74,11 +75,14 @@ class Gathering:
         packed = agent.codec.pack(value)
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (sequence, group, packed.codec, packed.body, packed.tensors, timeout_s)
-        answer = self._ask(group[0], args, timeout_s).wait()
+        answer = self._ask(self._collector(group), args, timeout_s).wait()
         return {
             name: agent.codec.unpack(objects.Packed(codec, body, []), tensors)
             for name, (codec, body, tensors) in answer.items()
         }
+
+    def _collector(self, names: Sequence[str]) -> str:
+        return min((self._agent.directory.find(name).info for name in names), key=lambda info: info.id).name
 
     def _ask(self, leader: str, args: tuple[Any, ...], timeout_s: float) -> InterruptibleFuture[dict[str, Entry]]:
         agent = self._agent
@@ -112,8 +116,7 @@ class Gathering:
         with self._lock:
             gathering = self._rounds.setdefault(key, _Round(names))
             gathering.entries[source.name] = (codec, body, tensors)
-            at = len(gathering.answers) if source == self._agent.info else 0
-            gathering.answers.insert(at, (deadline, answer))
+            gathering.answers.append((deadline, answer))
             is_complete = not gathering.missing()
             lost = next((name for name in gathering.missing() if name in self._lost), None)
             if is_complete:
@@ -174,8 +177,16 @@ class Gathering:
             self._wait_quiet(deadline)
             counts = self.all_gather((agent.num_calls_made, agent.server.num_served), None, deadline)
             if counts == before:
-                return
+                break
             before = counts
+        if self._collector(list(counts)) == agent.info.name:
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """The collector leaves last, so that its answers reach everybody."""
+        pause, deadline = threading.Event(), time.monotonic() + _SEE_OFF_S
+        while self._agent.server.has_visitors and time.monotonic() < deadline:
+            pause.wait(0.002)
 
     def _wait_quiet(self, deadline: float) -> None:
         pause = threading.Event()  # never set: a wait that Ctrl-C interrupts

@@ -430,6 +430,11 @@ class Server:
         owed = sum(len(item.requests) for item in list(self._incoming) if item.lane == "calls")
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed)
 
+    @property
+    def has_visitors(self) -> bool:
+        """Whether another worker still has a control lane open to this one."""
+        return any(incoming.lane == "control" for incoming in list(self._incoming))
+
     def numbers(self) -> tuple[int, int, int, int]:
         """Functions running, waiting and queued, and connections."""
         slots = self._slots
