@@ -62,7 +62,7 @@ CASES = [
     Case("256 KiB", "echo", 256 << 10, 200, *LOCAL, "Floor", 4),
     Case("4 MiB", "echo", 4 * MIB, 60, *LOCAL, "Floor", 2),
     Case("64 MiB", "echo", 64 * MIB, 5, *LOCAL, "Floor", 4),
-    Case("async no-ops", "async", 0, 1000, *LOCAL, None, 4),
+    Case("async no-ops", "async", 0, 2000, *LOCAL, None, 4),
     Case("tcp no-op", "noop", 0, 300, *TCP, "GradwireTls", 3),
     Case("tcp 64 B", "echo", 64, 300, *TCP, "GradwireTls", 3),
     Case("tcp 4 KiB", "echo", 4 << 10, 300, *TCP, "GradwireTls", 3),

@@ -34,11 +34,12 @@ def call_for(peer: Any, seconds: float, tensor: torch.Tensor | None) -> float:
     return (time.perf_counter() - start) / num_calls
 
 
-def record(pid: int, seconds: float, file: Path) -> subprocess.Popen[bytes]:
+def record(pid: int, seconds: float, file: Path, is_gil_only: bool) -> subprocess.Popen[bytes]:
     """Starts py-spy on a process; it needs leave to trace (root, or kernel.yama.ptrace_scope = 0)."""
     rate, duration = ("--rate", "500"), ("--duration", str(round(seconds)))
     spy = Path(sys.executable).with_name("py-spy")
     command = [str(spy), "record", "--pid", str(pid), *rate, *duration, "--format", "raw", "--output", str(file)]
+    command += ["--gil"] * is_gil_only
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -53,10 +54,10 @@ def print_hottest(title: str, file: Path) -> None:
         print(f"  {count / sum(hits.values()):6.1%}  {place}")
 
 
-def profile_lines(peer: Any, seconds: float, tensor: torch.Tensor | None) -> None:
+def profile_lines(peer: Any, seconds: float, tensor: torch.Tensor | None, is_gil_only: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = {pid: Path(folder) / str(pid) for pid in (os.getpid(), peer.server.pid)}
-        spies = [record(pid, seconds, file) for pid, file in files.items()]
+        spies = [record(pid, seconds, file, is_gil_only) for pid, file in files.items()]
         call_for(peer, seconds + 1, tensor)  # longer than the recording, so that all of it is busy
         if any(spy.wait(60) for spy in spies):
             raise SystemExit("py-spy could not record; try --tree")
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, default="Gradwire")
     parser.add_argument("--num-bytes", type=int, default=0, help="echo a tensor of this size; 0 for no-ops")
     parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--waits", action="store_true", help="also lines that wait; without it, only Python at work")
     parser.add_argument("--tree", action="store_true", help="pyinstrument's call tree of the driver")
     arguments = parser.parse_args()
     tensor = torch.ones(arguments.num_bytes // 4) if arguments.num_bytes else None
@@ -84,7 +86,10 @@ def main() -> None:
     peer.start()
     try:
         print(f"{arguments.peer}: {call_for(peer, 1, tensor) * 1e6:.0f} us per call, unobserved")
-        (profile_tree if arguments.tree else profile_lines)(peer, arguments.seconds, tensor)
+        if arguments.tree:
+            profile_tree(peer, arguments.seconds, tensor)
+        else:
+            profile_lines(peer, arguments.seconds, tensor, not arguments.waits)
     finally:
         peer.close()
 

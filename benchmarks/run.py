@@ -131,6 +131,7 @@ def _report(rows: list[dict[str, Any]], failures: dict[str, str], arguments: arg
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         report = {"date": now, "torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
         report |= {"quick": arguments.quick, "rows": rows, "failures": failures}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.markdown:
         lines = [COLUMNS, ["---"] * len(COLUMNS), *map(_cells, rows)]
