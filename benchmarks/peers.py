@@ -147,15 +147,17 @@ class Floor:
     in others, and a ping-pong takes 15 us or 55 us accordingly: no figure to hold anything against.
     """
 
+    cores = ({min(CORES)}, {max(CORES)})  # the driver's and the server's
+
     def start(self) -> None:
         torch.set_num_threads(1)
         self._socket, theirs = socket.socketpair()
         out, self._back = (torch.zeros(LARGEST, dtype=torch.uint8).share_memory_() for _ in range(2))
         self._out = memoryview(out.numpy())  # a slice of it is copied by memmove, without torch's dispatch
-        self.server = CONTEXT.Process(target=_serve_floor, args=(theirs, out, self._back), daemon=True)
+        self.server = CONTEXT.Process(target=_serve_floor, args=(theirs, out, self._back, self.cores[1]), daemon=True)
         self.server.start()
         theirs.close()
-        os.sched_setaffinity(0, {min(CORES)})
+        os.sched_setaffinity(0, self.cores[0])
 
     def noop(self) -> None:
         self._socket.send(IN_SOCKET)
@@ -178,8 +180,14 @@ class Floor:
         self.server.join(JOIN_TIMEOUT_S)
 
 
-def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Tensor) -> None:
-    os.sched_setaffinity(0, {max(CORES)})
+class BulkFloor(Floor):
+    """The same for large tensors: copies take about as long on any core, so the scheduler may keep out of others' way."""
+
+    cores = (CORES, CORES)
+
+
+def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Tensor, cores: set[int]) -> None:
+    os.sched_setaffinity(0, cores)
     source, target = memoryview(incoming.numpy()), memoryview(outgoing.numpy())
     while request := sock.recv(SHARED_FROM + 1):
         if request[:1] != IN_SOCKET:
@@ -188,4 +196,4 @@ def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Te
         sock.send(request)
 
 
-PEERS = {peer.__name__: peer for peer in (TorchRpc, TorchRpcTcp, Gradwire, GradwireTcp, GradwireTls, Floor)}
+PEERS = {peer.__name__: peer for peer in (TorchRpc, TorchRpcTcp, Gradwire, GradwireTcp, GradwireTls, Floor, BulkFloor)}

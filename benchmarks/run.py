@@ -94,8 +94,8 @@ def make_row(case: Case, rounds: dict[str, list[float]]) -> dict[str, Any]:
     if case.torch in seconds:
         row["torch_ratio"] = _ratio(rounds[case.torch], rounds[case.gradwire])
         row["ratio"], row["met"] = f"{row['torch_ratio']:.1f}x", row["torch_ratio"] >= case.bar
-    if case.beside == "Floor" and case.beside in seconds:
-        row["floor_ratio"] = _ratio(rounds[case.gradwire], rounds["Floor"])
+    if case.beside in ("Floor", "BulkFloor") and case.beside in seconds:
+        row["floor_ratio"] = _ratio(rounds[case.gradwire], rounds[case.beside])
         row["beside"] = f"floor {row['beside']}, gradwire {row['floor_ratio']:.1f}x"
         if case.floor_bar:
             row["beside"] += f" (bar <= {case.floor_bar}x)"
