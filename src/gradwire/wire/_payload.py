@@ -58,7 +58,13 @@ class Memory(NamedTuple):
 
 def plan(message: Call | Reply) -> list[Segment]:
     """Size and place of every dense part, in order."""
-    return [(part.num_bytes, part.slot) for meta in message.tensors for part in iter_parts(meta)]
+    segments: list[Segment] = []
+    for meta in message.tensors:
+        if meta.layout or meta.device:
+            segments += [(part.num_bytes, part.slot) for part in iter_parts(meta)]
+        else:
+            segments.append((meta.num_bytes, meta.slot))
+    return segments
 
 
 def take_whole(message: Call | Reply, data: memoryview, memory: Memory) -> Frame:

@@ -15,8 +15,9 @@ from gradwire.errors import DecodeError, LimitExceeded
 
 _BYTES_PER_ITEM: Final = 64  # what the cheapest container costs in memory, for one byte on the wire
 _FEWEST_ITEMS: Final = 16 * KIB
-_MAPS_MATTER_FROM: Final = 16 * KIB
 _SAFE_RECURSION: Final = 10_000
+SCAN_FROM: Final = 8 * KIB
+"""Shorter bytes need no look: what is wrong with them is found cheaply by decoding them."""
 
 # For every first byte: (bytes of a length that follows, bytes besides it, what it is).
 _VALUE, _ARRAY, _MAP, _STRING = range(4)
@@ -52,12 +53,11 @@ def check_structure(data: bytes | bytearray | memoryview, limits: Limits) -> Non
         LimitExceeded: It has more than `Limits.frame_bytes` / 64 items, or is nested too deeply to decode safely.
         DecodeError: It has a map whose keys are not text, or is cut.
     """
-    most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)
-    size = len(data)
-    if size <= _MAPS_MATTER_FROM and (size <= _SAFE_RECURSION or sys.getrecursionlimit() <= _SAFE_RECURSION):
+    if len(data) <= SCAN_FROM:
         return
+    most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)
     raw = bytes(data)
-    if size > most or b"\xde" in raw or b"\xdf" in raw or sys.getrecursionlimit() > _SAFE_RECURSION:
+    if len(raw) > most or b"\xde" in raw or b"\xdf" in raw or sys.getrecursionlimit() > _SAFE_RECURSION:
         _scan(raw, most)
 
 

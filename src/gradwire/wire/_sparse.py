@@ -85,12 +85,19 @@ def assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) ->
         DecodeError: Indices out of range, unsorted or repeated where they must not be, or sizes that do not fit.
     """
     try:
-        if LAYOUTS[meta.layout] is torch.sparse_coo:
-            return torch.sparse_coo_tensor(
-                parts[0], parts[1], meta.shape, check_invariants=True, is_coalesced=is_coalesced or None
-            )
-        return torch.sparse_compressed_tensor(
-            parts[0], parts[1], parts[2], meta.shape, layout=LAYOUTS[meta.layout], check_invariants=True
-        )
+        try:
+            return _assemble(meta, parts, is_coalesced)
+        except Warning:  # torch says once that these layouts are young; this process makes errors of warnings
+            return _assemble(meta, parts, is_coalesced)
     except (RuntimeError, ValueError, IndexError) as error:
         raise DecodeError(f"not a valid tensor of {LAYOUTS[meta.layout]}: {str(error)[:500]}") from error
+
+
+def _assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) -> torch.Tensor:
+    layout = LAYOUTS[meta.layout]
+    if layout is torch.sparse_coo:
+        coalesced = is_coalesced or None  # None: nothing is said about it
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=True, is_coalesced=coalesced)
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, meta.shape, layout=layout, check_invariants=True)

@@ -234,30 +234,38 @@ def _find_class(type_name: str, trust: Trust) -> type[Exception] | None:
 def _make(kind: type[Exception], info: ErrorInfo) -> Exception | None:
     try:
         args, attributes = _decode_details(info)
-        # Constructors of built-in exceptions are known to do nothing else; others are not called.
-        made: Any = kind(*args) if kind.__module__ == "builtins" else kind.__new__(kind, *args)
-        if kind.__module__ != "builtins":
-            made.args = args
+        made: Any = kind(*args) if kind.__module__ == "builtins" else _make_bare(kind, args)
         for name, value in attributes.items():
             _set_attribute(made, name, value)
         str(made), repr(made)
-    except Exception:
+    except (Exception, SystemExit):  # whatever its methods do: the caller must learn of the failure
         return None
-    if not isinstance(made, Exception):  # a class whose __new__ makes something else
-        return None
-    return made
+    return made if isinstance(made, Exception) else None
+
+
+def _make_bare(kind: type[Exception], args: tuple[Any, ...]) -> Any:
+    """An instance whose `__init__` has not run. Built-in constructors do nothing else; others might."""
+    for base in kind.__mro__:
+        if "__new__" not in vars(base):
+            continue
+        try:
+            made = base.__new__(kind, *args)
+            made.args = args
+            return made
+        except TypeError:  # of several built-in bases, only the one that laid out the instance may make it
+            continue
+    return None
 
 
 def _decode_details(info: ErrorInfo) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not info.details:
-        return (clean(info.message),), {}
-    try:
-        args, attributes = _plain.loads(info.details, [], _DETAILS_LIMITS)
-        return tuple(_clean_value(arg) for arg in args), {
-            str(name): _clean_value(attributes[name]) for name in attributes
-        }
-    except (DecodeError, TypeError, ValueError):
-        return (clean(info.message),), {}
+    if info.details:
+        try:
+            args, attributes = _plain.loads(info.details, [], _DETAILS_LIMITS)
+            if type(args) is tuple and type(attributes) is dict and all(type(name) is str for name in attributes):
+                return _clean_value(args), {name: _clean_value(value) for name, value in attributes.items()}
+        except (DecodeError, TypeError, ValueError):
+            pass
+    return (clean(info.message),), {}
 
 
 def _clean_value(value: Any) -> Any:

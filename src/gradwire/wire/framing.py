@@ -30,7 +30,7 @@ from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.wire._checks import CHECKS
 from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, take_whole
-from gradwire.wire._scan import check_structure
+from gradwire.wire._scan import SCAN_FROM, check_structure
 from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
 
 __all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
@@ -251,7 +251,8 @@ class FrameDecoder:
     def _check_header(self, number: int, is_intact: bool, header: bytes, payload_bytes: int) -> Message:
         if not is_intact:
             raise DecodeError("the checksum of a frame does not fit its header")
-        check_structure(header, self._limits)
+        if len(header) > SCAN_FROM:
+            check_structure(header, self._limits)
         try:
             message: Message = _DECODERS[number].decode(header)
         except RecursionError as error:
