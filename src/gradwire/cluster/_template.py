@@ -1,0 +1,209 @@
+"""The template process: it imports torch once and forks a worker whenever the driver asks for one.
+
+Importing torch takes about two seconds of CPU; a fork of a process that has done so takes five milliseconds and
+shares the memory. A fork copies only the thread that calls it, so the template never has a second one: it sets the
+thread counts of the numerical libraries to one before it imports them, and never runs an operation.
+
+It also is what makes sure that workers end. It is their parent, so it knows how they ended and may signal them
+without fear that the number means another process by now. It ends when the driver closes the channel or dies by any
+means, and takes the workers, the processes that these started, and the folder of their sockets along. If the template
+itself is killed, the kernel kills the workers (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import weakref
+from types import FrameType
+from typing import NoReturn
+
+from gradwire.cluster._control import (
+    FolderMade,
+    ForgetFolder,
+    ForkWorker,
+    FromTemplate,
+    MakeFolder,
+    SendSignal,
+    TemplateReady,
+    WorkerExited,
+    WorkerForked,
+    receive_message,
+    send_message,
+)
+from gradwire.cluster._linux import die_with_parent, name_process
+from gradwire.cluster._worker import WorkerFds, flush_output, run_worker
+
+_REAP_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 10.0
+
+
+class Template:
+    """Serves one driver, in the only thread of its process."""
+
+    def __init__(self, channel: socket.socket, driver_pid: int) -> None:
+        channel.settimeout(_SEND_TIMEOUT_S)
+        self._channel = channel
+        self._driver_pid = driver_pid
+        self._tickets: dict[int, int] = {}  # pid of a living worker -> its ticket
+        self._folders: list[str] = []
+        self._child_ended, self._wakeup = socket.socketpair()  # a byte arrives with every SIGCHLD
+
+    def serve(self) -> None:
+        """Answers the driver until it goes away, then ends all workers."""
+        self._listen_to_signals()
+        _prepare_to_be_copied()
+        try:
+            self._tell(TemplateReady(num_threads=len(os.listdir("/proc/self/task"))))
+            self._serve_until_driver_ends()
+        finally:
+            self._end_all()
+
+    def _tell(self, message: FromTemplate) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone; the loop is about to notice
+            send_message(self._channel, message)
+
+    def _listen_to_signals(self) -> None:
+        for end in (self._child_ended, self._wakeup):
+            end.setblocking(False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        signal.signal(signal.SIGCHLD, _note_signal)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+    def _serve_until_driver_ends(self) -> None:
+        # The channel alone is not enough: a process that the driver forked may hold the other end open after its death.
+        driver = os.pidfd_open(self._driver_pid)  # readable when the driver has ended
+        if os.getppid() != self._driver_pid:
+            return
+        poll = select.poll()
+        for fd in (self._channel.fileno(), self._child_ended.fileno(), driver):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}  # no deadline: this wait is the purpose of the process
+            if driver in ready:
+                return
+            if self._child_ended.fileno() in ready:
+                self._reap()
+            if self._channel.fileno() in ready and not self._handle_request():
+                return
+
+    def _handle_request(self) -> bool:
+        message, fds = receive_message(self._channel)
+        if isinstance(message, ForkWorker):
+            self._fork(message.ticket, WorkerFds(*fds))
+        elif isinstance(message, SendSignal):
+            self._signal(message)
+        elif isinstance(message, MakeFolder):
+            self._make_folder(message.base)
+        elif isinstance(message, ForgetFolder):
+            self._folders.remove(message.path)
+        return message is not None
+
+    def _fork(self, ticket: int, fds: WorkerFds) -> None:
+        template_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(WorkerExited(ticket, -1, error=f"fork failed: {error.strerror}"))
+        else:
+            if pid == 0:
+                self._become_worker(template_pid, fds)
+            self._tickets[pid] = ticket
+            self._tell(WorkerForked(ticket, pid))
+        finally:
+            fds.close()
+
+    def _become_worker(self, template_pid: int, fds: WorkerFds) -> NoReturn:
+        """Runs the worker in the forked process; never returns into the template's loop."""
+        status = 1
+        try:
+            fds.redirect_output()
+            die_with_parent(template_pid)
+            os.setsid()  # Ctrl-C reaches the driver alone, and SIGKILL can reach what the worker started
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for ours in (self._channel, self._child_ended, self._wakeup):
+                ours.close()
+            status = run_worker(fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush_output()
+            os._exit(status)
+
+    def _signal(self, request: SendSignal) -> None:
+        for pid, ticket in self._tickets.items():
+            if ticket == request.ticket:
+                _kill(pid, request.signum)
+
+    def _make_folder(self, base: str) -> None:
+        try:
+            folder = tempfile.mkdtemp(prefix="gradwire-", dir=base)
+        except OSError as error:
+            self._tell(FolderMade("", error=str(error)))
+        else:
+            self._folders.append(folder)
+            self._tell(FolderMade(folder))
+
+    def _reap(self) -> None:
+        """Collects the workers that have ended and reports them."""
+        with contextlib.suppress(BlockingIOError):
+            while self._child_ended.recv(4096):
+                pass
+        while self._tickets:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            # While the zombie is there its number cannot mean another group: now is the time to end what it started.
+            _kill(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            ticket = self._tickets.pop(ended.si_pid, None)
+            if ticket is not None:
+                self._tell(WorkerExited(ticket, status))
+
+    def _end_all(self) -> None:
+        for pid in self._tickets:
+            _kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        poll = select.poll()
+        poll.register(self._child_ended.fileno(), select.POLLIN)
+        self._reap()
+        while self._tickets and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            self._reap()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare_to_be_copied() -> None:
+    """Makes a fork, and the end of the forked process, as cheap as they can be."""
+    gc.collect()
+    gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
+    # What torch wants done at the end of the interpreter took each worker 30 ms; it concerns nobody but the template.
+    for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
+
+
+def _kill(pid: int, signum: int) -> None:
+    """Signals a process that has not been reaped; SIGKILL goes to its process group as well."""
+    for kill in (os.kill, os.killpg) if signum == signal.SIGKILL else (os.kill,):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signum)
+
+
+def _note_signal(signum: int, frame: FrameType | None) -> None:
+    """SIGCHLD needs a handler for the wake-up byte to be written; the loop does the rest."""
+
+
+def main(channel_fd: int, driver_pid: int) -> None:
+    """Runs the template at the end of the channel with that descriptor."""
+    name_process("gw-template")
+    Template(socket.socket(fileno=channel_fd), driver_pid).serve()

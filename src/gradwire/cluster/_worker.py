@@ -1,0 +1,128 @@
+"""The life of a worker process, from the fork to its end.
+
+The main thread only watches the lifeline to the driver; the worker's agent has threads of its own for calls. When the
+lifeline ends without a word the driver is gone, and the worker follows at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import io
+import os
+import random
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gradwire.cluster._control import (
+    Leave,
+    Listening,
+    PeerLost,
+    WorkerStart,
+    read_start,
+    receive_message,
+    send_message,
+)
+from gradwire.cluster._linux import name_process
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import set_current_agent
+from gradwire.rpc.directory import StaticDirectory
+from gradwire.runtime import start_worker
+
+CALLS_SERVED = "calls_served"  # the control operation that tells how many calls this worker has answered
+
+
+class WorkerFds(NamedTuple):
+    """The descriptors that the driver sends along for a new worker."""
+
+    start: int
+    stdout: int
+    stderr: int
+    lifeline: int
+
+    def redirect_output(self) -> None:
+        """Lets file descriptors 1 and 2 of this process lead to the driver."""
+        os.dup2(self.stdout, 1)
+        os.dup2(self.stderr, 2)
+
+    def close(self) -> None:
+        """Closes this process's copies."""
+        for fd in self:
+            os.close(fd)
+
+
+def run_worker(fds: WorkerFds) -> int:
+    """Runs a worker in a freshly forked process until it is told to leave.
+
+    Returns:
+        The exit status for the process.
+    """
+    start = read_start(fds.start)
+    os.close(fds.stdout)
+    os.close(fds.stderr)
+    lifeline = socket.socket(fileno=fds.lifeline)
+    _settle_in(start)
+    agent = start_worker(start.info, start.config, StaticDirectory(start.addresses), folder=Path(start.socket_folder))
+    agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
+    set_current_agent(agent)
+    send_message(lifeline, Listening())
+    _wait_for_leave(lifeline, agent)
+    if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
+        agent.shutdown(graceful=False)
+        set_current_agent(None)
+    # The usual end of an interpreter would wait for the user's threads and take torch apart; neither serves anyone.
+    atexit._run_exitfuncs()
+    return 0
+
+
+def flush_output() -> None:
+    """Writes what the worker has printed and Python still holds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the driver is gone, or the user's code closed it
+            stream.flush()
+
+
+def _settle_in(start: WorkerStart) -> None:
+    """Undoes what a fork shares by mistake, and takes over what the driver has."""
+    name_process(f"gw-{start.info.name}")
+    faulthandler.enable()  # a crash in native code prints where it happened
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start.surroundings.adopt()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    torch.set_num_threads(start.num_threads)
+    _reset_seeds(start.info.id)
+    for module in start.imports:
+        importlib.import_module(module)
+
+
+def _reset_seeds(rank: int) -> None:
+    """Makes the workers' random numbers differ.
+
+    Python and numpy start from the system's entropy, as in any new process. torch starts every process from the same
+    number, so that runs can be repeated; workers keep that and differ by their rank.
+    """
+    random.seed()
+    torch.manual_seed(torch.initial_seed() + 1 + rank)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def _wait_for_leave(lifeline: socket.socket, agent: Agent) -> None:
+    """Watches the lifeline until the driver lets this worker go; ends the process if the driver is gone."""
+    while True:
+        message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
+        if message is None:
+            os._exit(1)
+        if isinstance(message, PeerLost):
+            agent.forget(message.name, message.reason)
+        if isinstance(message, Leave):
+            return

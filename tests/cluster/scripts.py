@@ -1,0 +1,61 @@
+"""Programs that start clusters, run as people run them: in an interpreter of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import uuid
+from pathlib import Path
+
+import gradwire
+from cluster.processes import processes_with, wait_until
+
+_SOURCE = str(Path(gradwire.__file__).parents[1])
+
+
+class Script:
+    """A running program. Leaving the block checks that neither a process nor a file is left of it."""
+
+    def __init__(self, folder: Path, text: str, *arguments: str) -> None:
+        self.mark = f"TEST_MARK={uuid.uuid4().hex}"
+        self.temp = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: sockets have short paths
+        path = folder / "program.py"
+        path.write_text(textwrap.dedent(text))
+        name, value = self.mark.split("=")
+        environment = {**os.environ, name: value, "TMPDIR": str(self.temp), "PYTHONPATH": _SOURCE}
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=folder,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.communicate(timeout=10)
+            assert wait_until(lambda: not processes_with(self.mark)), processes_with(self.mark)
+            assert wait_until(lambda: not os.listdir(self.temp)), os.listdir(self.temp)
+        finally:
+            shutil.rmtree(self.temp, ignore_errors=True)
+
+    def line(self) -> str:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def finish(self, timeout_s: float = 30.0) -> tuple[int, str, str]:
+        """Waits for its end: status, the rest of its output, its errors."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err

@@ -1,0 +1,106 @@
+"""Functions that the tests run on workers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from gradwire import rpc
+
+
+@rpc.expose
+def add(left: int, right: int = 1) -> int:
+    return left + right
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def who_am_i() -> str:
+    return rpc.get_worker_info().name
+
+
+def ask_who(name: str) -> str:
+    """Lets this worker ask another member of the cluster for its name."""
+    return rpc.rpc_sync(name, who_am_i)
+
+
+def square_unless_three(number: int) -> int:
+    if number == 3:
+        raise ValueError("three is not allowed")
+    return number * number
+
+
+def describe_process() -> dict[str, object]:
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "session": os.getsid(0),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "colour": os.environ.get("TEST_COLOUR"),
+        "threads": torch.get_num_threads(),
+        "thread_names": [thread.name for thread in threading.enumerate()],
+        "sigint_is_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+    }
+
+
+def draw() -> tuple[float, float]:
+    return random.random(), torch.rand(()).item()
+
+
+def speak(out: str, err: str = "") -> None:
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+
+
+def process_id(_: int) -> int:
+    return os.getpid()
+
+
+def parent_id(_: int) -> int:
+    return os.getppid()
+
+
+def take_a_moment() -> str:
+    threading.Event().wait(0.3)
+    return "done"
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def spawn_child() -> int:
+    """Starts a process that outlives its parent unless somebody ends it."""
+    return subprocess.Popen(["sleep", "100"]).pid
+
+
+def block_until_killed(ready: str) -> None:
+    Path(ready).touch()
+    threading.Event().wait(100)
+
+
+def hold_interpreter(ready: str) -> None:
+    """Never gives the interpreter's lock back, and does not care about SIGTERM."""
+    Path(ready).touch()
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def ignore_sigterm() -> None:
+    """Handlers belong to the main thread, which a call does not run in; a mask would not reach others. So ask the kernel."""
+    sig_ign = ctypes.c_void_p(1)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(int(signal.SIGTERM), sig_ign)

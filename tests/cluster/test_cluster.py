@@ -1,0 +1,285 @@
+"""A cluster on this machine, as its user sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster import tasks
+from cluster.processes import is_there, wait_until
+from gradwire import rpc
+from gradwire.cluster.api import Cluster
+from gradwire.errors import (
+    CannotSend,
+    ConfigurationError,
+    NotExposed,
+    NotInitialized,
+    RpcError,
+    RpcTimeout,
+    WorkerLost,
+    WorkerStartFailed,
+)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster.local(2) as cluster:
+        yield cluster
+
+
+def test_calls(cluster: Cluster) -> None:
+    first, second = cluster.workers
+    assert first.call(tasks.add, 3, right=4) == 7
+    assert second.submit(tasks.add, 3).wait() == 4
+    assert isinstance(first.submit(tasks.add, 1), torch.futures.Future)
+    assert torch.equal(second.call(torch.add, torch.ones(3), 1), torch.full((3,), 2.0))
+    assert first.call(lambda number: number * 2, 21) == 42
+    with pytest.raises(ValueError, match="no luck"):
+        first.call(tasks.fail, "no luck")
+
+
+def test_workers_know_themselves_each_other_and_the_driver(cluster: Cluster) -> None:
+    first, second = cluster.workers
+    assert (first.name, first.rank, second.name, second.rank) == ("worker0", 0, "worker1", 1)
+    assert first.call(tasks.who_am_i) == "worker0"
+    assert first.call(tasks.ask_who, "worker1") == "worker1"
+    assert second.call(tasks.ask_who, "driver") == "driver"
+    assert rpc.rpc_sync("worker1", tasks.who_am_i) == "worker1"
+    assert rpc.get_worker_info().name == "driver"
+
+
+def test_a_worker_takes_over_what_the_driver_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("/only/for/this/test")
+    monkeypatch.setenv("TEST_COLOUR", "red")
+    with Cluster.local(2, env={"TEST_COLOUR": "blue"}, threads_per_worker=2) as cluster:
+        process = cluster.workers[0].call(tasks.describe_process)
+    assert process["pid"] == cluster.workers[0].pid == process["session"]
+    assert process["folder"] == str(tmp_path)
+    assert process["path"] == sys.path
+    assert process["argv"] == sys.argv
+    assert process["colour"] == "blue"
+    assert process["threads"] == 2
+    assert process["sigint_is_ignored"]
+    named = [name for name in process["thread_names"] if name != "MainThread"]
+    assert named
+    assert all(name.startswith("gradwire-worker0-") for name in named), named
+
+
+def test_random_numbers_differ_between_workers_and_torch_repeats_them() -> None:
+    draws = []
+    for _ in range(2):
+        with Cluster.local(2) as cluster:
+            draws.append([worker.call(tasks.draw) for worker in cluster.workers])
+    (python_a, torch_a), (python_b, torch_b) = draws[0]
+    assert python_a != python_b
+    assert torch_a != torch_b
+    assert [numbers for _, numbers in draws[1]] == [torch_a, torch_b]
+    assert draws[1][0][0] != python_a
+
+
+def test_deadlines(cluster: Cluster, tmp_path: Path) -> None:
+    worker = cluster.workers[0].with_timeout(0.2)
+    assert worker.call(tasks.add, 1) == 2
+    with pytest.raises(RpcTimeout):
+        worker.call(tasks.block_until_killed, str(tmp_path / "ready"))
+
+
+def test_map_keeps_the_order_and_uses_every_worker(cluster: Cluster) -> None:
+    assert cluster.map(tasks.add, range(20)) == list(range(1, 21))
+    assert cluster.map(tasks.add, (number for number in range(3))) == [1, 2, 3]
+    assert cluster.map(tasks.add, []) == []
+    assert len(set(cluster.map(tasks.process_id, range(8)))) == 2
+
+
+def test_map_stops_at_the_first_error(cluster: Cluster) -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    with pytest.raises(ValueError, match="three is not allowed"):
+        cluster.map(tasks.square_unless_three, items())
+    assert len(taken) < 50
+    assert cluster.map(tasks.add, [1]) == [2]
+
+
+def test_map_has_a_deadline_for_the_whole(cluster: Cluster, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RpcTimeout):
+        cluster.map(tasks.block_until_killed, [str(tmp_path / "ready")] * 3, timeout=0.5)
+    assert time.monotonic() - started < 10
+
+
+def test_map_skips_dead_workers_and_says_when_none_is_left(cluster: Cluster) -> None:
+    _kill(cluster, 0)
+    assert cluster.map(tasks.add, range(5)) == [1, 2, 3, 4, 5]
+    _kill(cluster, 1)
+    with pytest.raises(WorkerLost, match="no worker of this cluster is alive"):
+        cluster.map(tasks.add, range(5))
+
+
+def test_status(cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.workers[1].call(tasks.add, 1)
+    first, second = cluster.status()
+    assert (first.name, first.rank, first.pid, first.state) == ("worker0", 0, cluster.workers[0].pid, "running")
+    assert (first.calls_served, second.calls_served) == (0, 3)
+    assert first.rss_bytes is not None
+    assert first.rss_bytes > 10 << 20
+    assert 0 < first.uptime_s < 60
+    assert first.exit_reason is None
+    assert "worker1" in str(cluster.status())
+
+
+def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.workers[0].submit(tasks.hold_interpreter, str(tmp_path / "ready"))
+    assert wait_until((tmp_path / "ready").exists)
+    first, second = cluster.status()
+    assert (first.state, first.calls_served) == ("running", None)
+    assert second.calls_served == 0
+    cluster.close(grace=0)
+
+
+def _kill(cluster: Cluster, rank: int) -> None:
+    worker = cluster.workers[rank]
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    assert wait_until(lambda: not worker.is_alive)
+
+
+def test_a_killed_worker_shows_up_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.workers
+    pending = first.submit(tasks.block_until_killed, str(tmp_path / "ready"))
+    assert wait_until((tmp_path / "ready").exists)
+    _kill(cluster, 0)
+    with pytest.raises(WorkerLost, match="worker0"):
+        pending.wait()
+    with pytest.raises(WorkerLost, match=r"(?s)worker0.*killed by SIGKILL"):
+        first.call(tasks.add, 1)
+    with pytest.raises(RpcError, match=r"(?s)worker0.*killed by SIGKILL"):
+        second.call(tasks.ask_who, "worker0")
+    assert second.call(tasks.add, 1) == 2
+    lost, running = cluster.status()
+    assert (lost.state, lost.exit_reason, lost.rss_bytes) == ("lost", "killed by SIGKILL", None)
+    assert running.state == "running"
+    assert repr(first) == f"<Worker worker0 rank=0 pid={first.pid} lost: killed by SIGKILL>"
+    assert repr(cluster) == "<Cluster 1 of 2 workers alive>"
+
+
+def test_what_workers_print_appears_with_their_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with Cluster.local(2, names=["left", "right"]) as cluster:
+        cluster.workers[0].call(tasks.speak, "one\ntwo\nno end", "warning\n")
+        cluster.workers[1].call(tasks.speak, "uno\n")
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line for line in lines if "[left]" in line] == ["[left] one", "[left] two", "[left] no end"]
+    assert [line for line in lines if "[right]" in line] == ["[right] uno"]
+    assert err == "[left] warning\n"
+
+
+def test_a_crash_in_native_code_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with Cluster.local(1) as cluster:
+        with pytest.raises(WorkerLost):
+            cluster.workers[0].call(tasks.crash)
+        assert wait_until(lambda: cluster.status()[0].exit_reason == "killed by SIGSEGV")
+    err = capsys.readouterr().err
+    assert "[worker0] Fatal Python error: Segmentation fault" in err
+    assert "in crash" in err
+
+
+def test_clusters_one_after_the_other() -> None:
+    pids = set()
+    for count in (1, 3, 2):
+        with Cluster.local(count) as cluster:
+            pids.update(cluster.map(tasks.parent_id, range(count)))
+            assert len(cluster.workers) == count
+        assert not any(worker.is_alive for worker in cluster.workers)
+    assert len(pids) == 1, "every cluster was forked from the same template process"
+
+
+def test_with_trust_in_data_only_what_is_exposed_can_be_called() -> None:
+    with Cluster.local(1, trust="data", imports=["cluster.tasks"]) as cluster:
+        assert cluster.workers[0].call(tasks.add, 1) == 2
+        assert cluster.workers[0].call("cluster.tasks:add", 2) == 3
+        with pytest.raises(CannotSend, match="expose"):
+            cluster.workers[0].call(tasks.draw)
+        with pytest.raises(NotExposed):
+            cluster.workers[0].call("cluster.tasks:draw")
+        assert cluster.status()[0].calls_served == 3
+
+
+def test_a_worker_that_cannot_start_shows_its_traceback() -> None:
+    with pytest.raises(WorkerStartFailed, match=r"(?s)worker0 printed:.*Traceback.*No module named 'not_there'"):
+        Cluster.local(1, imports=["not_there"])
+    with Cluster.local(1) as cluster:
+        assert cluster.workers[0].call(tasks.add, 1) == 2
+
+
+def test_only_one_cluster_may_be_open(cluster: Cluster) -> None:
+    with pytest.raises(ConfigurationError, match="close"):
+        Cluster.local(1)
+    assert cluster.workers[0].call(tasks.add, 1) == 2
+
+
+def test_after_the_end(cluster: Cluster) -> None:
+    cluster.close()
+    cluster.close()
+    assert repr(cluster) == "<Cluster closed>"
+    assert [status.exit_reason for status in cluster.status()] == ["exited with code 0"] * 2
+    with pytest.raises(NotInitialized):
+        cluster.workers[0].call(tasks.add, 1)
+    with pytest.raises(NotInitialized):
+        rpc.rpc_sync("worker0", tasks.add, (1,))
+
+
+def test_leaving_the_block_waits_for_calls_under_way() -> None:
+    with Cluster.local(1) as cluster:
+        future = cluster.workers[0].submit(tasks.take_a_moment)
+    assert future.wait() == "done"
+
+
+def test_an_exception_in_the_block_ends_the_workers() -> None:
+    with pytest.raises(KeyError), Cluster.local(2) as cluster:
+        raise KeyError("in the block")
+    assert not any(is_there(worker.pid) for worker in cluster.workers if worker.pid is not None)
+
+
+def test_a_worker_that_holds_the_interpreter_and_ignores_sigterm_is_ended(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.workers
+    first.call(tasks.ignore_sigterm)
+    first.submit(tasks.hold_interpreter, str(tmp_path / "ready"))
+    assert wait_until((tmp_path / "ready").exists)
+    cluster.close(grace=0)
+    assert first.pid is not None
+    assert not is_there(first.pid)
+    assert [status.exit_reason for status in cluster.status()] == ["killed by SIGKILL", "exited with code 0"]
+    assert not second.is_alive
+
+
+def test_processes_that_a_worker_started_end_with_it(cluster: Cluster) -> None:
+    child = cluster.workers[0].call(tasks.spawn_child)
+    assert is_there(child)
+    _kill(cluster, 0)
+    assert wait_until(lambda: not is_there(child))
+
+
+def test_a_process_that_the_driver_forked_does_not_end_the_cluster(cluster: Cluster) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12: there are threads, yes
+        pid = os.fork()
+    if pid == 0:
+        cluster.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert cluster.workers[0].call(tasks.add, 1) == 2
