@@ -440,12 +440,14 @@ class Agent:
         with self._lock:
             self._ended.discard((address.info.name, address.incarnation))
         self._note(address)
+        self.gathering.on_returned(address.info.name)
 
     def on_introduced(self, address: WorkerAddress) -> None:
         """A worker opened a connection to us; an older incarnation of it has no say any more."""
         with self._lock:
             self._ended.discard((address.info.name, address.incarnation))
         self._note(address)
+        self.gathering.on_returned(address.info.name)
 
     def _note(self, address: WorkerAddress) -> None:
         name = address.info.name

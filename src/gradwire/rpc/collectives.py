@@ -3,8 +3,11 @@
 The worker with the lowest rank collects. Everybody sends it one control call, whose answer it holds back until all have
 come:
 
-    worker1 --gather(key, value1)--> worker0 <--gather(key, value2)-- worker2
-            <------ {all values} ---         ---- {all values} ----->
+    worker1 --gather(names, value1)--> worker0 <--gather(names, value2)-- worker2
+            <------- {all values} ----         ----- {all values} ----->
+
+A worker joins the oldest open round of its group that it is not in yet. Nobody counts rounds, so a worker that restarted or
+gave up is in step again with its next call.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ class _Round:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.entries: dict[str, Entry] = {}
-        # Deadline and the answer owed.
-        self.answers: list[tuple[float, InterruptibleFuture[Any]]] = []
+        # Deadline and the answer owed, by worker.
+        self.answers: dict[str, tuple[float, InterruptibleFuture[Any]]] = {}
 
     def missing(self) -> list[str]:
         return [name for name in self.names if name not in self.entries]
@@ -50,9 +53,8 @@ class Gathering:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards _rounds, _sequence and the rounds in it
-        self._rounds: dict[str, _Round] = {}
-        self._sequence: dict[str, int] = {}
+        self._lock = threading.Lock()  # guards _rounds, the rounds in it and _lost
+        self._rounds: list[_Round] = []
         self._lost: dict[str, str] = {}
         agent.server.register_control("gather", self._on_gather)
         agent.on_worker_lost(self._on_worker_lost)
@@ -69,12 +71,9 @@ class Gathering:
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
             raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
-        with self._lock:
-            base = "\n".join(group)
-            sequence = self._sequence[base] = self._sequence.get(base, 0) + 1
         packed = agent.codec.pack(value)
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
-        args = (sequence, group, packed.codec, packed.body, packed.tensors, timeout_s)
+        args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         answer = self._ask(self._collector(group), args, timeout_s).wait()
         return {
             name: agent.codec.unpack(objects.Packed(codec, body, []), tensors)
@@ -103,7 +102,6 @@ class Gathering:
     def _on_gather(
         self,
         source: WorkerInfo,
-        sequence: int,
         names: list[str],
         codec: int,
         body: bytes,
@@ -111,23 +109,29 @@ class Gathering:
         timeout_s: float,
     ) -> InterruptibleFuture[Any]:
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
-        key = f"{sequence}\n" + "\n".join(names)
         deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
         with self._lock:
-            gathering = self._rounds.setdefault(key, _Round(names))
+            gathering = self._round_for(source.name, names)
             gathering.entries[source.name] = (codec, body, tensors)
-            gathering.answers.append((deadline, answer))
-            is_complete = not gathering.missing()
-            lost = next((name for name in gathering.missing() if name in self._lost), None)
-            if is_complete:
-                del self._rounds[key]
-        if is_complete:
-            for _, waiting in gathering.answers:
+            gathering.answers[source.name] = (deadline, answer)
+            missing = gathering.missing()
+            lost = next((name for name in missing if name in self._lost), None)
+            if not missing:
+                self._rounds.remove(gathering)
+        if not missing:
+            for _, waiting in gathering.answers.values():
                 waiting.set_result(gathering.entries)
         elif lost is not None:
             self._on_worker_lost_name(lost, self._lost[lost])
         self._agent.reactor.expect(deadline)
         return answer
+
+    def _round_for(self, worker: str, names: list[str]) -> _Round:
+        for gathering in self._rounds:
+            if gathering.names == names and worker not in gathering.entries:
+                return gathering
+        self._rounds.append(_Round(names))
+        return self._rounds[-1]
 
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
         self._on_worker_lost_name(address.info.name, reason)
@@ -136,10 +140,9 @@ class Gathering:
         failed: list[InterruptibleFuture[Any]] = []
         with self._lock:
             self._lost[name] = reason
-            for key, gathering in list(self._rounds.items()):
-                if name in gathering.missing():
-                    del self._rounds[key]
-                    failed.extend(answer for _, answer in gathering.answers)
+            for gathering in [item for item in self._rounds if name in item.names]:
+                self._rounds.remove(gathering)
+                failed.extend(answer for _, answer in gathering.answers.values())
         for answer in failed:
             answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
@@ -153,10 +156,15 @@ class Gathering:
         wanted = float("inf")
         late: list[tuple[InterruptibleFuture[Any], list[str]]] = []
         with self._lock:
-            for gathering in self._rounds.values():
-                late += [(answer, gathering.missing()) for deadline, answer in gathering.answers if deadline <= now]
-                gathering.answers = [item for item in gathering.answers if item[0] > now]
-                wanted = min([wanted, *(deadline for deadline, _ in gathering.answers)])
+            for gathering in list(self._rounds):
+                gone = {name: item for name, item in gathering.answers.items() if item[0] <= now}
+                for name in gone:  # whoever gave up is not part of the round any more
+                    del gathering.answers[name], gathering.entries[name]
+                missing = [name for name in gathering.missing() if name not in gone]
+                late += [(answer, missing) for _, answer in gone.values()]
+                if not gathering.answers:
+                    self._rounds.remove(gathering)
+                wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
             answer.set_exception(RpcTimeout(f"these workers did not take part in time: {names}", names, "run"))

@@ -1,0 +1,132 @@
+"""Futures of calls behave as torch's, and callbacks may make calls."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.rpc import Agent
+from rpc import handlers
+from rpc.puppets import wait_until
+
+
+def test_future_is_torchs(pair: list[Agent]) -> None:
+    future = pair[0].submit("b", operator.add, (1, 2))
+    assert isinstance(future, torch.futures.Future)
+    assert future.wait() == 3
+    assert future.done()
+    assert future.value() == 3
+
+
+def test_then_and_done_callbacks(pair: list[Agent]) -> None:
+    called: list[Any] = []
+    future = pair[0].submit("b", operator.add, (1, 2))
+    future.add_done_callback(lambda done: called.append(done.wait()))
+    assert future.then(lambda done: done.wait() * 2).then(lambda done: done.wait() + 1).wait() == 7
+    assert wait_until(lambda: called == [3])
+
+
+def test_callbacks_added_after_the_end_run_at_once(pair: list[Agent]) -> None:
+    future = pair[0].submit("b", operator.add, (1, 2))
+    future.wait()
+    assert future.then(lambda done: done.wait() + 1).wait() == 4
+
+
+def test_wait_all_and_collect_all(pair: list[Agent]) -> None:
+    futures = [pair[0].submit("b", operator.mul, (number, 2)) for number in range(10)]
+    assert torch.futures.wait_all(futures) == [number * 2 for number in range(10)]
+    futures = [pair[0].submit("b", operator.mul, (number, 3)) for number in range(10)]
+    collected = torch.futures.collect_all(futures).wait()
+    assert [future.wait() for future in collected] == [number * 3 for number in range(10)]
+
+
+def test_wait_all_raises_what_a_call_raised(pair: list[Agent]) -> None:
+    futures = [pair[0].submit("b", handlers.fail, (ValueError, "one of them")), pair[0].submit("b", handlers.echo)]
+    with pytest.raises(ValueError, match="one of them"):
+        torch.futures.wait_all(futures)
+
+
+def test_error_passes_through_then(pair: list[Agent]) -> None:
+    future = pair[0].submit("b", handlers.fail, (KeyError, "gone")).then(lambda done: done.wait())
+    with pytest.raises(KeyError, match="gone"):
+        future.wait()
+
+
+def test_exception_in_a_callback_is_the_new_futures(pair: list[Agent]) -> None:
+    def raise_it(_: Any) -> None:
+        raise ZeroDivisionError("in the callback")
+
+    future = pair[0].submit("b", operator.add, (1, 2))
+    derived = future.then(raise_it)
+    with pytest.raises(ZeroDivisionError, match="in the callback"):
+        derived.wait()
+    assert future.wait() == 3
+    assert pair[0].call("b", operator.add, (2, 2)) == 4
+
+
+def test_exception_in_a_done_callback_harms_nobody(pair: list[Agent]) -> None:
+    def raise_it(_: Any) -> None:
+        raise ZeroDivisionError("in the callback")
+
+    future = pair[0].submit("b", operator.add, (1, 2))
+    future.add_done_callback(raise_it)
+    assert future.wait() == 3
+    assert pair[0].call("b", operator.add, (2, 2)) == 4
+
+
+def test_callback_makes_a_call_to_the_same_worker(pair: list[Agent]) -> None:
+    futures = [pair[0].submit("b", operator.add, (number, 1)) for number in range(20)]
+    chained = [future.then(lambda done: pair[0].call("b", operator.mul, (done.wait(), 10))) for future in futures]
+    assert [future.wait() for future in chained] == [(number + 1) * 10 for number in range(20)]
+
+
+def test_callback_of_collect_all_makes_a_call_while_somebody_waits(pair: list[Agent]) -> None:
+    """The waiting thread reads all answers; the callback of the last one runs in it and needs an answer itself."""
+    first = pair[0].submit("b", handlers.wait_gate)
+    second = pair[0].submit("b", handlers.wait_gate)
+    both = torch.futures.collect_all([first, second])
+    chained = both.then(lambda done: pair[0].call("b", operator.add, (len(done.wait()), 1), None, 5.0))
+    threading.Timer(0.1, handlers.gate.set).start()
+    assert second.wait() is True
+    assert chained.wait() == 3
+
+
+def test_sixteen_threads_call_one_worker(pair: list[Agent]) -> None:
+    wrong: list[Any] = []
+
+    def call_often(number: int) -> None:
+        for step in range(40):
+            if pair[0].call("b", operator.add, (number, step)) != number + step:
+                wrong.append((number, step))
+
+    threads = [threading.Thread(target=call_often, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+    assert pair[0].is_quiet
+    assert wait_until(lambda: pair[1].is_quiet)
+
+
+def test_two_thousand_calls_under_way(pair: list[Agent]) -> None:
+    futures = [pair[0].submit("b", operator.add, (number, 1)) for number in range(2000)]
+    assert [future.wait() for future in futures] == list(range(1, 2001))
+    assert wait_until(lambda: pair[0].is_quiet and pair[1].is_quiet)
+
+
+def test_several_threads_wait_for_one_future(pair: list[Agent]) -> None:
+    future = pair[0].submit("b", handlers.wait_gate)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    handlers.gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [True] * 4
