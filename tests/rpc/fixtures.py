@@ -36,6 +36,7 @@ def make_agents() -> Iterator[MakeAgents]:
 
     yield make
     handlers.gate.set()  # whoever still waits for it
+    handlers.seen.clear()
     set_current_agent(None)
     for agent in reversed(made):
         agent.close()

@@ -22,7 +22,7 @@ from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
 
 _log = logging.getLogger("gradwire")
-_local = threading.local()  # .hold: the (reader, epoch) that the current service thread holds
+_local = threading.local()  # .hold: the (reader, epoch) that the current thread holds
 
 
 class Reader:
@@ -157,11 +157,15 @@ class Reader:
             if self._armed:
                 self._armed = False
                 self._reactor.disarm(self._fd)
+        outer = getattr(_local, "hold", None)
+        _local.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
         try:
             inbox = self._inbox
             while True:
                 while inbox:
                     self.on_frame(inbox.popleft())
+                    if self._epoch != epoch:
+                        return True
                 if is_done():
                     return True
                 pause = 0.2
@@ -177,6 +181,7 @@ class Reader:
             self.end(error)
             return True
         finally:
+            _local.hold = outer
             self._give_up(epoch)
 
     def end(self, error: Exception) -> None:
@@ -191,7 +196,7 @@ class Reader:
 
 
 def release_hold() -> None:
-    """The current service thread is about to wait: somebody else shall read on."""
+    """The current thread is about to wait: somebody else shall read on."""
     hold = getattr(_local, "hold", None)
     if hold is not None:
         _local.hold = None
@@ -200,5 +205,5 @@ def release_hold() -> None:
 
 
 def has_hold() -> bool:
-    """Whether the current thread holds a connection as a service thread."""
+    """Whether the current thread holds a connection."""
     return getattr(_local, "hold", None) is not None
