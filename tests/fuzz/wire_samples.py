@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from typing import Any
-from zlib import crc32
 
 import msgspec
 import torch
@@ -16,7 +15,7 @@ import torch
 from gradwire.config import Limits
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import objects, tensors
-from gradwire.wire.framing import encode
+from gradwire.wire.framing import checksum_of, encode
 from gradwire.wire.messages import (
     MESSAGE_TYPES,
     Call,
@@ -55,12 +54,12 @@ def raw_frame(
     payload_bytes: int | None = None,
 ) -> bytes:
     """A frame with any prefix and a right checksum."""
-    sizes = (
-        len(header) if header_bytes is None else header_bytes,
-        len(payload) if payload_bytes is None else payload_bytes,
+    size = len(header) if header_bytes is None else header_bytes
+    claimed = len(payload) if payload_bytes is None else payload_bytes
+    checksum = checksum_of(number, header, claimed)
+    return (
+        struct.pack("<2sBBHHIQI", magic, version, number, flags, reserved, size, claimed, checksum) + header + payload
     )
-    front = struct.pack("<2sBBHHIQ", magic, version, number, flags, reserved, *sizes)
-    return front + struct.pack("<I", crc32(header, crc32(front))) + header + payload
 
 
 def raw_call(*fields: Any, payload: bytes = b"") -> bytes:
@@ -213,6 +212,7 @@ def _bad_headers() -> dict[str, bytes]:
         "04_array32_of_nothing": raw_frame(b"\x97\x01\xa3m:f\x01\x00\x00\xdd\xff\xff\xff\xff"),
         "04_int_keys_in_notes": raw_call(1, "m:f", 1.0, 0, 0, (), {"n": {1: 2}}),
         "04_many_int_keys": raw_call(1, "m:f", 1.0, 0, 0, (), {"n": {i << 32: 0 for i in range(1000)}}),
+        "04_extension_in_notes": raw_call(1, "m:f", 1.0, 0, 0, (), {"n": [msgspec.msgpack.Ext(1, b"")]}),
         "04_many_notes": raw_call(1, "m:f", 1.0, 0, 0, (), {str(i): 0 for i in range(65)}),
         "04_many_tensors": raw_call(1, "m:f", 1.0, 0, 0, [(0, [0], 0)] * 4097),
         "09_name_1_mib": raw_frame(msgspec.msgpack.encode((1, "m:" + "f" * 60000, 1.0, 0, 0))),

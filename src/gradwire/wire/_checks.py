@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from math import isfinite
+from math import inf
 from typing import Any, Final
 
 from gradwire.config import Limits
@@ -40,7 +40,8 @@ _MAX_SECRET_BYTES: Final = 64
 _MAX_NOTES: Final = 64
 _MAX_URIS: Final = 16
 _MAX_URI_BYTES: Final = 1024
-_NUM_CODECS: Final = 4
+_NUM_CODECS: Final = 6
+_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -106,13 +107,14 @@ def _check_reason(message: Refused | Goodbye, limits: Limits) -> int:
 
 
 def _check_payload(message: Call | Reply, limits: Limits) -> int:
-    _check_number(message.call_id, "call id")
+    num_bytes = message.body_bytes
+    if not (0 <= message.call_id <= _INT63_MAX and 0 <= num_bytes <= limits.frame_bytes):
+        _check_number(message.call_id, "call id")
+        _check_number(num_bytes, "body length", limits.frame_bytes)
     if not 0 <= message.codec < _NUM_CODECS:
         raise DecodeError(f"unknown codec {message.codec}")
     if message.notes:
         _check_notes(message.notes, limits)
-    num_bytes = message.body_bytes
-    _check_number(num_bytes, "body length", limits.frame_bytes)
     tensors = message.tensors
     return num_bytes + _check_tensors(tensors, limits) if tensors else num_bytes
 
@@ -127,7 +129,7 @@ def _check_tensors(tensors: tuple[TensorMeta, ...], limits: Limits) -> int:
 
 
 def _check_call(message: Call, limits: Limits) -> int:
-    if not (isfinite(message.timeout_s) and message.timeout_s >= 0):
+    if not 0 <= message.timeout_s < inf:
         raise DecodeError(f"a timeout of {message.timeout_s} s")
     name = message.function
     if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
@@ -149,11 +151,15 @@ def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
 
 
 def _children(value: Any) -> list[Any]:
+    """The containers inside of a container; everything else in it must be a plain value."""
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise DecodeError("a map whose keys are not text")
+            raise DecodeError("a note with a map whose keys are not text")
         value = value.values()
-    return [item for item in value if isinstance(item, dict | list)]
+    found = [item for item in value if type(item) not in _SCALARS]
+    if not all(isinstance(item, dict | list) for item in found):
+        raise DecodeError("a note that is not plain data")
+    return found
 
 
 def _check_failure(message: Failure, limits: Limits) -> int:

@@ -10,12 +10,29 @@ from typing import Any
 
 from gradwire.wire._pickled import MAIN_MODULES
 
+_MAX_KNOWN = 4096
+_known: dict[Any, str] = {}  # names that were found; modules hold their functions for good anyway
+
 
 def function_name(fn: Any) -> str | None:
     """The name under which another worker finds this function, or None if it has to travel by value.
 
     None for lambdas, closures, partials, methods of instances, and everything that was defined in ``__main__``.
     """
+    try:
+        name = _known.get(fn)
+    except TypeError:  # not hashable
+        return None
+    if name is None:
+        name = _find_name(fn)
+        if name is not None and not isinstance(fn, MethodType):
+            if len(_known) >= _MAX_KNOWN:
+                _known.clear()
+            _known[fn] = name
+    return name
+
+
+def _find_name(fn: Any) -> str | None:
     if isinstance(fn, MethodType):
         return _class_method_name(fn)
     qualname = getattr(fn, "__qualname__", None)

@@ -11,6 +11,7 @@ from gradwire.wire.tensors import iter_parts
 
 Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
+_SMALL_BYTES = 64 << 10  # below this a copy is made without asking for memory first
 Segment = tuple[int, SlotRef | None]
 
 
@@ -45,6 +46,14 @@ class Memory(NamedTuple):
         except (MemoryError, OSError) as error:
             raise DecodeError(f"no memory for a segment of {num_bytes} bytes") from error
 
+    def copy(self, data: bytes | bytearray | memoryview, offset: int, num_bytes: int) -> Any:
+        """A buffer with bytes that have arrived already."""
+        if num_bytes < _SMALL_BYTES:
+            return bytearray(data[offset : offset + num_bytes])
+        buffer = self.fresh(num_bytes)
+        memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
+        return buffer
+
     def shared(self, slot: SlotRef, num_bytes: int) -> Any:
         """The buffer of a part in shared memory.
 
@@ -67,19 +76,16 @@ def plan(message: Call | Reply) -> list[Segment]:
     return segments
 
 
-def take_whole(message: Call | Reply, data: memoryview, memory: Memory) -> Frame:
-    """The frame whose payload is exactly `data`."""
-    offset = message.body_bytes
-    body, buffers = bytes(data[:offset]), []
-    for num_bytes, slot in plan(message):
+def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offset: int, memory: Memory) -> Frame:
+    """The frame whose payload is in `data` from `offset` on."""
+    end = offset + message.body_bytes
+    body, buffers = bytes(data[offset:end]) if message.body_bytes else b"", []
+    for num_bytes, slot in plan(message) if message.tensors else ():
         if slot is not None:
             buffer = memory.shared(slot, num_bytes)
-        elif num_bytes:
-            buffer = memory.fresh(num_bytes)
-            memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
-            offset += num_bytes
         else:
-            buffer = bytearray()
+            buffer = memory.copy(data, end, num_bytes)
+            end += num_bytes
         buffers.append(buffer)
     return Frame(message, body, buffers)
 

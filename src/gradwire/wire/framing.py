@@ -8,7 +8,7 @@
     6       2     reserved, 0
     8       4     header length
     12      8     payload length
-    20      4     crc32 of the first 20 bytes and the header
+    20      4     crc32 of the header, begun with type and payload length (`checksum_of`)
     24            header (msgpack), then payload: body | segment | segment ...
 
 A decoder checks in the order in which bytes arrive, and allocates for nothing it has not checked: the prefix when its
@@ -33,7 +33,7 @@ from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, ta
 from gradwire.wire._scan import SCAN_FROM, check_structure
 from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
 
-__all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
+__all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "checksum_of", "encode"]
 
 MAGIC: Final = b"GW"
 PREFIX_BYTES: Final = 24
@@ -41,8 +41,6 @@ DIRECT_READ_FROM: Final = 32 * 1024
 """`FrameDecoder.writable` offers a buffer when at least so many of its bytes are missing."""
 
 _PREFIX: Final = struct.Struct("<2sBBHHIQI")
-_FRONT: Final = struct.Struct("<2sBBHHIQ")
-_CRC: Final = struct.Struct("<I")
 _TYPE_NUMBERS: Final = {kind: number for number, kind in MESSAGE_TYPES.items()}
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
@@ -62,8 +60,14 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
         header = _encode_header(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(f"a {type(message).__name__} message cannot be encoded: {error}") from error
-    front = _FRONT.pack(MAGIC, PROTOCOL_VERSION, _TYPE_NUMBERS[type(message)], 0, 0, len(header), payload_bytes)
-    return b"".join((front, _CRC.pack(crc32(header, crc32(front))), header))
+    number, size = _TYPE_NUMBERS[type(message)], len(header)
+    checksum = checksum_of(number, header, payload_bytes)
+    return _PREFIX.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0, size, payload_bytes, checksum) + header
+
+
+def checksum_of(number: int, header: bytes, payload_bytes: int) -> int:
+    """crc32 of the header, begun with the prefix's numbers, so that any one changed bit of either changes it."""
+    return crc32(header, (number << 24 ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF)
 
 
 class FrameDecoder:
@@ -128,6 +132,11 @@ class FrameDecoder:
         if self._is_dead:
             raise DecodeError(_DEAD)
         try:
+            if self._payload is None and not self._head:
+                used, done = self._open(data)
+                if used == len(data):  # one whole frame: the usual case
+                    return done
+                return done + self._feed(memoryview(data)[used:])
             return self._feed(memoryview(data))
         except BaseException:
             self._kill()
@@ -182,23 +191,23 @@ class FrameDecoder:
         self._payload = None
         return used, [frame]
 
-    def _open(self, data: memoryview) -> tuple[int, list[Frame]]:
+    def _open(self, data: bytes | bytearray | memoryview) -> tuple[int, list[Frame]]:
         """Begin a frame at the start of `data`, and finish it if all of it is there."""
         if self._head or len(data) < PREFIX_BYTES:
-            return self._open_in_pieces(data)
+            return self._open_in_pieces(memoryview(data))
         number, header_bytes, payload_bytes, checksum = self._check_prefix(data)
         start = PREFIX_BYTES + header_bytes
         if len(data) < start:
-            return self._open_in_pieces(data)
+            return self._open_in_pieces(memoryview(data))
         header = bytes(data[PREFIX_BYTES:start])
         message = self._check_header(
-            number, crc32(header, crc32(data[: _FRONT.size])) == checksum, header, payload_bytes
+            number, checksum_of(number, header, payload_bytes) == checksum, header, payload_bytes
         )
         end = start + payload_bytes
         if type(message) is not Call and type(message) is not Reply:
             return end, [Frame(message, b"", [])]
         if len(data) >= end:
-            return end, [take_whole(message, data[start:end], self._memory)]
+            return end, [take_whole(message, data, start, self._memory)]
         self._payload = Payload(message, self._memory)
         return start, []
 
@@ -214,7 +223,7 @@ class FrameDecoder:
             return used, []
         self._head, header = bytearray(), bytes(head[PREFIX_BYTES:])
         message = self._check_header(
-            number, crc32(header, crc32(head[: _FRONT.size])) == checksum, header, payload_bytes
+            number, checksum_of(number, header, payload_bytes) == checksum, header, payload_bytes
         )
         if type(message) is not Call and type(message) is not Reply:
             return used, [Frame(message, b"", [])]
@@ -227,7 +236,7 @@ class FrameDecoder:
         self._head += data[:size]
         return size
 
-    def _check_prefix(self, data: memoryview | bytearray) -> tuple[int, int, int, int]:
+    def _check_prefix(self, data: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
         magic, version, number, flags, reserved, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(data)
         if magic != MAGIC:
             raise DecodeError(f"a frame starts with {MAGIC!r}, not {magic!r}: the other side does not speak gradwire")

@@ -3,6 +3,8 @@
     EMPTY    ((), {}): a call without arguments; no body
     NONE     None: what most calls return; no body
     PLAIN    msgpack (`gradwire.wire._plain`): tensors, numbers, text, containers, registered classes
+    TENSOR   one tensor and nothing else; no body
+    TENSORS  ((tensor, ...), {}): a call whose arguments are distinct tensors; no body
     PICKLE   a pickle (`gradwire.wire._pickled`); only with ``trust="code"``, and only for what PLAIN does not know
 
 With ``trust="data"`` no byte of a pickle is written or read.
@@ -28,6 +30,8 @@ __all__ = [
     "NONE",
     "PICKLE",
     "PLAIN",
+    "TENSOR",
+    "TENSORS",
     "Packed",
     "function_name",
     "pack",
@@ -41,6 +45,10 @@ EMPTY: Final = 0
 PLAIN: Final = 1
 PICKLE: Final = 2
 NONE: Final = 3
+TENSOR: Final = 4
+TENSORS: Final = 5
+
+_NO_VALUE: Final[list[torch.Tensor]] = []  # shared by all values without tensors; never changed
 
 
 class Packed(NamedTuple):
@@ -68,17 +76,18 @@ def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
     Raises:
         CannotSend: Something in it cannot travel; says what, where, and what to do.
     """
+    kind = type(value)
     if value is None:
-        return Packed(NONE, b"", [])
-    if (
-        type(value) is tuple
-        and len(value) == 2
-        and value[0] == ()
-        and type(value[0]) is tuple
-        and type(value[1]) is dict
-        and not value[1]
-    ):
-        return Packed(EMPTY, b"", [])
+        return Packed(NONE, b"", _NO_VALUE)
+    if kind is torch.Tensor:
+        return Packed(TENSOR, b"", [value])
+    if kind is tuple and len(value) == 2:
+        args, kwargs = value
+        if type(args) is tuple and type(kwargs) is dict and not kwargs:
+            if not args:
+                return Packed(EMPTY, b"", _NO_VALUE)
+            if _are_distinct_tensors(args):
+                return Packed(TENSORS, b"", list(args))
     try:
         body, tensors = _plain.dumps(value, limits)
     except _plain.NotPlain:
@@ -88,6 +97,12 @@ def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
     if trust != "code":
         _check_outgoing(body, limits)
     return Packed(PLAIN, body, tensors)
+
+
+def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
+    if len(args) == 1:
+        return type(args[0]) is torch.Tensor
+    return all(type(item) is torch.Tensor for item in args) and len(set(map(id, args))) == len(args)
 
 
 def unpack(
@@ -108,8 +123,14 @@ def unpack(
         if trust != "code":
             raise DecodeError('a pickle came, and with trust="data" none is read')
         return _pickled.loads(body, tensors)
-    if body or tensors or codec not in (EMPTY, NONE):
-        raise DecodeError(f"{len(body)} bytes and {len(tensors)} tensors of codec {codec}")
+    if body:
+        raise DecodeError(f"{len(body)} bytes where codec {codec} has none")
+    if codec == TENSORS:
+        return tuple(tensors), {}
+    if codec == TENSOR and len(tensors) == 1:
+        return tensors[0]
+    if tensors or codec not in (EMPTY, NONE):
+        raise DecodeError(f"{len(tensors)} tensors of codec {codec}")
     return ((), {}) if codec == EMPTY else None
 
 

@@ -68,6 +68,8 @@ _memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _PyBUF_READ: Final = 0x100
+_copy_at: Final = ctypes.string_at
+_COPY_UP_TO: Final = 4096  # a copy is cheaper than a memoryview, and small frames are joined anyway
 
 
 def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
@@ -155,10 +157,10 @@ def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
         raise CannotSend(f"this tensor cannot be sent: {reason}")
 
 
-def as_bytes(part: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     """The bytes of a dense part, and the tensor that must be kept alive while they are used.
 
-    No copy is made of a contiguous part; of any other, the owner is a contiguous copy.
+    No copy is made of a large contiguous part; of any other, the owner is a contiguous copy.
 
     Raises:
         CannotSend: The part has no memory of its own.
@@ -171,6 +173,8 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
     if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
         owner = owner.clone()
         address = _address_of(owner)
+    if num_bytes <= _COPY_UP_TO:
+        return _copy_at(address, num_bytes), owner
     return _memory_at(address, num_bytes, _PyBUF_READ), owner
 
 

@@ -197,8 +197,9 @@ def test_no_memory_for_a_segment_is_a_decode_error() -> None:
     def allocate(num_bytes: int) -> Any:
         raise MemoryError
 
+    meta = TensorMeta(0, (100_000,), 100_000)
     with pytest.raises(DecodeError, match="no memory"):
-        make_decoder(allocate=allocate).feed(GOOD["call_tensor"])
+        make_decoder(allocate=allocate).feed(encode(Reply(1, 1, 0, (meta,)), 100_000) + bytes(100_000))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
