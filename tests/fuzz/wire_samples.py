@@ -113,10 +113,12 @@ def good_frames() -> dict[str, bytes]:
         "call_empty": value_frame(((), {})),
         "call_tensor": value_frame(((weight, 2.0), {"alpha": 1})),
         "call_twice": value_frame(((weight, weight, torch.ones(3, dtype=torch.bool)), {})),
+        "call_tensors": value_frame(((weight, torch.ones(2)), {})),
         "call_sparse": value_frame(((sparse,), {})),
         "call_csr": call_csr(csr),
         "call_plain": value_frame((([1, (2, {3}), 2**80, 1j, slice(1), torch.float16], {"k": {1: None}}), {})),
         "call_meta": value_frame(((torch.empty(2, 2, device="meta"),), {})),
+        "reply_tensor": value_frame(weight, as_reply=True),
         "reply_none": value_frame(None, as_reply=True),
         "reply_tensors": value_frame([weight.t(), torch.empty(0, 4), torch.tensor(1 + 2j).conj()], as_reply=True),
     }
@@ -128,7 +130,7 @@ def _csr_parts() -> tuple[TensorMeta, ...]:
 
 def call_csr(meta: TensorMeta, crow: tuple[int, ...] = (0, 1, 2), col: tuple[int, ...] = (0, 2)) -> bytes:
     """A call with a CSR tensor of two values."""
-    body = objects.pack(torch.ones(1), "data", LIMITS).body
+    body = objects.pack([torch.ones(1)], "data", LIMITS).body
     payload = body + struct.pack("<3q2q2f", *crow, *col, 1.0, 2.0)
     return encode(Call(5, "m:f", 1.5, objects.PLAIN, len(body), (meta,)), len(payload)) + payload
 
@@ -137,7 +139,7 @@ def call_coo(indices: tuple[int, int], flags: int = 0, shape: tuple[int, ...] = 
     """A call with a COO tensor of two values, whose indices are given."""
     parts = (TensorMeta(INT64, (1, 2), 16), TensorMeta(FLOAT32, (2,), 8))
     meta = TensorMeta(FLOAT32, shape, 0, flags, COO, "", parts)
-    body = objects.pack(torch.ones(1), "data", LIMITS).body
+    body = objects.pack([torch.ones(1)], "data", LIMITS).body
     payload = body + struct.pack("<2q2f", *indices, 1.0, 2.0)
     return encode(Call(5, "m:f", 1.5, objects.PLAIN, len(body), (meta,)), len(payload)) + payload
 
@@ -318,6 +320,9 @@ def bad_values() -> dict[str, bytes]:
         "07_index_out_of_range": body_frame(pack(ext(0, b"\x07\x00\x00\x00"))),
         "07_never_used": raw_call(1, "m:f", 1.0, objects.PLAIN, 1, ((FLOAT32, (1,), 4),), payload=b"\xc0abcd"),
         "07_tensor_of_empty": raw_call(1, "m:f", 1.0, objects.EMPTY, 0, ((FLOAT32, (1,), 4),), payload=b"abcd"),
+        "07_two_tensors_for_one": raw_call(1, "m:f", 1.0, objects.TENSOR, 0, [(BOOL, (1,), 1)] * 2, payload=b"ab"),
+        "07_no_tensor_for_one": raw_call(1, "m:f", 1.0, objects.TENSOR, 0),
+        "07_body_of_tensors": body_frame(b"\xc0", objects.TENSORS),
         "07_body_of_none": body_frame(b"\xc0", objects.NONE),
         "08_unknown_extension": body_frame(pack(ext(99, b""))),
         "08_unknown_container": body_frame(pack([ext(99, b"")])),
@@ -338,5 +343,5 @@ def bad_values() -> dict[str, bytes]:
 
 def body_and_tensor(meta: tuple[Any, ...]) -> bytes:
     """A call that names its one tensor, of 4 bytes."""
-    body = objects.pack(torch.ones(1), "data", LIMITS).body
+    body = objects.pack([torch.ones(1)], "data", LIMITS).body
     return raw_call(1, "m:f", 1.0, objects.PLAIN, len(body), (meta,), payload=body + b"abcd")
