@@ -119,7 +119,7 @@ class Reader:
             self._held = False
             if self._ended:
                 return
-            if not self._inbox:
+            if not self._inbox and not self._connection.has_hidden_bytes():
                 if self._wants_reading() and not self._armed:
                     self._armed = True
                     self._reactor.arm(self._fd)
@@ -173,7 +173,7 @@ class Reader:
                     pause = min(pause, deadline - time.monotonic())
                     if pause <= 0:
                         return True
-                if self._poller.poll(pause * 1000):
+                if self._connection.has_hidden_bytes() or self._poller.poll(pause * 1000):
                     inbox.extend(self._connection.read_nowait() or ())
                 elif self._ended:
                     return True

@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,8 +62,9 @@ __all__ = [
     "is_available",
 ]
 
-MAX_WAITING_FDS = 64
-"""Descriptors that may have arrived and not be mapped yet, so also new slots in one frame; the kernel takes 253."""
+MAX_WAITING_FDS = 128
+"""Descriptors that may have arrived and not be mapped yet: 64 of a frame whose last bytes are still to be decoded, and 64
+that the same read brought for the frame behind it."""
 
 _MAX_SCAN = 256  # lent slots looked at in one lend(): bounds its time to some 30 us
 
@@ -257,6 +259,20 @@ class BorrowedSlots:
         os.close(fd)
         if not is_closed:
             raise DecodeError(f"more than {MAX_WAITING_FDS} file descriptors arrived without a slot that names them")
+
+    def add_fds(self, fds: Sequence[int]) -> None:
+        """Take over all descriptors that one read brought.
+
+        Raises:
+            DecodeError: As `add_fd`; those behind the one too many are closed, too.
+        """
+        for index, fd in enumerate(fds):
+            try:
+                self.add_fd(fd)
+            except DecodeError:
+                for other in fds[index + 1 :]:
+                    os.close(other)
+                raise
 
     def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
         """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.

@@ -43,6 +43,12 @@ class Channel(Protocol):
     def write_waits_for_reading(self) -> bool:
         """Whether the last `write` stopped because it must read first (a TLS handshake does that)."""
 
+    def holds_unsent(self) -> bool:
+        """Whether the last `write` took bytes that it has not reported as written (TLS cannot give a record back)."""
+
+    def has_hidden_bytes(self) -> bool:
+        """Whether bytes were taken from the descriptor that `read_into` has not returned yet (TLS decrypts ahead)."""
+
     def certified_names(self) -> frozenset[str] | None:
         """Worker names that the other side's certificate is good for; None where the channel has no certificates."""
 

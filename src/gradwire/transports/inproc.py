@@ -25,11 +25,11 @@ class InprocListener:
         self.uri = f"inproc://{worker}"
         self._options = options
         self._waiting: collections.deque[socket.socket] = collections.deque()
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         with _lock:
             if self.uri in _listeners:
                 raise ConfigurationError(f"{self.uri} is in use in this process; choose another worker name")
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             _listeners[self.uri] = self
 
     def fileno(self) -> int:

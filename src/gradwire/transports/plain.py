@@ -43,6 +43,12 @@ class PlainChannel:
     def write_waits_for_reading(self) -> bool:
         return False
 
+    def holds_unsent(self) -> bool:
+        return False
+
+    def has_hidden_bytes(self) -> bool:
+        return False
+
     def certified_names(self) -> frozenset[str] | None:
         return None
 

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from gradwire.config import KIB, MIB, Limits
-from gradwire.errors import ConnectionClosed, ConnectionLost, LimitExceeded
+from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded
 from gradwire.transports.arena import BorrowedSlots, BufferPool, Lease, LendingArena
 from gradwire.transports.base import Buffer, Channel
 from gradwire.wire import framing, tensors
@@ -173,7 +173,9 @@ class StreamConnection:
 
     def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
         lock = self._write_lock
-        if not lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+        if not lock.acquire(False) and not lock.acquire(
+            timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
             raise TimeoutError(f"another message still occupies {self.label}")
         try:
             written = self._channel.write(buffers, descriptors)
@@ -204,14 +206,17 @@ class StreamConnection:
                     self._wait_writable(deadline)
                 written = self._channel.write(rest, descriptors)
         except BaseException:
-            if started:  # half a frame is out: nothing sensible can follow it
+            if started or self._channel.holds_unsent():  # half a frame is out: nothing sensible can follow it
                 self.close()
             raise
 
     def _wait_writable(self, deadline: float | None) -> None:
         reading = self._channel.write_waits_for_reading()
+        descriptor = self._channel.fileno()
+        if descriptor < 0:  # closed here a moment ago
+            raise ConnectionLost(f"{self.label} ended")
         poller = select.poll()
-        poller.register(self._channel.fileno(), select.POLLIN if reading else select.POLLOUT)
+        poller.register(descriptor, select.POLLIN if reading else select.POLLOUT)
         while not poller.poll(200):
             if self._closed:
                 raise ConnectionLost(f"{self.label} ended")
@@ -230,14 +235,17 @@ class StreamConnection:
         """
         decoder = self.decoder
         target = decoder.writable()
-        if target is not None:
-            num_bytes = self._channel.read_into(target)
-        else:
+        if target is None:
             try:
                 scratch = _scratch.buffer
             except AttributeError:
                 scratch = _scratch.buffer = memoryview(bytearray(_SCRATCH_BYTES))
-            num_bytes = self._channel.read_into(scratch)
+        try:
+            num_bytes = self._channel.read_into(scratch if target is None else target)
+        except ConnectionLost:
+            if self._closed:
+                raise ConnectionClosed(f"{self.label} was closed here") from None
+            raise
         if num_bytes is None:
             return None
         if num_bytes == 0:
@@ -246,6 +254,10 @@ class StreamConnection:
             raise ConnectionLost(f"{self.label} was ended by the other side")
         self.bytes_received += num_bytes
         return decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
+
+    def has_hidden_bytes(self) -> bool:
+        """Whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
+        return self._channel.has_hidden_bytes()
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether something can be read within that time (or the connection ended)."""
@@ -261,7 +273,8 @@ class StreamConnection:
         while True:
             frames = self.read_nowait()
             if frames:
-                assert len(frames) == 1, "a handshake has one frame at a time"
+                if len(frames) > 1:
+                    raise DecodeError(f"{len(frames)} messages at once in a handshake, which takes turns")
                 return frames[0]
             if frames is None:
                 left = deadline - time.monotonic()

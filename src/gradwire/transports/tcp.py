@@ -19,8 +19,8 @@ from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
 from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.plain import PlainChannel, end
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.transports.plain import WAIT_S, PlainChannel, end
+from gradwire.transports.stream import StreamConnection, StreamOptions, wait_readable
 
 _NUM_PROBES = 4
 _NUM_RETRANSMISSIONS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
@@ -42,6 +42,7 @@ class TlsChannel:
         self._socket = sock
         self._lock = threading.Lock()  # guards the OpenSSL connection; never held while waiting
         self._wants_read = False
+        self._holds_unsent = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -66,16 +67,16 @@ class TlsChannel:
         return num_bytes or None
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
-        self._wants_read = False
+        self._wants_read = self._holds_unsent = False
         written = 0
         for buffer in _records(buffers):
             try:
                 with self._lock:
                     step = self._socket.send(buffer)
-            except ssl.SSLWantReadError:
-                self._wants_read = True
-                break
-            except ssl.SSLWantWriteError:
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                self._wants_read = isinstance(error, ssl.SSLWantReadError)
+                # Once the handshake is over, OpenSSL has made a record of the bytes and insists on sending it next.
+                self._holds_unsent = self._socket.version() is not None
                 break
             except OSError as error:
                 raise _translate(error) from error
@@ -86,6 +87,13 @@ class TlsChannel:
 
     def write_waits_for_reading(self) -> bool:
         return self._wants_read
+
+    def holds_unsent(self) -> bool:
+        return self._holds_unsent
+
+    def has_hidden_bytes(self) -> bool:
+        with self._lock:
+            return self._socket.pending() > 0
 
     def certified_names(self) -> frozenset[str] | None:
         with self._lock:

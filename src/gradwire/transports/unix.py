@@ -48,8 +48,7 @@ class UnixChannel(PlainChannel):
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-                for descriptor in descriptors:
-                    self._slots.add_fd(descriptor)
+                self._slots.add_fds(descriptors)
         return num_bytes
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
@@ -78,10 +77,15 @@ class UnixListener:
         self._options = options
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # left by an earlier incarnation that was killed
-        self._socket.bind(str(path))
-        self._socket.listen(1024)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()  # left by an earlier incarnation that was killed
+            self._socket.bind(str(path))
+            self._socket.listen(1024)
+            self._inode = path.stat().st_ino
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(f"cannot listen at {path}: {error}") from error
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -99,7 +103,8 @@ class UnixListener:
     def close(self) -> None:
         end(self._socket)
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if self._path.stat().st_ino == self._inode:  # a later incarnation may listen there by now
+                self._path.unlink()
 
 
 class UnixTransport:
