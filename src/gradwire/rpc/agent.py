@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -114,7 +113,6 @@ class Agent:
         self._lock = threading.Lock()  # guards _peers, _incarnations, _ended and _is_closed
         self._is_closed = False
         self._closed = threading.Event()  # set when close() has ended
-        self._num_made = itertools.count()
         self.num_calls_made = 0
         self.gathering = Gathering(self)
         self.server.register_control("cancel", self.server.cancel)
@@ -219,7 +217,7 @@ class Agent:
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
-        self.num_calls_made = next(self._num_made) + 1
+        self.num_calls_made = call.call_id
         if name == self.info.name:
             self._local.start(call, function_name, packed)
             return call
@@ -254,14 +252,18 @@ class Agent:
         limit = self.config.limits.calls_in_flight
         if len(lane.calls) < limit:
             return lane
-        with self.server.waiting():
-            while len(lane.calls) >= limit:
-                left = call.deadline - time.monotonic()
-                if left <= 0:
-                    raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
-                lane.room.clear()
-                if not lane.reader.read_until(lambda: len(lane.calls) < limit, call.deadline):
-                    lane.room.wait(min(left, 0.01))
+        lane.num_waiting_for_room += 1
+        try:
+            with self.server.waiting():
+                while len(lane.calls) >= limit:
+                    left = call.deadline - time.monotonic()
+                    if left <= 0:
+                        raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
+                    lane.room.clear()
+                    if not lane.reader.read_until(lambda: len(lane.calls) < limit, call.deadline):
+                        lane.room.wait(min(left, 0.01))
+        finally:
+            lane.num_waiting_for_room -= 1
         return lane
 
     def control(

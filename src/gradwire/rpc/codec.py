@@ -11,7 +11,7 @@ from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, NotExposed
 from gradwire.rpc.functions import exposed_function, exposed_name
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.types import Trust
+from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import objects, tensors
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Reply
@@ -125,9 +125,9 @@ class Codec:
         """The value of something packed in this process, with other tensors in place of its own."""
         return objects.unpack(packed.codec, packed.body, values, self._trust, self._limits)
 
-    def load_reply(self, frame: Frame, message: Reply, envelope: Envelope) -> Any:
+    def load_reply(self, frame: Frame, message: Reply, peer: WorkerInfo, function: str) -> Any:
         """The value of a reply that arrived."""
-        values = self._receive(frame, message, envelope)
+        values = self._receive(frame, message, Envelope("reply", peer, function))
         return objects.unpack(message.codec, frame.body, values, self._trust, self._limits)
 
     # -- tensors and notes ------------------------------------------------------------------------------------------

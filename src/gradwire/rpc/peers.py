@@ -22,7 +22,6 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.rpc._calls import CallTable, PendingCall
-from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.reader import Reader
 from gradwire.transports import registry
 from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
@@ -56,7 +55,8 @@ class OpenLane:
         self.connection = connection
         self.address = address
         self.calls = CallTable()
-        self.room = threading.Event()  # set when a call ends, for callers that wait for room
+        self.room = threading.Event()  # set when a call ends while somebody waits for room
+        self.num_waiting_for_room = 0
         self._agent = peer.agent
         wants = self.calls.__len__ if kind == "calls" else _always
         self.reader = Reader(connection, self._agent.reactor, self._on_frame, self._on_end, wants)
@@ -79,12 +79,12 @@ class OpenLane:
             if isinstance(message, Failure):
                 error = failures.rebuild_exception(message.error, self._agent.trust)
             else:
-                envelope = Envelope("reply", self.address.info, call.function)
-                value = self._agent.codec.load_reply(frame, message, envelope)
+                value = self._agent.codec.load_reply(frame, message, self.address.info, call.function)
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         self._agent.finish(call, value, error)
-        self.room.set()
+        if self.num_waiting_for_room:
+            self.room.set()
 
     def _on_end(self, error: Exception) -> None:
         self.peer.on_lane_end(self, error)

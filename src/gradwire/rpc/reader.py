@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from gradwire.errors import TransportError
 from gradwire.rpc.reactor import Reactor
+from gradwire.transports.plain import WAIT_S
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
 
@@ -84,7 +85,7 @@ class Reader:
 
     def _pump(self, epoch: int) -> None:
         """Reads and runs until nothing is left or somebody took over."""
-        inbox = self._inbox
+        inbox, num_read = self._inbox, 0
         _local.hold = (self, epoch)
         self._reactor.enter(self)
         try:
@@ -95,9 +96,13 @@ class Reader:
                     if self._epoch != epoch:
                         return
                     self._busy_since = 0.0
+                # After a single request there is hardly ever another one already: leave that to epoll.
+                if num_read == 1 and not self._connection.has_hidden_bytes():
+                    break
                 frames = self._connection.read_nowait()
                 if frames is None:
                     break
+                num_read = len(frames)
                 inbox.extend(frames)
         except TransportError as error:
             self.end(error)
@@ -160,7 +165,7 @@ class Reader:
         outer = getattr(_local, "hold", None)
         _local.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
         try:
-            inbox = self._inbox
+            inbox, connection = self._inbox, self._connection
             while True:
                 while inbox:
                     self.on_frame(inbox.popleft())
@@ -168,15 +173,13 @@ class Reader:
                         return True
                 if is_done():
                     return True
-                pause = 0.2
-                if deadline is not None:
-                    pause = min(pause, deadline - time.monotonic())
-                    if pause <= 0:
-                        return True
-                if self._connection.has_hidden_bytes() or self._poller.poll(pause * 1000):
-                    inbox.extend(self._connection.read_nowait() or ())
-                elif self._ended:
+                left = WAIT_S if deadline is None else deadline - time.monotonic()
+                if left <= 0 or self._ended:
                     return True
+                if left >= WAIT_S:
+                    inbox.extend(connection.wait_and_read() or ())
+                elif connection.has_hidden_bytes() or self._poller.poll(left * 1000):
+                    inbox.extend(connection.read_nowait() or ())
         except TransportError as error:
             self.end(error)
             return True

@@ -66,6 +66,12 @@ class TlsChannel:
             num_bytes += step
         return num_bytes or None
 
+    def wait_and_read_into(self, buffer: Buffer) -> int | None:
+        num_bytes = self.read_into(buffer)
+        if num_bytes is None and wait_readable(self._socket.fileno(), WAIT_S):
+            num_bytes = self.read_into(buffer)
+        return num_bytes
+
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
         self._wants_read = self._holds_unsent = False
         written = 0
