@@ -1,0 +1,23 @@
+"""Tools for tests of programs that use gradwire: workers in one process, waiting, leaks, and what a transport must do.
+
+with gradwire.testing.LeakCheck(), gradwire.testing.local_agents(2) as (first, second):
+    assert first.call(second.info, operator.add, (1, 2)) == 3
+"""
+
+from __future__ import annotations
+
+from gradwire.testing.agents import local_agents
+from gradwire.testing.leaks import LeakCheck, LeakFound
+from gradwire.testing.transports import TRANSPORT_CHECKS, ConnectionPair, TransportCheck, check_transport
+from gradwire.testing.waiting import wait_until
+
+__all__ = [
+    "TRANSPORT_CHECKS",
+    "ConnectionPair",
+    "LeakCheck",
+    "LeakFound",
+    "TransportCheck",
+    "check_transport",
+    "local_agents",
+    "wait_until",
+]

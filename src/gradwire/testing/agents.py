@@ -1,0 +1,39 @@
+"""Several workers in one process: the quickest way to a cluster, for tests that need no second process."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from gradwire.config import WorkerConfig
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.directory import StaticDirectory
+from gradwire.runtime import start_worker
+from gradwire.types import WorkerInfo
+
+_FIRST_NAMES = "abcdefghijklmnopqrstuvwxyz"
+
+
+@contextlib.contextmanager
+def local_agents(num_workers: int, transport: str = "unix", **config: Any) -> Iterator[list[Agent]]:
+    """Workers ``a``, ``b``, ``c``... of one cluster in this process; closed at the end.
+
+    Args:
+        num_workers: How many; ranks count from 0.
+        transport: How they talk: ``unix``, ``inproc`` or ``tcp`` (on loopback).
+        **config: Fields of `gradwire.config.WorkerConfig`.
+
+    Raises:
+        ConfigurationError: A setting cannot be used; nothing is left running.
+    """
+    settings = WorkerConfig(**{"transports": (transport,), "token": secrets.token_bytes(16), **config})
+    directory = StaticDirectory()
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for rank in range(num_workers):
+            name = _FIRST_NAMES[rank] if rank < len(_FIRST_NAMES) else f"worker{rank}"
+            agents.append(start_worker(WorkerInfo(name, rank), settings, directory))
+            stack.callback(agents[-1].close)
+        yield agents

@@ -1,0 +1,163 @@
+"""What a test may leave behind: nothing.
+
+`LeakCheck` looks at this process from outside, through ``/proc``: it finds what a library forgot, not what the library
+remembers. Things that were there when the check began are nobody's leak; neither are the daemon threads of other
+libraries, nor the template process that `gradwire.cluster` keeps for the next cluster.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+_MEMFD = "memfd:gradwire"
+_TEMPLATE = "gw-template"
+_IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
+_PAUSE_S = 0.01
+
+
+class LeakFound(AssertionError):
+    """Something was left behind; the message names it."""
+
+
+class LeakCheck:
+    """Compares threads, descriptors, shared memory, child processes and temporary folders with how it began.
+
+    As a context manager it raises `LeakFound` at the end, unless the block itself has failed.
+
+    Args:
+        timeout_s: How long things may take to end before they count as leaked.
+    """
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
+        self._threads = set(threading.enumerate())
+        self._before = {kind: look() for kind, look in _KINDS.items()}
+
+    def __repr__(self) -> str:
+        return f"<LeakCheck {self.leaks() or 'clean'}>"
+
+    def __enter__(self) -> LeakCheck:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.check()
+
+    def leaks(self) -> list[str]:
+        """What is here now and was not when the check began."""
+        found = [f"thread {thread.name}" for thread in threading.enumerate() if self._is_leaked(thread)]
+        for kind, look in _KINDS.items():
+            found += [f"{kind} {name}" for name in (look() - self._before[kind]).elements()]
+        return sorted(found)
+
+    def check(self) -> None:
+        """Waits until nothing is left.
+
+        Raises:
+            LeakFound: Something still is after `timeout_s`.
+        """
+        pause = threading.Event()  # never set: its wait is a pause
+        deadline = time.monotonic() + self._timeout_s
+        if self.leaks():
+            gc.collect()  # with torch loaded it takes long, so only where something is left
+        while leaks := self.leaks():
+            if time.monotonic() >= deadline:
+                raise LeakFound(f"left behind: {', '.join(leaks)}")
+            pause.wait(_PAUSE_S)
+
+    def _is_leaked(self, thread: threading.Thread) -> bool:
+        if thread in self._threads:
+            return False
+        return thread.name.startswith("gradwire-") or not thread.daemon
+
+
+def _descriptors() -> Counter[str]:
+    """Open descriptors by kind, and by path where they have one; the template's two are not counted."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if not target.startswith("/proc/"):
+            found[_IS_ANONYMOUS.sub("", target).rstrip(":")] += 1
+    for descriptor in _template_descriptors():
+        found[descriptor] -= 1
+    return found
+
+
+def _template_descriptors() -> list[str]:
+    """The idle template's channel and the pipe of its output."""
+    num_templates = sum(name.startswith(_TEMPLATE) for name in _child_names())
+    return ["socket", "pipe"] * num_templates
+
+
+def _mappings() -> Counter[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return Counter()
+    return Counter(line.split()[5] for line in lines if _MEMFD in line)
+
+
+def _shared_files() -> Counter[str]:
+    try:
+        return Counter(f"/dev/shm/{entry.name}" for entry in os.scandir("/dev/shm") if _is_mine(entry))
+    except OSError:
+        return Counter()
+
+
+def _is_mine(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith(("gradwire", f"torch_{os.getpid()}_", "psm_"))
+
+
+def _folders() -> Counter[str]:
+    """Workers' folders among the temporary ones. Nothing tells whose they are: give each process that runs at the same
+    time a ``tempfile.tempdir`` of its own."""
+    found: Counter[str] = Counter()
+    for path in Path(tempfile.gettempdir()).glob("gradwire-*"):
+        try:
+            if path.stat().st_uid == os.geteuid() and stat.S_ISDIR(path.stat().st_mode):
+                found[str(path)] += 1
+        except OSError:  # it has just been removed
+            continue
+    return found
+
+
+def _children() -> Counter[str]:
+    return Counter(name for name in _child_names() if not name.startswith(_TEMPLATE))
+
+
+def _child_names() -> list[str]:
+    """Name and number of every process that this one started and has not reaped."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            children = Path(f"/proc/self/task/{task}/children").read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        for pid in children:
+            try:
+                names.append(f"{Path(f'/proc/{pid}/comm').read_text().strip()} (pid {pid})")
+            except OSError:  # reaped in between
+                continue
+    return names
+
+
+_KINDS: dict[str, Callable[[], Counter[str]]] = {
+    "descriptor": _descriptors,
+    "shared memory": _mappings,
+    "shared file": _shared_files,
+    "folder": _folders,
+    "process": _children,
+}

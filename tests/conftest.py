@@ -1,0 +1,45 @@
+"""For every test: nothing may be left behind, and workers to call."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gradwire.rpc.agent import Agent
+from gradwire.testing import LeakCheck, local_agents
+
+MakeAgents = Callable[..., list[Agent]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder() -> Iterator[None]:
+    """Workers' folders are told from those of other programs, and are short enough for the path of a socket."""
+    before = tempfile.tempdir
+    tempfile.tempdir = tempfile.mkdtemp(prefix="gwt-", dir="/tmp")
+    yield
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    tempfile.tempdir = before
+
+
+@pytest.fixture(autouse=True)
+def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
+    """Fails the test that leaves a thread, descriptor, mapping, process or folder behind, and names it."""
+    check = LeakCheck(timeout_s=2.0)
+    yield check
+    check.check()
+
+
+@pytest.fixture
+def make_agents(leak_check: LeakCheck) -> Iterator[MakeAgents]:
+    """Makes workers of one cluster in this process: ``a, b = make_agents(2, "inproc", num_worker_threads=1)``."""
+    with contextlib.ExitStack() as stack:
+
+        def make(num_workers: int, transport: str = "unix", **config: Any) -> list[Agent]:
+            return stack.enter_context(local_agents(num_workers, transport, **config))
+
+        yield make
