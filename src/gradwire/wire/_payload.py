@@ -80,7 +80,9 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
     """The frame whose payload is in `data` from `offset` on."""
     end = offset + message.body_bytes
     body, buffers = bytes(data[offset:end]) if message.body_bytes else b"", []
-    for num_bytes, slot in plan(message) if message.tensors else ():
+    if not message.tensors:
+        return Frame(message, body, buffers)
+    for num_bytes, slot in plan(message):
         if slot is not None:
             buffer = memory.shared(slot, num_bytes)
         else:

@@ -31,9 +31,10 @@ _TUPLE, _DICT, _SET, _FROZENSET, _SLICE, _RANGE, _SIZE, _CLASS = range(32, 40)
 
 _NATIVE: Final = frozenset((type(None), bool, float, str, bytes))
 _NATIVE_DECODED: Final = _NATIVE | {int}
-_TENSOR_KINDS: Final = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_MARKS: Final = tuple(Ext(_TENSOR, struct.pack("<I", index)) for index in range(64))
 _MARKS: Final = {code: Ext(code, b"") for code in range(_TUPLE, _CLASS)}
+_TUPLE_MARK: Final = _MARKS[_TUPLE]
+_TOO_DEEP: Final = "a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself"
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _MAX_EQUAL_HASHES: Final = 100
 
@@ -63,9 +64,11 @@ class TensorTable:
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """The tensor's place in the table; it is added if it is new."""
-        index = self._indices.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
+        tensors = self.tensors
+        new = len(tensors)
+        index = self._indices.setdefault(id(tensor), new)
+        if index == new:
+            tensors.append(tensor)
         return index
 
 
@@ -78,56 +81,59 @@ def dumps(value: Any, limits: Limits) -> tuple[bytes, list[torch.Tensor]]:
     """
     table = TensorTable()
     try:
-        return _encode_msgpack(_encode(value, type(value), table, limits.depth)), table.tensors
+        raw = _ENCODERS.get(type(value), _encode_instance)(value, table, limits.depth)
+        return _encode_msgpack(raw), table.tensors
     except (ValueError, OverflowError) as error:  # a lone surrogate, or a string of 4 GiB
         raise NotPlain(value) from error
 
 
-def _encode(value: Any, kind: type, table: TensorTable, depth: int) -> Any:
-    if kind in _NATIVE:
-        return value
-    if kind is int:
-        return (
-            value
-            if -(2**63) <= value < 2**64
-            else Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-        )
-    if kind in _TENSOR_KINDS:
-        index = table.index_of(value)
-        return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
-    if depth <= 0:
-        raise CannotSend("a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself")
-    if kind is tuple:
-        return _encode_items([_MARKS[_TUPLE]], value, table, depth)
-    if kind is list:
-        return _encode_items([], value, table, depth)
-    if kind is dict:
-        return _encode_dict(value, table, depth)
-    encode = _ENCODERS.get(kind)
-    if encode is not None:
-        return encode(value, table, depth)
-    entry = BY_KIND.get(kind)
-    if entry is None:
-        raise NotPlain(value)
-    return _encode_items([Ext(_CLASS, entry.name.encode())], entry.to_fields(value), table, depth)
-
-
 def _encode_items(out: list[Any], items: Iterable[Any], table: TensorTable, depth: int) -> list[Any]:
+    if depth <= 0:
+        raise CannotSend(_TOO_DEEP)
     for item in items:
         kind = type(item)
-        out.append(item if kind in _NATIVE else _encode(item, kind, table, depth - 1))
+        out.append(item if kind in _NATIVE else _ENCODERS.get(kind, _encode_instance)(item, table, depth - 1))
     return out
 
 
+def _encode_native(value: Any, table: TensorTable, depth: int) -> Any:
+    return value
+
+
+def _encode_int(value: int, table: TensorTable, depth: int) -> Any:
+    if -(2**63) <= value < 2**64:
+        return value
+    return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _encode_tensor(value: torch.Tensor, table: TensorTable, depth: int) -> Any:
+    index = table.index_of(value)
+    return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
+
+
+def _encode_list(value: list[Any], table: TensorTable, depth: int) -> Any:
+    return _encode_items([], value, table, depth)
+
+
+def _encode_tuple(value: tuple[Any, ...], table: TensorTable, depth: int) -> Any:
+    return _encode_items([_TUPLE_MARK], value, table, depth)
+
+
 def _encode_dict(value: dict[Any, Any], table: TensorTable, depth: int) -> Any:
+    if depth <= 0:
+        raise CannotSend(_TOO_DEEP)
     if not value:
         return value
     if any(type(key) is not str for key in value):
         return _encode_items([_MARKS[_DICT]], (item for pair in value.items() for item in pair), table, depth)
-    return {
-        key: item if type(item) in _NATIVE else _encode(item, type(item), table, depth - 1)
-        for key, item in value.items()
-    }
+    return dict(zip(value, _encode_items([], value.values(), table, depth), strict=True))
+
+
+def _encode_instance(value: Any, table: TensorTable, depth: int) -> Any:
+    entry = BY_KIND.get(type(value))
+    if entry is None:
+        raise NotPlain(value)
+    return _encode_items([Ext(_CLASS, entry.name.encode())], entry.to_fields(value), table, depth)
 
 
 def _items_encoder(code: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any, TensorTable, int], Any]:
@@ -143,6 +149,13 @@ def _torch_name(value: Any) -> bytes:
 
 
 _ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
+    **dict.fromkeys(_NATIVE, _encode_native),
+    int: _encode_int,
+    torch.Tensor: _encode_tensor,
+    torch.nn.Parameter: _encode_tensor,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    dict: _encode_dict,
     set: _items_encoder(_SET, iter),
     frozenset: _items_encoder(_FROZENSET, iter),
     slice: _items_encoder(_SLICE, lambda value: (value.start, value.stop, value.step)),
@@ -167,9 +180,10 @@ class _Incoming:
         self.num_named = 0
 
     def tensor_at(self, index: int) -> torch.Tensor:
-        if index >= len(self.tensors) or index > self.num_named:
+        if index == self.num_named < len(self.tensors):
+            self.num_named = index + 1
+        elif index >= self.num_named:
             raise DecodeError(f"tensor {index} is named out of order or does not exist ({len(self.tensors)} came)")
-        self.num_named = max(self.num_named, index + 1)
         return self.tensors[index]
 
 
@@ -194,15 +208,12 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], lim
 
 
 def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
-    """Turn what msgspec read into the value; lists are changed in place."""
+    """Turn what msgspec read into the value; lists and dicts are changed in place."""
     kind = type(raw)
     if kind is Ext:
-        code = raw.code
-        return (
-            incoming.tensor_at(int.from_bytes(raw.data, "little"))
-            if code == _TENSOR
-            else _VALUES[code](bytes(raw.data))
-        )
+        if raw.code == _TENSOR:
+            return incoming.tensor_at(int.from_bytes(raw.data, "little"))
+        return _VALUES[raw.code](bytes(raw.data))
     if depth <= 0:
         raise LimitExceeded("arguments nested deeper than Limits.depth allows")
     if kind is list:
@@ -214,12 +225,7 @@ def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
         return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, bytes(mark.data))
     if kind is not dict:
         raise DecodeError(f"not plain data: {kind.__name__}")
-    for key, item in raw.items():
-        if type(key) is not str:
-            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
-        if type(item) not in _NATIVE_DECODED:
-            raw[key] = _decode(item, incoming, depth - 1)
-    return raw
+    return _decode_map(raw, incoming, depth) if raw else raw
 
 
 def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any]:
@@ -227,6 +233,15 @@ def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any
         if type(item) not in _NATIVE_DECODED:
             items[index] = _decode(item, incoming, depth - 1)
     return items
+
+
+def _decode_map(raw: dict[Any, Any], incoming: _Incoming, depth: int) -> dict[str, Any]:
+    for key, item in raw.items():
+        if type(key) is not str:
+            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
+        if type(item) not in _NATIVE_DECODED:
+            raw[key] = _decode(item, incoming, depth - 1)
+    return raw
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:

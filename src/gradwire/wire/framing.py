@@ -40,8 +40,11 @@ PREFIX_BYTES: Final = 24
 DIRECT_READ_FROM: Final = 32 * 1024
 """`FrameDecoder.writable` offers a buffer when at least so many of its bytes are missing."""
 
-_PREFIX: Final = struct.Struct("<2sBBHHIQI")
+_FRONT: Final = struct.Struct("<2sBBHH")  # everything that has few right values
+_PREFIX: Final = struct.Struct("<8sIQI")  # the front, then the two lengths and the checksum
+_FRONT_OF: Final = {kind: _FRONT.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0) for number, kind in MESSAGE_TYPES.items()}
 _TYPE_NUMBERS: Final = {kind: number for number, kind in MESSAGE_TYPES.items()}
+_FRONTS: Final = {front: _TYPE_NUMBERS[kind] for kind, front in _FRONT_OF.items()}
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
 _encode_header: Final = msgspec.msgpack.Encoder().encode
@@ -60,12 +63,12 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
         header = _encode_header(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(f"a {type(message).__name__} message cannot be encoded: {error}") from error
-    number, size = _TYPE_NUMBERS[type(message)], len(header)
-    checksum = checksum_of(number, header, payload_bytes)
-    return _PREFIX.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0, size, payload_bytes, checksum) + header
+    kind = type(message)
+    checksum = checksum_of(_TYPE_NUMBERS[kind], header, payload_bytes)
+    return _PREFIX.pack(_FRONT_OF[kind], len(header), payload_bytes, checksum) + header
 
 
-def checksum_of(number: int, header: bytes, payload_bytes: int) -> int:
+def checksum_of(number: int, header: bytes | memoryview, payload_bytes: int) -> int:
     """crc32 of the header, begun with the prefix's numbers, so that any one changed bit of either changes it."""
     return crc32(header, (number << 24 ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF)
 
@@ -237,24 +240,19 @@ class FrameDecoder:
         return size
 
     def _check_prefix(self, data: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
-        magic, version, number, flags, reserved, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(data)
-        if magic != MAGIC:
-            raise DecodeError(f"a frame starts with {MAGIC!r}, not {magic!r}: the other side does not speak gradwire")
-        if version != PROTOCOL_VERSION:
-            raise DecodeError(f"protocol version {version}; this worker speaks {PROTOCOL_VERSION}")
-        if flags or reserved:
-            raise DecodeError(f"unknown frame flags {flags:#x}, {reserved:#x}")
+        front, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(data)
+        number = _FRONTS.get(front, 0)
         kind = MESSAGE_TYPES.get(number)
         if kind is None or kind not in self.accept:
-            name = "an unknown" if kind is None else f"a {kind.__name__}"
-            raise DecodeError(f"{name} message (type {number}) is not allowed at this point")
+            raise DecodeError(_explain_front(front))
         limits = self._limits
         if header_bytes > (limits.header_bytes if number >= _FIRST_AFTER_HANDSHAKE else limits.handshake_bytes):
             raise LimitExceeded(f"a header of {header_bytes} bytes is larger than this worker accepts")
-        if payload_bytes and kind is not Call and kind is not Reply:
-            raise DecodeError(f"a {kind.__name__} message has no payload")
-        if payload_bytes > limits.frame_bytes:
-            raise LimitExceeded(f"a payload of {payload_bytes} bytes; at most {limits.frame_bytes} are accepted")
+        if payload_bytes:
+            if kind is not Call and kind is not Reply:
+                raise DecodeError(f"a {kind.__name__} message has no payload")
+            if payload_bytes > limits.frame_bytes:
+                raise LimitExceeded(f"a payload of {payload_bytes} bytes; at most {limits.frame_bytes} are accepted")
         return number, header_bytes, payload_bytes, checksum
 
     def _check_header(self, number: int, is_intact: bool, header: bytes, payload_bytes: int) -> Message:
@@ -275,3 +273,17 @@ class FrameDecoder:
         if type(message) is not Call and type(message) is not Reply and _encode_header(message) != header:
             raise DecodeError(f"a {type(message).__name__} message that is not in its one spelling")
         return message
+
+
+def _explain_front(front: bytes) -> str:
+    """What is wrong with the first eight bytes of a frame."""
+    magic, version, number, flags, reserved = _FRONT.unpack(front)
+    if magic != MAGIC:
+        return f"a frame starts with {MAGIC!r}, not {magic!r}: the other side does not speak gradwire"
+    if version != PROTOCOL_VERSION:
+        return f"protocol version {version}; this worker speaks {PROTOCOL_VERSION}"
+    if flags or reserved:
+        return f"unknown frame flags {flags:#x}, {reserved:#x}"
+    kind = MESSAGE_TYPES.get(number)
+    name = "an unknown" if kind is None else f"a {kind.__name__}"
+    return f"{name} message (type {number}) is not allowed at this point"

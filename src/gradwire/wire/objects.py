@@ -48,6 +48,7 @@ NONE: Final = 3
 TENSOR: Final = 4
 TENSORS: Final = 5
 
+_TENSOR_TYPE: Final = torch.Tensor
 _NO_VALUE: Final[list[torch.Tensor]] = []  # shared by all values without tensors; never changed
 
 
@@ -79,7 +80,7 @@ def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
     kind = type(value)
     if value is None:
         return Packed(NONE, b"", _NO_VALUE)
-    if kind is torch.Tensor:
+    if kind is _TENSOR_TYPE:
         return Packed(TENSOR, b"", [value])
     if kind is tuple and len(value) == 2:
         args, kwargs = value
@@ -100,9 +101,10 @@ def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
 
 
 def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
-    if len(args) == 1:
-        return type(args[0]) is torch.Tensor
-    return all(type(item) is torch.Tensor for item in args) and len(set(map(id, args))) == len(args)
+    for item in args:  # a loop: half the cost of all() over a generator
+        if type(item) is not _TENSOR_TYPE:
+            return False
+    return len(args) == 1 or len(set(map(id, args))) == len(args)
 
 
 def unpack(
