@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rpc.local import LocalSource
 from gradwire.rpc.peers import OpenLane, Peer
 from gradwire.rpc.reactor import Reactor
-from gradwire.rpc.serving import Server, is_serving
+from gradwire.rpc.serving import Server, current_request, is_serving
 from gradwire.transports.base import Listener, Transport
 from gradwire.transports.handshake import Identity
 from gradwire.transports.stream import StreamConnection
@@ -240,11 +240,16 @@ class Agent:
             if lane.calls.pop(call.call_id) is not None:  # the lane had ended before the call was in its table
                 self.finish(call, None, lane.peer.lost(str(error), call))
         except TimeoutError as error:
-            lane.calls.pop(call.call_id)
+            self._give_up_sending(lane, call)
             raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send") from error
         except BaseException:
-            lane.calls.pop(call.call_id)
+            self._give_up_sending(lane, call)
             raise
+
+    def _give_up_sending(self, lane: OpenLane, call: PendingCall) -> None:
+        lane.calls.pop(call.call_id)
+        if lane.connection.is_closed:  # half of the message is out: the next call needs another connection
+            lane.reader.end(ConnectionClosed("a message was cut off"))
 
     def _room_on(self, peer: Peer, call: PendingCall) -> OpenLane:
         """The calls lane, once it has room for one more call."""
@@ -288,10 +293,25 @@ class Agent:
         if call.is_done:
             return
         if is_serving():
-            with self.server.waiting():
+            with self.server.waiting(), self._waiting_inside(call):
                 self._wait(call)
         else:
             self._wait(call)
+
+    @contextlib.contextmanager
+    def _waiting_inside(self, call: PendingCall) -> Iterator[None]:
+        """A function that was called waits for a call of its own: whoever drops the one drops the other."""
+        request = current_request()
+        if request is None:
+            yield
+            return
+        outer, request.waits_for = request.waits_for, call
+        if request.is_dropped:
+            self.cancel(call)
+        try:
+            yield
+        finally:
+            request.waits_for = outer
 
     def _wait(self, call: PendingCall) -> None:
         reader = call.table.reader if call.table is not None else None

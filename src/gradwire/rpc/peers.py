@@ -159,8 +159,9 @@ class Peer:
     def _connect(self, address: WorkerAddress, deadline: float) -> dict[str, OpenLane]:
         lanes: dict[str, OpenLane] = {}
         try:
-            for kind in _LANES:
-                lanes[kind] = self._connect_lane(address, kind, deadline)
+            # Looked up each time: a new incarnation that answers ends what is left of the old one's lanes.
+            while missing := [kind for kind in _LANES if kind not in self.lanes and kind not in lanes]:
+                lanes[missing[0]] = self._connect_lane(address, missing[0], deadline)
         except BaseException:
             for open_lane in lanes.values():
                 open_lane.connection.close()
@@ -203,7 +204,8 @@ class Peer:
         reason = (
             "it has shut down" if ended.goodbye else "its connection ended without a goodbye: it died or was killed"
         )
-        self.agent.on_worker_ended(ended.address, reason, was_orderly=ended.goodbye is not None)
+        if ended.kind == "control":  # a worker that dies loses both; one that gives up on a reply only the other
+            self.agent.on_worker_ended(ended.address, reason, was_orderly=ended.goodbye is not None)
         self._fail(ended, reason)
 
     def end_lanes(self, incarnation: int, reason: str) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from gradwire.errors import (
     AuthenticationFailed,
+    CallCancelled,
     ConnectionClosed,
     DecodeError,
     LimitExceeded,
@@ -27,6 +28,7 @@ from gradwire.errors import (
     RpcTimeout,
     TransportError,
 )
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._slots import Slots
 from gradwire.rpc.functions import is_async_execution
 from gradwire.rpc.interceptors import Envelope
@@ -46,6 +48,7 @@ _log = logging.getLogger("gradwire")
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _STALL_S = 0.1
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
+_LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
 _local = threading.local()  # .request: what the current thread runs
 
@@ -57,9 +60,10 @@ class Request:
         deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
         phase: ``queue``, ``run`` or ``reply``.
         is_dropped: Nobody waits for the result any more.
+        waits_for: The call of its own that the function waits for, if any.
     """
 
-    __slots__ = ("call_id", "deadline", "frame", "function", "is_dropped", "notes", "phase", "source")
+    __slots__ = ("call_id", "deadline", "frame", "function", "is_dropped", "notes", "phase", "source", "waits_for")
 
     def __init__(self, source: Incoming | Any, call_id: int, function: str, timeout_s: float, frame: Any) -> None:
         self.source = source
@@ -69,6 +73,7 @@ class Request:
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         self.phase = "queue"
         self.is_dropped = False
+        self.waits_for: PendingCall | None = None
         self.notes: dict[str, Any] = {}
 
 
@@ -206,7 +211,8 @@ class Incoming:
 
     @staticmethod
     def _reply_deadline(request: Request) -> float:
-        return min(request.deadline, time.monotonic() + _REPLY_S)
+        now = time.monotonic()
+        return min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
 
 
 class Server:
@@ -370,6 +376,9 @@ class Server:
         with self._lock:
             self._slots.on_cancelled(request)
         request.frame = None
+        nested = request.waits_for
+        if nested is not None:
+            self.agent.cancel(nested)
         return request.phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
@@ -407,9 +416,14 @@ class Server:
 
         Raises:
             RpcTimeout: Nothing is left.
+            CallCancelled: The caller has given up.
         """
         request = current_request()
-        if request is None or request.deadline == float("inf"):
+        if request is None:
+            return timeout_s
+        if request.is_dropped:
+            raise CallCancelled(f"nobody waits for {request.function} any more, so it can make no more calls")
+        if request.deadline == float("inf"):
             return timeout_s
         left = request.deadline - time.monotonic()
         if left <= 0:
