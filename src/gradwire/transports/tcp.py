@@ -242,7 +242,7 @@ class TcpTransport:
             raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
         try:
             sock = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: that is no port
             raise ConnectFailed(f"nobody answers at {uri}: {error}") from error
         return _make_connection(sock, self._options, self._client, uri, server_side=False)
 
