@@ -79,7 +79,8 @@ def plan(message: Call | Reply) -> list[Segment]:
 def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offset: int, memory: Memory) -> Frame:
     """The frame whose payload is in `data` from `offset` on."""
     end = offset + message.body_bytes
-    body, buffers = bytes(data[offset:end]) if message.body_bytes else b"", []
+    body = bytes(data[offset:end]) if message.body_bytes else b""
+    buffers: list[Any] = []
     if not message.tensors:
         return Frame(message, body, buffers)
     for num_bytes, slot in plan(message):

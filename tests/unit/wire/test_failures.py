@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 import traceback
 from typing import Any
 
@@ -315,8 +316,6 @@ def test_bad_details_do_no_harm(details: bytes) -> None:
 
 
 def test_module_is_not_imported_for_a_class() -> None:
-    import sys
-
     sys.modules.pop("this", None)
     arrived = rebuild_exception(ErrorInfo("this:E", "text", "tb", "w"), "code")
     assert type(arrived) is errors.RemoteCallFailed
