@@ -81,6 +81,8 @@ def open_meeting_point(init_method: str, rank: int, world_size: int | None, time
     _check(rank, world_size)
     if url.scheme == "file":
         path = os.path.abspath(url.netloc + url.path)
+        if not os.path.isdir(os.path.dirname(path)):  # the store would try to open it until the deadline
+            raise RendezvousFailed(f"cannot meet at {init_method}: there is no folder {os.path.dirname(path)}")
         try:
             store = FileStore(path, -1)
         except RuntimeError as error:
