@@ -147,6 +147,7 @@ class Agent:
         except BaseException:
             for listener in self._listeners:
                 listener.close()
+            self.reactor.close()
             raise
         self.address = msgspec.structs.replace(self.address, uris=tuple(item.uri for item in self._listeners))
         self.directory.update(self.address)
@@ -336,7 +337,8 @@ class Agent:
         call.value, call.error = value, error
         future = call.future
         if future is not None:
-            if future.has_callbacks and not self.reactor.is_service_thread():
+            # After the end no service thread is left, and a future that is never completed is worse than a callback here.
+            if future.has_callbacks and not (self._is_closed or self.reactor.is_service_thread()):
                 self.reactor.run_soon(lambda: self._complete(call, future))
                 return
             self._complete(call, future)

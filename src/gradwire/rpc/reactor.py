@@ -141,7 +141,7 @@ class Reactor:
         return len(self._threads)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wake_fd, 1)
 
     def _spawn(self) -> None:
@@ -211,7 +211,9 @@ class Reactor:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._epoll.close()
-        os.close(self._wake_fd)
+        # A late run_soon must not write to whoever gets this number next.
+        descriptor, self._wake_fd = self._wake_fd, -1
+        os.close(descriptor)
 
 
 class _Clock:
@@ -223,6 +225,7 @@ class _Clock:
         self._closing = False
         self.is_awake = False
         self.next_sweep = float("inf")
+        self._is_sweep_due = False  # set by wake(), which next_sweep alone cannot tell from a sweep that just ended
         self._thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
 
     def start(self) -> None:
@@ -230,6 +233,7 @@ class _Clock:
 
     def wake(self) -> None:
         self.is_awake = True
+        self._is_sweep_due = True
         self.next_sweep = 0.0  # so that nobody wakes it a second time
         self._event.set()
 
@@ -237,10 +241,10 @@ class _Clock:
         active_until = 0.0
         while not self._closing:
             now = time.monotonic()
-            if self.next_sweep <= now:
-                self.next_sweep = float("inf")
-                wanted = self._sweep(now)
-                self.next_sweep = min(self.next_sweep, wanted)  # a wake() during the sweep has set it to 0
+            if self._is_sweep_due or self.next_sweep <= now:
+                self._is_sweep_due = False
+                self.next_sweep = float("inf")  # whatever is expected during the sweep wakes the clock again
+                self.next_sweep = self._sweep(now)
             if self._reactor.look_after_busy(now - _TICK_S):
                 active_until = now + _AWAKE_S
             if now < active_until:
@@ -263,5 +267,5 @@ class _Clock:
     def close(self) -> None:
         self._closing = True
         self._event.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
