@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class Codec:
         if not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
         name = exposed_name(function) if self._trust == "data" else objects.function_name(function)
-        if name is not None:
+        if name is not None and len(name) <= self._limits.name_bytes:
             return name, objects.pack((tuple(args), kwargs), self._trust, self._limits)
         if self._trust == "data":
             raise CannotSend(
@@ -56,7 +56,7 @@ class Codec:
         return "", objects.pack((function, tuple(args), kwargs), self._trust, self._limits)
 
     def load_call(
-        self, frame: Frame, message: Call, envelope: Envelope
+        self, frame: Frame, message: Call, peer: WorkerInfo
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a call that arrived.
 
@@ -67,7 +67,7 @@ class Codec:
         """
         # The function first: nobody's arguments are decoded for a function that may not be called.
         function = self.find(message.function)
-        values = self._receive(frame, message, envelope)
+        values = self._receive(frame, message, peer, message.function)
         return self.split_call(function, objects.unpack(message.codec, frame.body, values, self._trust, self._limits))
 
     def split_call(
@@ -103,9 +103,9 @@ class Codec:
         """The arguments of a control operation."""
         return objects.pack(args, "data", self._limits)
 
-    def load_control(self, frame: Frame, message: Call, envelope: Envelope) -> tuple[Any, ...]:
+    def load_control(self, frame: Frame, message: Call, peer: WorkerInfo) -> tuple[Any, ...]:
         """The arguments of a control operation that arrived."""
-        values = self._receive(frame, message, envelope)
+        values = self._receive(frame, message, peer, message.function)
         args = objects.unpack(message.codec, frame.body, values, "data", self._limits)
         if type(args) is not tuple:
             raise DecodeError("the arguments of a control operation must be a tuple")
@@ -127,7 +127,7 @@ class Codec:
 
     def load_reply(self, frame: Frame, message: Reply, peer: WorkerInfo, function: str) -> Any:
         """The value of a reply that arrived."""
-        values = self._receive(frame, message, Envelope("reply", peer, function))
+        values = self._receive(frame, message, peer, function)
         return objects.unpack(message.codec, frame.body, values, self._trust, self._limits)
 
     # -- tensors and notes ------------------------------------------------------------------------------------------
@@ -163,13 +163,15 @@ class Codec:
                 function = _surround(interceptor, envelope, notes[interceptor.name], function)
         return function(*args, **kwargs)
 
-    def _receive(self, frame: Frame, message: Call | Reply, envelope: Envelope) -> list[torch.Tensor]:
-        if not message.tensors:
-            values = []
-        else:
+    def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:
+        values: list[torch.Tensor] = []
+        if message.tensors:
             buffers = iter(frame.buffers)
             values = [tensors.rebuild(meta, buffers) for meta in message.tensors]
-        return self.incoming(envelope, message.notes, values) if message.notes else values
+        if message.notes:
+            kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
+            values = self.incoming(Envelope(kind, peer, function), message.notes, values)
+        return values
 
 
 def _surround(

@@ -47,12 +47,12 @@ class LocalSource:
         self._agent.reactor.expect(call.deadline)
         self._agent.server.accept_elsewhere(request)
 
-    def load(self, request: Request, envelope: Envelope) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments."""
         codec = self._agent.codec
         (name, packed), request.frame = request.frame, None
         function = codec.find(name)
-        values = codec.incoming(envelope, request.notes, packed.tensors)
+        values = codec.incoming(Envelope("call", self.info, request.function), request.notes, packed.tensors)
         return codec.split_call(function, codec.unpack(packed, values))
 
     def reply(self, request: Request, value: Any) -> None:

@@ -16,14 +16,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from gradwire.errors import TransportError
+from gradwire.errors import ConnectionClosed, TransportError
 from gradwire.rpc.reactor import Reactor
 from gradwire.transports.plain import WAIT_S
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
 
 _log = logging.getLogger("gradwire")
-_local = threading.local()  # .hold: the (reader, epoch) that the current thread holds
+
+
+class _Local(threading.local):
+    hold: tuple[Reader, int] | None = None  # what the current thread holds, and its epoch
+
+
+_local = _Local()
 
 
 class Reader:
@@ -96,6 +102,7 @@ class Reader:
                     if self._epoch != epoch:
                         return
                     self._busy_since = 0.0
+                self._connection.flush()
                 # After a single request there is hardly ever another one already: leave that to epoll.
                 if num_read == 1 and not self._connection.has_hidden_bytes():
                     break
@@ -106,6 +113,9 @@ class Reader:
                 inbox.extend(frames)
         except TransportError as error:
             self.end(error)
+            return
+        except TimeoutError:
+            self.end(ConnectionClosed("the other side does not read its replies"))
             return
         except Exception as error:  # never leave a connection that nobody will read again
             _log.exception("handling a frame of %r failed; please report this", self._connection)
@@ -145,7 +155,20 @@ class Reader:
             self._epoch += 1
             new = self._epoch
             self._reactor.leave(self)
+        if self._connection.has_held_back:
+            self._reactor.run_soon(self._flush)
         self._give_up(new)
+
+    def _flush(self) -> None:
+        try:
+            self._connection.flush()
+        except (TransportError, TimeoutError) as error:
+            self.end(error)
+
+    def has_more(self) -> bool:
+        """Whether the calling thread holds this connection and will handle another frame right after this one."""
+        hold = _local.hold
+        return bool(self._inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
 
     def read_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
         """Reads in the calling thread until `is_done`, the deadline or the end of the connection.
@@ -162,7 +185,7 @@ class Reader:
             if self._armed:
                 self._armed = False
                 self._reactor.disarm(self._fd)
-        outer = getattr(_local, "hold", None)
+        outer = _local.hold
         _local.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
         try:
             inbox, connection = self._inbox, self._connection
@@ -200,7 +223,7 @@ class Reader:
 
 def release_hold() -> None:
     """The current thread is about to wait: somebody else shall read on."""
-    hold = getattr(_local, "hold", None)
+    hold = _local.hold
     if hold is not None:
         _local.hold = None
         reader, epoch = hold
@@ -209,4 +232,4 @@ def release_hold() -> None:
 
 def has_hold() -> bool:
     """Whether the current thread holds a connection."""
-    return getattr(_local, "hold", None) is not None
+    return _local.hold is not None

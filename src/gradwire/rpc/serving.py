@@ -50,7 +50,12 @@ _STALL_S = 0.1
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
-_local = threading.local()  # .request: what the current thread runs
+
+class _Local(threading.local):
+    request: Request | None = None  # what the current thread runs
+
+
+_local = _Local()
 
 
 class Request:
@@ -79,12 +84,12 @@ class Request:
 
 def current_request() -> Request | None:
     """What the current thread is serving, if anything."""
-    return getattr(_local, "request", None)
+    return _local.request
 
 
 def is_serving() -> bool:
     """Whether the current thread holds something that it must give up before it waits."""
-    return current_request() is not None or has_hold()
+    return _local.request is not None or has_hold()
 
 
 class Incoming:
@@ -174,10 +179,10 @@ class Incoming:
 
     # -- what a request needs of its source -----------------------------------------------------------------------
 
-    def load(self, request: Request, envelope: Envelope) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and its arguments."""
         frame, request.frame = request.frame, None
-        return self._agent.codec.load_call(frame, frame.message, envelope)
+        return self._agent.codec.load_call(frame, frame.message, self.info)
 
     def reply(self, request: Request, value: Any) -> None:
         """Sends a result, unless nobody wants it any more."""
@@ -191,7 +196,10 @@ class Incoming:
             envelope = Envelope("reply", self.info, request.function, request.notes)
             message.notes = codec.outgoing_notes(envelope, packed.tensors)
         try:
-            self.connection.send(message, packed.body, packed.tensors, self._reply_deadline(request))
+            # While more requests lie here already, small replies wait for each other and leave together.
+            self.connection.send(
+                message, packed.body, packed.tensors, self._reply_deadline(request), self.reader.has_more()
+            )
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet: say why
             self.requests[request.call_id] = request
             self.fail(request, error)
@@ -317,12 +325,12 @@ class Server:
             request.source.requests.pop(request.call_id, None)
             return
         request.phase = "run"
-        outer = current_request()
+        outer = _local.request
         _local.request = request
         try:
-            envelope = Envelope("call", request.source.info, request.function)
-            function, args, kwargs = request.source.load(request, envelope)
+            function, args, kwargs = request.source.load(request)
             if request.notes:
+                envelope = Envelope("call", request.source.info, request.function)
                 value = self.agent.codec.run(function, args, kwargs, envelope, request.notes)
             else:
                 value = function(*args, **kwargs)
@@ -360,8 +368,7 @@ class Server:
                 raise NotExposed(f"no control operation {request.function!r}")
             frame, request.frame = request.frame, None
             message = frame.message
-            envelope = Envelope("call", request.source.info, request.function)
-            args = self.agent.codec.load_control(frame, message, envelope)
+            args = self.agent.codec.load_control(frame, message, request.source.info)
             value = handler(request.source.info, *args)
             if isinstance(value, torch._C.Future):
                 self._answer_later(request, value)

@@ -27,6 +27,7 @@ from gradwire.wire.messages import Call, Message, Reply, TensorMeta
 
 _SCRATCH_BYTES = 64 * KIB
 _JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
+_FLUSH_S = 60.0
 _MAX_DESCRIPTORS = 64  # new slots in one frame; the kernel takes 253
 _scratch = threading.local()
 
@@ -63,7 +64,9 @@ class StreamConnection:
             allocate=options.pool.allocate,
             map_slot=slots.map_slot if slots is not None else None,
         )
-        self._write_lock = threading.Lock()  # one frame at a time on the wire
+        self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
+        self._held_back: list[bytes] = []
+        self._num_held_back = 0
         self._closed = False
         self.last_seen = time.time()
         self.bytes_sent = 0
@@ -95,8 +98,16 @@ class StreamConnection:
         body: bytes = b"",
         values: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
+        hold_back: bool = False,
     ) -> None:
         """Writes one frame; returns when all of it has been captured.
+
+        Args:
+            message: The header.
+            body: Encoded arguments.
+            values: Tensors.
+            deadline: In `time.monotonic` seconds.
+            hold_back: A small frame may wait for the next one or for `flush`, whichever comes first.
 
         Raises:
             CannotSend: A tensor cannot travel; nothing was sent.
@@ -107,7 +118,10 @@ class StreamConnection:
         """
         if not values:
             head = framing.encode(message, len(body))
-            self._write([head + body] if len(body) < _JOIN_BELOW else [head, body], (), deadline)
+            if len(body) >= _JOIN_BELOW:
+                self._write([head, body], (), deadline)
+            elif not (hold_back and self._hold_back(head + body)):
+                self._write([head + body], (), deadline)
             return
         assert isinstance(message, Call | Reply)
         leases: list[Lease] = []
@@ -124,6 +138,8 @@ class StreamConnection:
             buffers[0] = framing.encode(message, payload)
             if payload < _JOIN_BELOW:
                 buffers = [b"".join(buffers)]
+                if hold_back and not leases and self._hold_back(buffers[0]):
+                    return
             self._write(buffers, [lease.fd for lease in leases if lease.fd is not None], deadline)
         except BaseException:
             for lease in leases:
@@ -132,6 +148,28 @@ class StreamConnection:
         for lease in leases:
             if lease.fd is not None:
                 os.close(lease.fd)
+
+    def _hold_back(self, frame: bytes) -> bool:
+        with self._write_lock:
+            if self._num_held_back + len(frame) > _JOIN_BELOW:
+                return False
+            self._held_back.append(frame)
+            self._num_held_back += len(frame)
+            return True
+
+    @property
+    def has_held_back(self) -> bool:
+        """Whether frames wait for `flush`."""
+        return bool(self._held_back)
+
+    def flush(self, deadline: float | None = None) -> None:
+        """Writes the frames that were held back.
+
+        Raises:
+            TimeoutError, ConnectionLost, ConnectionClosed: As `send`.
+        """
+        if self._held_back:
+            self._write([], (), time.monotonic() + _FLUSH_S if deadline is None else deadline)
 
     @property
     def _lender(self) -> LendingArena:
@@ -178,6 +216,11 @@ class StreamConnection:
         ):
             raise TimeoutError(f"another message still occupies {self.label}")
         try:
+            if self._held_back:
+                buffers = [b"".join(self._held_back), *buffers]
+                self._held_back, self._num_held_back = [], 0
+            elif not buffers:
+                return
             written = self._channel.write(buffers, descriptors)
             total = len(buffers[0]) if len(buffers) == 1 else sum(map(_num_bytes, buffers))
             self.bytes_sent += total

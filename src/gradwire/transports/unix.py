@@ -53,7 +53,7 @@ class UnixChannel(PlainChannel):
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
         if not descriptors:
-            return super().write(buffers, ())
+            return PlainChannel.write(self, buffers, ())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         try:
             return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights], socket.MSG_DONTWAIT)
