@@ -310,6 +310,8 @@ class Server:
             may_run = self._slots.on_request(request)
         if may_run:
             self._run_soon(request)
+        else:
+            self.agent.reactor.expect(time.monotonic() + _STALL_S)
 
     def _run_soon(self, request: Request) -> None:
         self.agent.reactor.run_soon(lambda: self._run(request))

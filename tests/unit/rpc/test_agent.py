@@ -1,0 +1,191 @@
+"""How an agent uses its threads: who runs, who reads, and what is left when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from conftest import MakeAgents
+from gradwire.config import WorkerConfig
+from gradwire.errors import ConfigurationError, WorkerLost
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.functions import async_execution
+from gradwire.runtime import start_worker
+from gradwire.testing import LeakCheck, local_agents, wait_until
+from gradwire.types import WorkerInfo
+
+gate = threading.Event()
+later: list[torch.futures.Future[int]] = []
+
+
+@pytest.fixture(autouse=True)
+def _open_gate() -> Iterator[None]:
+    gate.clear()
+    later.clear()
+    yield
+    gate.set()
+
+
+def add(left: int, right: int) -> int:
+    return left + right
+
+
+def name_thread() -> str:
+    return threading.current_thread().name
+
+
+def wait_at_gate() -> bool:
+    return gate.wait(20)
+
+
+def open_gate() -> None:
+    gate.set()
+
+
+@async_execution
+def promise() -> torch.futures.Future[int]:
+    later.append(torch.futures.Future())
+    return later[-1]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
+def test_workers_of_one_process_call_each_other(make_agents: MakeAgents, transport: str) -> None:
+    first, second = make_agents(2, transport)
+    assert first.call("b", add, (1, 2)) == 3
+    assert second.call("a", add, (3, 4)) == 7
+    assert second.submit(second.info, add, (5, 6)).wait() == 11
+    statistics = second.statistics()
+    assert (statistics.num_calls_served, statistics.num_pending) == (2, 0)
+    assert statistics.num_calls_made >= 2
+    assert repr(first) == "<Agent a rank 0 open>"
+
+
+def test_the_thread_that_reads_is_the_thread_that_runs(make_agents: MakeAgents) -> None:
+    first, _second = make_agents(2)
+    assert first.call("b", name_thread).startswith("gradwire-b-service-")
+    assert first.call("a", name_thread).startswith("gradwire-a-service-")
+
+
+def test_a_blocked_function_holds_up_nobody(make_agents: MakeAgents) -> None:
+    first, _second = make_agents(2)
+    blocked = [first.submit("b", wait_at_gate) for _ in range(10)]
+    assert first.call("b", add, (1, 1), timeout_s=20) == 2
+    assert not any(future.done() for future in blocked)
+    first.call("b", open_gate)
+    assert [future.wait() for future in blocked] == [True] * 10
+
+
+def test_threads_go_when_they_are_no_longer_needed(make_agents: MakeAgents) -> None:
+    first, second = make_agents(2, num_worker_threads=40)
+    futures = [first.submit("b", wait_at_gate) for _ in range(40)]
+    wait_until(lambda: second.statistics().num_running == 40, 20, "all of them run")
+    assert second.statistics().num_threads > 40
+    gate.set()
+    assert all(future.wait() for future in futures)
+    wait_until(lambda: second.statistics().num_threads <= 42, 20, "the threads beyond the limit end")
+    assert second.statistics().num_running == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0, 30])
+@pytest.mark.parametrize("to", ["a", "b"])
+def test_waiting_that_cannot_be_seen_is_overcome(make_agents: MakeAgents, to: str, timeout_s: float) -> None:
+    """One slot, taken by a function that waits for what only a queued one does: for oneself and for others."""
+    first, _second = make_agents(2, num_worker_threads=1)
+    stuck = first.submit(to, wait_at_gate, timeout_s=timeout_s)
+    freeing = first.submit(to, open_gate, timeout_s=timeout_s)
+    wait_until(stuck.done, 10, "the queued function was let through")
+    assert stuck.wait()
+    assert freeing.wait() is None
+
+
+def test_no_more_run_than_configured(make_agents: MakeAgents) -> None:
+    first, second = make_agents(2, num_worker_threads=2)
+    futures = [first.submit("b", time.monotonic) for _ in range(100)]
+    most = 0
+    while not all(future.done() for future in futures):
+        most = max(most, second.statistics().num_running)
+        futures[-1].wait()
+    assert most <= 2
+    assert len({future.wait() for future in futures}) > 1
+
+
+def test_an_answer_that_comes_later_occupies_no_thread(make_agents: MakeAgents) -> None:
+    first, second = make_agents(2, num_worker_threads=1)
+    futures = [first.submit("b", promise) for _ in range(20)]
+    wait_until(lambda: len(later) == 20, 20, "all promises are made")
+    assert second.statistics().num_running == 0
+    for number, promised in enumerate(later):
+        promised.set_result(number)
+    assert sorted(future.wait() for future in futures) == list(range(20))
+
+
+@pytest.mark.parametrize("to", ["a", "b"])
+def test_closing_completes_every_future(make_agents: MakeAgents, to: str) -> None:
+    first, _second = make_agents(2)
+    plain = first.submit(to, wait_at_gate)
+    told: list[str] = []
+    chained = first.submit(to, wait_at_gate)
+    derived = chained.then(lambda done: told.append("then") or done.wait())
+    watched = first.submit(to, wait_at_gate)
+    watched.add_done_callback(lambda done: told.append("callback"))
+    wait_until(lambda: first.statistics().num_pending == 3, 10)
+    gate_opener = threading.Timer(0.5, gate.set)  # the functions need not outlive the test
+    gate_opener.start()
+    first.close()
+    for future in (plain, chained, derived, watched):
+        wait_until(future.done, 10, "the future is completed")
+        with pytest.raises(WorkerLost):
+            future.wait()
+    assert sorted(told) == ["callback", "then"]
+    gate_opener.join(10)
+
+
+def test_the_end_of_a_worker_is_told(make_agents: MakeAgents) -> None:
+    first, second = make_agents(2)
+    assert first.call("b", add, (1, 2)) == 3
+    lost: list[str] = []
+    first.on_worker_lost(lambda address, reason: lost.append(f"{address.info.name}: {reason}"))
+    second.close()
+    wait_until(lambda: lost, 10, "the loss is told")
+    with pytest.raises(WorkerLost, match="worker b"):
+        first.call("b", add, (1, 2))
+    assert lost == ["b: it has shut down"]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
+def test_closing_ends_everything(transport: str) -> None:
+    with LeakCheck(5.0) as check:
+        with local_agents(3, transport) as agents:
+            for agent in agents:
+                for other in agents:
+                    assert agent.call(other.info, add, (1, 2)) == 3
+            value = torch.ones(200_000)
+            assert torch.equal(agents[0].call("b", torch.clone, (value,)), value)
+        assert all(agent.is_closed for agent in agents)
+        for agent in agents:
+            agent.close()
+            assert agent.wait_closed(1)
+    assert check.leaks() == []
+
+
+def start(name: str, directory: StaticDirectory, **config: object) -> Agent:
+    return start_worker(WorkerInfo(name, 0), WorkerConfig(token=b"x", **config), directory)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_cannot_start_leaves_nothing() -> None:
+    directory = StaticDirectory()
+    first = start("same", directory, transports=("inproc",))
+    with LeakCheck(2.0), pytest.raises(ConfigurationError, match="in use"):
+        start("same", directory, transports=("unix", "inproc"))
+    first.close()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 200, "a/b", "new\nline"])
+def test_names_that_confuse_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="worker's name"):
+        start(name, StaticDirectory(), transports=("unix",))

@@ -1,0 +1,268 @@
+"""Who reads a connection: service threads, callers that wait, and whoever takes over."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError
+from gradwire.rpc.reactor import Reactor
+from gradwire.rpc.reader import Reader, has_hold, release_hold
+from gradwire.testing import wait_until
+from gradwire.testing._pairs import ANYTHING, call_ids, send_call, write_raw
+from gradwire.transports.plain import PlainChannel
+from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.wire.framing import Frame
+
+
+class Setting:
+    """A reader at one end of a connection, and what it was told."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        first, second = socket.socketpair()
+        options = StreamOptions()
+        self.here = StreamConnection(PlainChannel(first), options, slots=None, label="here")
+        self.there = StreamConnection(PlainChannel(second), options, slots=None, label="there")
+        self.here.decoder.accept = ANYTHING
+        self.seen: list[tuple[int, str]] = []  # which frame, and in which thread
+        self.ends: list[Exception] = []
+        self.is_wanted = True
+        self.on_frame: Callable[[int], object] = lambda number: None
+        self.reader = Reader(self.here, reactor, self._on_frame, self.ends.append, lambda: self.is_wanted)
+
+    def _on_frame(self, frame: Frame) -> None:
+        (number,) = call_ids([frame])
+        self.seen.append((number, threading.current_thread().name))
+        self.on_frame(number)
+
+    def send(self, *numbers: int) -> None:
+        for number in numbers:
+            send_call(self.there, number, b"x" * 10)
+
+    def wait_seen(self, *numbers: int) -> None:
+        wait_until(
+            lambda: {number for number, _ in self.seen} >= set(numbers), 10, f"frames {numbers}, not {self.seen}"
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.seen]
+
+    def close(self) -> None:
+        self.reader.end(ConnectionClosed("the test is over"))
+        self.there.close()
+
+
+@pytest.fixture
+def reactor() -> Iterator[Reactor]:
+    reactor = Reactor("w", 4, lambda now: float("inf"))
+    reactor.start()
+    yield reactor
+    reactor.close()
+
+
+@pytest.fixture
+def setting(reactor: Reactor) -> Iterator[Setting]:
+    setting = Setting(reactor)
+    yield setting
+    setting.close()
+
+
+def test_service_threads_read_in_order(setting: Setting) -> None:
+    setting.reader.start()
+    setting.send(*range(300))
+    setting.wait_seen(299)
+    assert setting.numbers == list(range(300))
+    assert all(name.startswith("gradwire-w-service") for _, name in setting.seen)
+
+
+def test_when_user_code_blocks_others_read_on(setting: Setting) -> None:
+    release = threading.Event()
+    setting.on_frame = lambda number: number < 3 and release.wait(20)
+    setting.reader.start()
+    setting.send(0, 1, 2, 3, 4)
+    setting.wait_seen(0, 1, 2, 3, 4)  # three threads are stuck, and still
+    assert len({name for number, name in setting.seen if number < 3}) == 3
+    release.set()
+    setting.send(5)
+    setting.wait_seen(5)
+    assert sorted(setting.numbers) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_thread_that_waits_lets_others_read_at_once(setting: Setting) -> None:
+    second = threading.Event()
+
+    def on_frame(number: int) -> None:
+        if number == 0:
+            assert has_hold()
+            release_hold()
+            assert not has_hold()
+            assert second.wait(20)
+        else:
+            second.set()
+
+    setting.on_frame = on_frame
+    setting.reader.start()
+    setting.send(0, 1)
+    setting.wait_seen(0, 1)
+    assert setting.ends == []
+
+
+def test_a_waiting_caller_reads_for_itself(setting: Setting) -> None:
+    setting.is_wanted = False
+    setting.reader.start()
+    setting.send(1, 2, 3)
+    assert setting.reader.read_until(lambda: 3 in setting.numbers, time.monotonic() + 10)
+    assert setting.seen == [(number, threading.current_thread().name) for number in (1, 2, 3)]
+    assert not has_hold()
+
+
+def test_a_waiting_caller_takes_the_reading_from_the_service_threads(setting: Setting) -> None:
+    setting.reader.start()  # armed
+    threading.Timer(0.05, setting.send, args=(7,)).start()
+    assert setting.reader.read_until(lambda: 7 in setting.numbers, time.monotonic() + 10)
+    assert setting.seen[0][1] == threading.current_thread().name
+    setting.send(8)  # nobody waits: the service threads read again
+    setting.wait_seen(8)
+    assert setting.seen[1][1].startswith("gradwire-w-service")
+
+
+def test_one_at_a_time(setting: Setting) -> None:
+    setting.is_wanted = False
+    setting.reader.start()
+    inside, release, outcome = threading.Event(), threading.Event(), []
+
+    def on_frame(number: int) -> None:
+        inside.set()
+        release.wait(20)
+
+    setting.on_frame = on_frame
+    caller = threading.Thread(
+        target=lambda: outcome.append(setting.reader.read_until(lambda: 1 in setting.numbers, time.monotonic() + 10))
+    )
+    caller.start()
+    setting.send(1)
+    assert inside.wait(10)
+    assert not setting.reader.read_until(lambda: False, time.monotonic() + 10)  # at once: another one reads
+    release.set()
+    caller.join(10)
+    assert outcome == [True]
+
+
+def test_a_caller_s_deadline(setting: Setting) -> None:
+    setting.is_wanted = False
+    setting.reader.start()
+    for left in (0.05, 0.3):
+        start = time.monotonic()
+        assert setting.reader.read_until(lambda: False, start + left)
+        assert left * 0.9 <= time.monotonic() - start < 5
+    assert setting.seen == []
+
+
+def test_what_a_caller_leaves_is_read_by_others(setting: Setting) -> None:
+    """Frames that came with the one the caller waited for are not forgotten."""
+    setting.is_wanted = False
+    setting.reader.start()
+    setting.send(1, 2, 3, 4)
+    assert setting.reader.read_until(lambda: bool(setting.seen), time.monotonic() + 10)
+    setting.is_wanted = True
+    setting.reader.ensure_watched()
+    setting.wait_seen(1, 2, 3, 4)
+    assert setting.numbers == [1, 2, 3, 4]
+
+
+def test_nobody_watches_what_nobody_expects(setting: Setting, reactor: Reactor) -> None:
+    setting.is_wanted = False
+    setting.reader.start()
+    setting.send(1)
+    done: list[int] = []
+    reactor.run_soon(lambda: done.append(1))
+    wait_until(lambda: done, 10)
+    assert setting.seen == []
+    setting.is_wanted = True
+    setting.reader.ensure_watched()
+    setting.reader.ensure_watched()
+    setting.wait_seen(1)
+    assert setting.numbers == [1]
+
+
+def test_the_end_is_told_once(setting: Setting) -> None:
+    setting.reader.start()
+    setting.send(1)
+    setting.there.close()
+    wait_until(lambda: setting.ends, 10, "the end is told")
+    setting.reader.end(ConnectionClosed("again"))
+    assert [type(error) for error in setting.ends] == [ConnectionLost]
+    assert setting.numbers == [1]
+    assert setting.here.is_closed
+
+
+def test_the_end_wakes_a_waiting_caller(setting: Setting) -> None:
+    setting.reader.start()
+    threading.Timer(0.05, setting.reader.end, args=(ConnectionClosed("over"),)).start()
+    start = time.monotonic()
+    setting.reader.read_until(lambda: False, start + 20)
+    assert time.monotonic() - start < 10
+    assert [str(error) for error in setting.ends] == ["over"]
+    assert not setting.reader.read_until(lambda: False, start + 20)
+
+
+def test_the_other_side_s_end_wakes_a_waiting_caller(setting: Setting) -> None:
+    setting.reader.start()
+    threading.Timer(0.05, setting.there.close).start()
+    start = time.monotonic()
+    assert setting.reader.read_until(lambda: False, start + 20)
+    assert time.monotonic() - start < 10
+    assert [type(error) for error in setting.ends] == [ConnectionLost]
+
+
+def test_garbage_ends_the_connection(setting: Setting) -> None:
+    setting.reader.start()
+    write_raw(setting.there, b"this is not a frame, whoever reads it")
+    wait_until(lambda: setting.ends, 10)
+    assert isinstance(setting.ends[0], DecodeError)
+    assert setting.here.is_closed
+
+
+def test_a_handler_that_fails_ends_the_connection(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(number: int) -> None:
+        raise KeyError("a bug of ours")
+
+    setting.on_frame = fail
+    setting.reader.start()
+    with caplog.at_level(logging.ERROR, "gradwire"):
+        setting.send(1)
+        wait_until(lambda: setting.ends, 10)
+    assert isinstance(setting.ends[0], KeyError)
+    assert "please report this" in caplog.text
+
+
+def test_many_callers_share_one_connection(setting: Setting) -> None:
+    """Each waits for its own frame; whoever reads handles the others' frames, too."""
+    setting.is_wanted = False
+    setting.reader.start()
+    num_callers = 8
+    arrived = [threading.Event() for _ in range(num_callers)]
+    setting.on_frame = lambda number: arrived[number].set()
+    done: list[int] = []
+
+    def wait(number: int) -> None:
+        deadline = time.monotonic() + 20
+        while not arrived[number].is_set() and time.monotonic() < deadline:
+            if not setting.reader.read_until(arrived[number].is_set, deadline):
+                arrived[number].wait(0.01)
+        done.append(number)
+
+    callers = [threading.Thread(target=wait, args=(number,)) for number in range(num_callers)]
+    for caller in callers:
+        caller.start()
+    setting.send(*reversed(range(num_callers)))
+    for caller in callers:
+        caller.join(20)
+    assert sorted(done) == list(range(num_callers))
+    assert sorted(setting.numbers) == list(range(num_callers))
