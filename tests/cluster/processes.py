@@ -1,23 +1,9 @@
-"""Finding processes, and waiting for what must become true."""
+"""Finding processes."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether the condition becomes true in time."""
-    pause = threading.Event()
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.01)
-    return True
 
 
 def is_there(pid: int) -> bool:

@@ -10,9 +10,11 @@ import tempfile
 import textwrap
 import uuid
 from pathlib import Path
+from typing import Any
 
 import gradwire
-from cluster.processes import processes_with, wait_until
+from cluster.processes import processes_with
+from gradwire.testing import wait_until
 
 _SOURCE = str(Path(gradwire.__file__).parents[1])
 
@@ -20,7 +22,7 @@ _SOURCE = str(Path(gradwire.__file__).parents[1])
 class Script:
     """A running program. Leaving the block checks that neither a process nor a file is left of it."""
 
-    def __init__(self, folder: Path, text: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, text: str, **streams: Any) -> None:
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.temp = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: sockets have short paths
         path = folder / "program.py"
@@ -28,9 +30,8 @@ class Script:
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp), "PYTHONPATH": _SOURCE}
         self.process = subprocess.Popen(
-            [sys.executable, str(path), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [sys.executable, str(path)],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
             env=environment,
             cwd=folder,
             text=True,
@@ -45,8 +46,8 @@ class Script:
             if self.process.poll() is None:
                 self.process.kill()
             self.process.communicate(timeout=10)
-            assert wait_until(lambda: not processes_with(self.mark)), processes_with(self.mark)
-            assert wait_until(lambda: not os.listdir(self.temp)), os.listdir(self.temp)
+            wait_until(lambda: not processes_with(self.mark), what=f"the end of {processes_with(self.mark)}")
+            wait_until(lambda: not os.listdir(self.temp), what=f"the removal of {os.listdir(self.temp)}")
         finally:
             shutil.rmtree(self.temp, ignore_errors=True)
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.processes import is_there, wait_until
+from cluster.processes import is_there
 from gradwire.cluster._template_process import borrow_template, close_idle_template, return_template
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.local import LocalLauncher
 from gradwire.config import WorkerConfig
 from gradwire.errors import WorkerStartFailed
+from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
 
 
@@ -82,7 +83,7 @@ def test_a_lost_worker_is_reported_once_with_its_reason(launcher: LocalLauncher)
     assert handles[1].pid is not None
     os.kill(handles[1].pid, signal.SIGKILL)
     assert launcher.wait_exit(handles[1], 10)
-    assert wait_until(lambda: bool(lost))
+    wait_until(lambda: bool(lost))
     launcher.terminate(handles, 10)
     assert lost == [("worker1", "killed by SIGKILL")]
     assert handles[1].state is WorkerState.LOST
@@ -102,7 +103,7 @@ def test_a_handler_that_fails_does_not_stop_the_supervisor(
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         assert launcher.wait_exit(handle, 10)
-    assert wait_until(lambda: caplog.text.count("could not be handled") == 2)
+    wait_until(lambda: caplog.text.count("could not be handled") == 2)
 
 
 def test_a_worker_that_cannot_start_shows_its_traceback(launcher: LocalLauncher) -> None:
@@ -125,7 +126,7 @@ def test_the_death_of_the_template_is_the_death_of_its_workers(launcher: LocalLa
         assert launcher.wait_exit(handle, 10)
         assert handle.exit_reason == "killed because the template process ended"
         assert handle.pid is not None
-        assert wait_until(lambda pid=handle.pid: not is_there(pid))
+        wait_until(lambda pid=handle.pid: not is_there(pid))
 
 
 def test_a_template_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_forty_workers(record_property: pytest.FixtureRequest, capsys: pytest.Ca
             f"\n{_WORKERS} workers: start {ready - started:.2f} s, 400 calls {served - ready:.2f} s, "
             f"end {ended - closing:.2f} s, {sum(own) / len(own) / 2**20:.1f} MiB each of their own"
         )
-    assert sum(worker.calls_served or 0 for worker in status) == 400
+    assert 400 - _WORKERS <= sum(worker.calls_served or 0 for worker in status) <= 400
     assert [worker.state for worker in status] == ["running"] * _WORKERS
     assert ready - started < 20
     assert sum(own) / len(own) < 60 << 20

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import select
 import signal
+import termios
+import time
 from pathlib import Path
 
-from cluster.processes import is_there, processes_with, wait_until
+from cluster.processes import is_there, processes_with
 from cluster.scripts import Script
+from gradwire.testing import wait_until
 
 _HEAD = """
 import json, os, sys, threading
@@ -16,15 +22,6 @@ import gradwire as gw
 from gradwire.cluster.api import Cluster
 def show(value): print(json.dumps(value), flush=True)
 """
-
-_WAITING = (
-    _HEAD
-    + """
-with Cluster.local(2) as cluster:
-    show([worker.pid for worker in cluster.workers])
-    threading.Event().wait(60)
-"""
-)
 
 
 def test_functions_of_the_main_module(tmp_path: Path) -> None:
@@ -79,17 +76,6 @@ for cell in cells:
     assert out.splitlines() == ["[2, 3, 4]", "[11, 12, 13]"]
 
 
-def test_a_signal_that_ends_the_driver_ends_all(tmp_path: Path) -> None:
-    with Script(tmp_path, _WAITING) as script:
-        pids = json.loads(script.line())
-        assert all(is_there(pid) for pid in pids)
-        assert "gw-template" in processes_with(script.mark).values()
-        script.process.terminate()
-        assert wait_until(lambda: not processes_with(script.mark)), processes_with(script.mark)
-        assert not any(is_there(pid) for pid in pids)
-        assert script.finish()[0] == -signal.SIGTERM
-
-
 def test_the_death_of_the_driver_ends_workers_that_cannot_notice(tmp_path: Path) -> None:
     """One holds the interpreter's lock, one has started a process of its own; and the driver has a fork of itself."""
     text = (
@@ -115,10 +101,11 @@ with Cluster.local(2) as cluster:
         lines = sorted([script.line(), script.line()])
         assert lines[1] == "[worker0] holding"
         child, copy = json.loads(lines[0])
+        assert {"gw-template", "gw-worker0", "gw-worker1"} <= set(processes_with(script.mark).values())
         script.process.kill()
         try:
-            assert wait_until(lambda: set(processes_with(script.mark)) == {copy}), processes_with(script.mark)
-            assert wait_until(lambda: not is_there(child))
+            wait_until(lambda: set(processes_with(script.mark)) == {copy})
+            wait_until(lambda: not is_there(child))
         finally:
             os.kill(copy, signal.SIGKILL)
 
@@ -127,21 +114,38 @@ def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> No
     text = _HEAD + "show(os.getpid())\ncluster = Cluster.local(2)\n"
     with Script(tmp_path, text) as script:
         script.line()
-        assert wait_until(lambda: len(processes_with(script.mark)) > 1)
+        wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.kill()
-        assert wait_until(lambda: not processes_with(script.mark), 20), processes_with(script.mark)
+        wait_until(lambda: not processes_with(script.mark), 20)
+        assert script.finish()[0] == -signal.SIGKILL
 
 
-def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
-    """It interrupts every way to wait in the driver, reaches no worker, and at last ends the block in good order."""
+def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
+    text = _HEAD + "show('starting')\nwith Cluster.local(2): show('started')\n"
+    with Script(tmp_path, text) as script:
+        assert script.line() == '"starting"'
+        wait_until(lambda: len(processes_with(script.mark)) > 1)
+        script.process.send_signal(signal.SIGINT)
+        status, out, err = script.finish(20)
+    assert (status, out) == (-signal.SIGINT, "")
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """Names have colours, a long map has a progress bar, and ^C interrupts every way to wait but reaches no worker."""
     text = (
         _HEAD
         + """
+def work(number):
+    threading.Event().wait(0.5)
+    print("item", number)
+    return number
 def block(seconds):
     print("working", flush=True)
     threading.Event().wait(seconds)
 try:
-    with Cluster.local(2, names=["w0", "w1"]) as cluster:
+    with Cluster.local(2) as cluster:
+        print(cluster.map(work, range(12)))
         worker = cluster.workers[0]
         for wait in (
             lambda: worker.call(block, 60),
@@ -158,23 +162,45 @@ except KeyboardInterrupt:
     show([worker.is_alive for worker in cluster.workers])
 """
     )
-    with Script(tmp_path, text) as script:
-        for _ in range(3):
-            assert script.line() == "[w0] working"
-            os.killpg(script.process.pid, signal.SIGINT)
-            assert script.line() == '["alive", "alive"]'
-        assert script.line() == '"last"'
-        os.killpg(script.process.pid, signal.SIGINT)
-        status, out, err = script.finish(20)
-    assert (status, out, err) == (0, "[false, false]\n", "")
+    keyboard, terminal = os.openpty()
+    screen = _Screen(keyboard)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    try:
+        with Script(tmp_path, text, **streams, preexec_fn=_take_terminal) as script:
+            shown = screen.read_until(", 11]")
+            for _ in range(3):
+                screen.read_until("working")
+                os.write(keyboard, b"\x03")
+                screen.read_until('["alive", "alive"]')
+            screen.read_until("last")
+            os.write(keyboard, b"\x03")
+            screen.read_until("[false, false]")
+            assert script.finish()[0] == 0
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert re.search(r"\b(4|8)/12\b", shown)
+    assert "\x1b[36m[worker0]\x1b[0m item 0\r\n" in shown
+    assert "\x1b[32m[worker1]\x1b[0m item 1\r\n" in shown
+    assert sorted(int(number) for number in re.findall(r"item (\d+)\r\n", shown)) == list(range(12))
 
 
-def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
-    text = _HEAD + "show('starting')\nwith Cluster.local(2): show('started')\n"
-    with Script(tmp_path, text) as script:
-        assert script.line() == '"starting"'
-        assert wait_until(lambda: len(processes_with(script.mark)) > 1)
-        script.process.send_signal(signal.SIGINT)
-        status, out, err = script.finish(20)
-    assert (status, out) == (-signal.SIGINT, "")
-    assert err.rstrip().endswith("KeyboardInterrupt")
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class _Screen:
+    """Reads what a program shows on its terminal, up to a text and no further."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._unread = b""
+
+    def read_until(self, text: str, timeout_s: float = 30.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        while text.encode() not in self._unread:
+            readable, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert readable, (text, self._unread)
+            self._unread += os.read(self._fd, 4096)
+        shown, found, self._unread = self._unread.partition(text.encode())
+        return (shown + found).decode()

@@ -1,7 +1,7 @@
 """`Cluster.map`: one function over many items, spread over the workers.
 
-Every worker has at most two items at a time: one that it works on and one that waits there, so that it never idles
-for a round trip, and a slow worker does not collect items which others could have done.
+Every worker has at most two items at a time: it works on one while the answer to the other travels, and a slow worker
+does not collect items which others could have done.
 """
 
 from __future__ import annotations

@@ -113,7 +113,10 @@ class Supervisor:
             self._selector.register(handle.channels.lifeline, selectors.EVENT_READ, partial(self._on_lifeline, handle))
 
     def _on_template_message(self) -> None:
-        message = self._template.receive()
+        try:
+            message = self._template.receive()
+        except OSError:
+            message = None  # the launcher has given the template up
         if message is None:
             self._on_template_ended()
         elif isinstance(message, WorkerForked):
@@ -125,7 +128,8 @@ class Supervisor:
 
     def _on_template_ended(self) -> None:
         """Without their parent the workers are gone, too: the kernel sees to it."""
-        self._selector.unregister(self._template)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._template)
         for handle in self._all_handles():
             if not handle.state.is_over:
                 self._on_exited(handle, "killed because the template process ended")

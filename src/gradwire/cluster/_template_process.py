@@ -28,12 +28,10 @@ from gradwire.cluster._control import (
 from gradwire.errors import ConfigurationError, WorkerStartFailed
 
 # The path comes first: gradwire and torch must be the driver's own, wherever it found them.
-_PROGRAM = """
-import sys
-sys.path[:] = sys.argv[3:]
-from gradwire.cluster._template import main
-main(int(sys.argv[1]), int(sys.argv[2]))
-"""
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from gradwire.cluster._template import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
 # OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _SEND_TIMEOUT_S = 10.0

@@ -76,7 +76,7 @@ def run_worker(fds: WorkerFds) -> int:
     _wait_for_leave(lifeline, agent)
     if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
         agent.shutdown(graceful=False)
-        set_current_agent(None)
+    set_current_agent(None)
     # The usual end of an interpreter would wait for the user's threads and take torch apart; neither serves anyone.
     atexit._run_exitfuncs()
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -200,7 +201,8 @@ class Cluster:
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:
         """Calls a function once for each item, spread over the workers that live.
 
-        A progress bar appears on a terminal or in a notebook if it takes longer than a second.
+        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal or in a notebook
+        if it takes longer than a second.
 
         Args:
             function: Called with one item.
@@ -250,15 +252,14 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        try:
+        with contextlib.ExitStack() as at_last:  # whatever happens, Ctrl-C included
+            at_last.callback(atexit.unregister, self.close)
+            at_last.callback(self._launcher.close)
+            at_last.callback(set_current_agent, None)
+            at_last.callback(self._agent.shutdown, graceful=False)
             deadline = time.monotonic() + grace
             self._wait_quiet(deadline)
             self._launcher.terminate(self._handles, max(_LEAVE_S, deadline - time.monotonic()))
-            self._agent.shutdown(graceful=False)
-        finally:
-            set_current_agent(None)
-            self._launcher.close()
-            atexit.unregister(self.close)
 
     def _wait_quiet(self, deadline: float) -> None:
         """Waits for the driver's calls. What workers do for others ends with these: the driver began it all."""

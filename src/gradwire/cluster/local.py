@@ -49,8 +49,7 @@ class LocalLauncher:
     """Starts workers on this machine. A `gradwire.cluster.launcher.Launcher`.
 
     Attributes:
-        folder: Where the workers listen: private to this user, removed when the launcher is closed or the driver
-        dies.
+        folder: Where the workers listen. Private to this user; removed when the launcher is closed or the driver dies.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
@@ -89,8 +88,7 @@ class LocalLauncher:
 
         Raises:
             WorkerStartFailed: One ended first, or `timeout_s` passed; the message carries what it printed. The
-            launcher
-                is then of no more use: close it.
+                launcher is then of no more use: close it.
         """
         deadline = time.monotonic() + timeout_s
         handles: list[LocalHandle] = []
@@ -156,8 +154,10 @@ class LocalLauncher:
 
     def _make_folder(self) -> Path:
         base = tempfile.gettempdir()
-        self._template.send(MakeFolder(base if len(base) <= _MAX_BASE_CHARS else "/tmp"))
-        answer = self._template.receive()
+        answer = None
+        with contextlib.suppress(OSError):  # the template has just ended
+            self._template.send(MakeFolder(base if len(base) <= _MAX_BASE_CHARS else "/tmp"))
+            answer = self._template.receive()
         if isinstance(answer, FolderMade) and answer.path:
             return Path(answer.path)
         reason = answer.error if isinstance(answer, FolderMade) else "the template process ended"
