@@ -524,18 +524,24 @@ class Agent:
         Raises:
             RpcTimeout: Not everybody came in time; this worker has left all the same.
         """
-        error: Exception | None = None
-        if graceful and not self._is_closed:
-            deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
+        try:
+            if graceful and not self._is_closed:
+                self._wait_for_others_to_leave(time.monotonic() + timeout_s if timeout_s > 0 else float("inf"))
+        finally:
+            self.close()
+
+    def _wait_for_others_to_leave(self, deadline: float) -> None:
+        names: list[str] | None = None
+        while True:
             try:
-                self.gathering.wait_all_quiet(deadline)
+                self.gathering.wait_all_quiet(deadline, names)
+                return
             except WorkerLost as lost:
-                _log.warning("%s shuts down without waiting any longer: %s", self.info.name, lost)
-            except RpcTimeout as timeout:
-                error = timeout
-        self.close()
-        if error is not None:
-            raise error
+                known = names or [info.name for info in self.directory.infos()]
+                names = [name for name in known if name != lost.worker]
+                _log.warning("%s shuts down without waiting for %s: %s", self.info.name, lost.worker, lost)
+                if names == known or self.info.name not in names:
+                    return
 
     def close(self) -> None:
         """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""

@@ -87,13 +87,24 @@ def init_rpc(
     set_current_agent(None if _agent is None or _agent.is_closed else _agent)
     options = _as_options(rpc_backend_options)
     deadline = time.monotonic() + options.init_timeout
-    point = rendezvous.open_meeting_point(options.init_method, rank, world_size, options.init_timeout)
+    while True:
+        try:
+            _meet(name, rank, world_size, options, deadline)
+            return
+        except rendezvous.MeetingPointLost:  # rank 0 was just leaving; it may come back
+            if time.monotonic() >= deadline:
+                raise
+
+
+def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float) -> None:
+    left_s = max(0.001, deadline - time.monotonic())
+    point = rendezvous.open_meeting_point(options.init_method, rank, world_size, left_s)
     directory = rendezvous.StoreDirectory(point, _PREFIX)
     info = WorkerInfo(name, point.rank)
     config = options.worker_config(rendezvous.agree_on_token(point, _PREFIX), point.facing_host)
     agent = start_worker(info, config, directory, on_close=lambda: directory.withdraw(info))
     try:
-        directory.publish(agent.address)
+        directory.publish(agent)
         if point.world_size is not None:
             rendezvous.join(agent, directory, point, deadline)
         set_current_agent(agent)

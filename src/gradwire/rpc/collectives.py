@@ -170,8 +170,8 @@ class Gathering:
             answer.set_exception(RpcTimeout(f"these workers did not take part in time: {names}", names, "run"))
         return wanted
 
-    def wait_all_quiet(self, deadline: float) -> None:
-        """Returns when every worker has called this and no call is under way anywhere.
+    def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
+        """Returns when every worker (or every named one) has called this and no call is under way anywhere.
 
         Raises:
             RpcTimeout: Not in time.
@@ -183,7 +183,7 @@ class Gathering:
             return
         while True:
             self._wait_quiet(deadline)
-            counts = self.all_gather((agent.num_calls_made, agent.server.num_served), None, deadline)
+            counts = self.all_gather((agent.num_calls_made, agent.server.num_served), names, deadline)
             if counts == before:
                 break
             before = counts

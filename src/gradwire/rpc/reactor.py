@@ -63,6 +63,7 @@ class Reactor:
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._busy: set[Watched] = set()
+        self._linger = threading.Lock()  # held by the thread that stays with its connection
         self._clock = _Clock(self)
 
     def start(self) -> None:
@@ -111,6 +112,14 @@ class Reactor:
     def leave(self, watched: Watched) -> None:
         """A reader has run what it read."""
         self._busy.discard(watched)
+
+    def may_linger(self) -> bool:
+        """Whether the calling thread may stay with its connection; one thread at a time may."""
+        return self._linger.acquire(False)
+
+    def end_lingering(self) -> None:
+        """The thread goes on, or back to epoll."""
+        self._linger.release()
 
     def expect(self, when: float) -> None:
         """The sweep is wanted at that time at the latest."""

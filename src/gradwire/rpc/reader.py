@@ -18,11 +18,12 @@ from collections.abc import Callable
 
 from gradwire.errors import ConnectionClosed, TransportError
 from gradwire.rpc.reactor import Reactor
-from gradwire.transports.plain import WAIT_S
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
 
 _log = logging.getLogger("gradwire")
+_LOOK_S = 0.2  # a thread that waits for its answer looks so often whether somebody else ended the call
+_LINGER_S = 0.05
 
 
 class _Local(threading.local):
@@ -103,10 +104,7 @@ class Reader:
                         return
                     self._busy_since = 0.0
                 self._connection.flush()
-                # After a single request there is hardly ever another one already: leave that to epoll.
-                if num_read == 1 and not self._connection.has_hidden_bytes():
-                    break
-                frames = self._connection.read_nowait()
+                frames = self._next_frames(num_read)
                 if frames is None:
                     break
                 num_read = len(frames)
@@ -126,6 +124,24 @@ class Reader:
             if self._epoch == epoch:
                 self._reactor.leave(self)
         self._give_up(epoch)
+
+    def _next_frames(self, num_read: int) -> list[Frame] | None:
+        """What comes next on this connection; None to leave it to epoll.
+
+        A caller that has its answer often calls again. One service thread, the one that ran the last request, therefore
+        stays with its connection for a while: that spares two system calls for each request of a sequence.
+        """
+        connection, reactor = self._connection, self._reactor
+        if num_read != 1 or connection.has_hidden_bytes():
+            return connection.read_nowait()
+        if not reactor.may_linger():
+            return None
+        reactor.leave(self)
+        try:
+            return connection.read_nowait() if self._poller.poll(_LINGER_S * 1000) else None
+        finally:
+            reactor.end_lingering()
+            reactor.enter(self)
 
     def _give_up(self, epoch: int) -> None:
         with self._lock:
@@ -196,12 +212,10 @@ class Reader:
                         return True
                 if is_done():
                     return True
-                left = WAIT_S if deadline is None else deadline - time.monotonic()
+                left = _LOOK_S if deadline is None else deadline - time.monotonic()
                 if left <= 0 or self._ended:
                     return True
-                if left >= WAIT_S:
-                    inbox.extend(connection.wait_and_read() or ())
-                elif connection.has_hidden_bytes() or self._poller.poll(left * 1000):
+                if connection.has_hidden_bytes() or self._poller.poll(min(left, _LOOK_S) * 1000):
                     inbox.extend(connection.read_nowait() or ())
         except TransportError as error:
             self.end(error)

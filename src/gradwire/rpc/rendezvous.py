@@ -11,6 +11,7 @@ restarts publishes its new incarnation and joins again; the others find it when 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import socket
@@ -24,11 +25,12 @@ from urllib.parse import parse_qs, urlparse
 import msgspec
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
-from gradwire.errors import ConfigurationError, GradwireError, RendezvousFailed, UnknownWorker
+from gradwire.errors import ConfigurationError, GradwireError, RendezvousFailed, TransportError, UnknownWorker
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.transports import registry
 from gradwire.transports.tcp import is_loopback
 from gradwire.types import WorkerAddress, WorkerInfo
 
@@ -121,6 +123,8 @@ def _check(rank: int, world_size: int | None) -> None:
 
 
 def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float) -> Any:
+    if not is_server:
+        _wait_for_server(host, port, timeout_s)
     try:
         return TCPStore(
             host, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
@@ -134,8 +138,30 @@ def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float
 
 
 def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
-    """One secret for all workers that meet there: whoever comes first chooses it."""
-    return bytes(point.store.compare_set(f"{prefix}/token", "", secrets.token_hex(32)))
+    """One secret for all workers that meet there: whoever comes first chooses it.
+
+    Raises:
+        MeetingPointLost: The store went away.
+    """
+    try:
+        return bytes(point.store.compare_set(f"{prefix}/token", "", secrets.token_hex(32)))
+    except RuntimeError as error:
+        raise MeetingPointLost(f"the meeting point {point.where} went away: {error}") from error
+
+
+def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError:
+            pause.wait(_LOOK_S)
+
+
+class MeetingPointLost(RendezvousFailed):
+    """The store went away before everybody had met; it may be opened again."""
 
 
 class StoreDirectory(StaticDirectory):
@@ -152,28 +178,33 @@ class StoreDirectory(StaticDirectory):
         self._point = point
         self._prefix = prefix
 
-    def publish(self, address: WorkerAddress) -> None:
+    def publish(self, agent: Agent) -> None:
         """Makes this worker known.
 
         Raises:
             ConfigurationError: Another rank that answers has the same name.
         """
-        store, info = self._point.store, address.info
+        store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
-        if known is not None and known.info.id != info.id and self._point.world_size is not None:
+        if known is not None and known.info.id != info.id and self.is_fixed and _is_there(agent, known):
             raise ConfigurationError(f"rank {known.info.id} is called {info.name}, too; names must be unique")
-        store.set(f"{self._prefix}/name/{info.name}", _encode(address))
-        store.set(f"{self._prefix}/rank/{info.id}", _encode(address))
-        if known is None:
-            index = store.add(f"{self._prefix}/members", 1)
-            store.set(f"{self._prefix}/member/{index}", info.name)
+        try:
+            store.set(f"{self._prefix}/name/{info.name}", _encode(agent.address))
+            store.set(f"{self._prefix}/rank/{info.id}", _encode(agent.address))
+            if known is None:
+                index = store.add(f"{self._prefix}/members", 1)
+                store.set(f"{self._prefix}/member/{index}", info.name)
+        except RuntimeError as error:
+            raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
 
     def withdraw(self, info: WorkerInfo) -> None:
-        """Forgets this worker, as far as the store can still be reached."""
+        """Forgets this worker, as far as the store can still be reached, and lets go of the store and its port."""
+        store = self._point.store
         with contextlib.suppress(RuntimeError):
-            self._point.store.set_timeout(timedelta(seconds=1))
+            store.set_timeout(timedelta(seconds=1))
             for key in (f"name/{info.name}", f"rank/{info.id}"):
-                self._point.store.set(f"{self._prefix}/{key}", b"")
+                store.set(f"{self._prefix}/{key}", b"")
+        self._point = dataclasses.replace(self._point, store=None)
 
     def find(self, worker: str | int) -> WorkerAddress:
         """The worker of that name or rank, from memory or from the store.
@@ -204,7 +235,7 @@ class StoreDirectory(StaticDirectory):
     def infos(self) -> list[WorkerInfo]:
         """All workers, by rank; without a world size, those that have published themselves."""
         if self._point.world_size is None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
                 for index in range(1, self._point.store.add(f"{self._prefix}/members", 0) + 1):
                     name = self._point.store.get(f"{self._prefix}/member/{index}").decode()
                     self.refresh(name)
@@ -214,9 +245,30 @@ class StoreDirectory(StaticDirectory):
         store, full = self._point.store, f"{self._prefix}/{key}"
         try:
             raw = store.get(full) if store.check([full]) else b""
-        except RuntimeError:  # the store went away with its host
+        except (RuntimeError, AttributeError):  # the store went away with its host, or is closed
             return None
         return _decode_address(raw) if raw else None
+
+    def check_store(self) -> None:
+        """Asks the store for anything.
+
+        Raises:
+            MeetingPointLost: It does not answer.
+        """
+        try:
+            self._point.store.check([f"{self._prefix}/token"])
+        except RuntimeError as error:
+            raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
+
+
+def _is_there(agent: Agent, address: WorkerAddress) -> bool:
+    """Whether anybody listens at an address; a run that was killed leaves its addresses behind."""
+    try:
+        uri = registry.choose_uri(address, agent.address.host, agent.transports)
+        agent.transports[uri.partition(":")[0]].connect(uri, time.monotonic() + 1.0).close()
+    except TransportError:
+        return False
+    return True
 
 
 class Joining:
@@ -267,10 +319,16 @@ def join(agent: Agent, directory: StoreDirectory, point: MeetingPoint, deadline:
     own = Joining(agent, point.world_size).join() if point.rank == 0 else None
     problem: Exception | None = None
     pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
+    arrived: set[int] = set()
+    # Those who give up withdraw, so look who is there shortly before.
+    look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
     while time.monotonic() < deadline:
         answer = own or _ask_to_join(agent, directory, point)
-        while answer is not None and not answer.done() and time.monotonic() < deadline:
+        while answer is not None and not answer.done() and time.monotonic() < (deadline if arrived else look):
             pause.wait(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
+        if time.monotonic() >= look and not arrived:
+            arrived = _ranks_at(directory, point.world_size)
+        directory.check_store()
         if answer is not None and answer.done():
             try:
                 for raw in answer.wait():
@@ -281,7 +339,8 @@ def join(agent: Agent, directory: StoreDirectory, point: MeetingPoint, deadline:
             except GradwireError as error:  # what answered was not the rank 0 of this meeting
                 problem = error
         pause.wait(_LOOK_S)
-    missing = [str(rank) for rank in range(point.world_size) if directory.at_rank(rank) is None]
+    arrived |= _ranks_at(directory, point.world_size)
+    missing = [str(rank) for rank in range(point.world_size) if rank not in arrived]
     ranks = (
         f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody is missing, but a rank"
     )
@@ -291,10 +350,14 @@ def join(agent: Agent, directory: StoreDirectory, point: MeetingPoint, deadline:
     ) from problem
 
 
+def _ranks_at(directory: StoreDirectory, world_size: int) -> set[int]:
+    return {rank for rank in range(world_size) if directory.at_rank(rank) is not None}
+
+
 def _ask_to_join(agent: Agent, directory: StoreDirectory, point: MeetingPoint) -> InterruptibleFuture[Any] | None:
     """Sends this worker's address to rank 0; None if rank 0 is not there yet."""
     leader = directory.at_rank(0)
-    if leader is None:
+    if leader is None or leader.info.name == agent.info.name:  # the latter is left from an earlier run
         return None
     directory.update(leader)
     answer: InterruptibleFuture[Any] = InterruptibleFuture()

@@ -197,9 +197,10 @@ class Incoming:
             message.notes = codec.outgoing_notes(envelope, packed.tensors)
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
-            self.connection.send(
-                message, packed.body, packed.tensors, self._reply_deadline(request), self.reader.has_more()
-            )
+            hold_back = self.reader.has_more()
+            self.connection.send(message, packed.body, packed.tensors, self._reply_deadline(request), hold_back)
+            if hold_back and not self.reader.has_more():  # taken over meanwhile, maybe flushed before this reply
+                self.connection.flush()
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet: say why
             self.requests[request.call_id] = request
             self.fail(request, error)

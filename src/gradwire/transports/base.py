@@ -21,20 +21,13 @@ Buffer = Any
 
 
 class Channel(Protocol):
-    """Moves bytes; only `wait_and_read_into` blocks. One thread reads and one writes at a time; they may be different ones."""
+    """Moves bytes without ever blocking. One thread reads and one writes at a time; they may be different ones."""
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
 
     def read_into(self, buffer: Buffer) -> int | None:
         """Bytes read; 0 at the end of the stream; None when nothing is there now.
-
-        Raises:
-            ConnectionLost: The connection broke.
-        """
-
-    def wait_and_read_into(self, buffer: Buffer) -> int | None:
-        """As `read_into`, but waits for a while (a fifth of a second) for something to read.
 
         Raises:
             ConnectionLost: The connection broke.

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,17 +276,6 @@ class StreamConnection:
             ConnectionClosed: This side did.
             DecodeError: The bytes are no frames; close the connection.
         """
-        return self._read(self._channel.read_into)
-
-    def wait_and_read(self) -> list[framing.Frame] | None:
-        """As `read_nowait`, but waits a fifth of a second for something to come.
-
-        Raises:
-            ConnectionLost, ConnectionClosed, DecodeError: As `read_nowait`.
-        """
-        return self._read(self._channel.wait_and_read_into)
-
-    def _read(self, read_into: Callable[[Buffer], int | None]) -> list[framing.Frame] | None:
         decoder = self.decoder
         target = decoder.writable()
         if target is None:
@@ -295,7 +284,7 @@ class StreamConnection:
             except AttributeError:
                 scratch = _scratch.buffer = memoryview(bytearray(_SCRATCH_BYTES))
         try:
-            num_bytes = read_into(scratch if target is None else target)
+            num_bytes = self._channel.read_into(scratch if target is None else target)
         except ConnectionLost:
             if self._closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None

@@ -19,8 +19,8 @@ from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
 from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.plain import WAIT_S, PlainChannel, end
-from gradwire.transports.stream import StreamConnection, StreamOptions, wait_readable
+from gradwire.transports.plain import PlainChannel, end
+from gradwire.transports.stream import StreamConnection, StreamOptions
 
 _NUM_PROBES = 4
 _NUM_RETRANSMISSIONS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
@@ -65,12 +65,6 @@ class TlsChannel:
                 return num_bytes
             num_bytes += step
         return num_bytes or None
-
-    def wait_and_read_into(self, buffer: Buffer) -> int | None:
-        num_bytes = self.read_into(buffer)
-        if num_bytes is None and wait_readable(self._socket.fileno(), WAIT_S):
-            num_bytes = self.read_into(buffer)
-        return num_bytes
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
         self._wants_read = self._holds_unsent = False

@@ -37,9 +37,9 @@ class UnixChannel(PlainChannel):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._slots = slots
 
-    def _receive(self, buffer: Buffer, flags: int) -> int | None:
+    def read_into(self, buffer: Buffer) -> int | None:
         try:
-            num_bytes, ancillary, _flags, _address = self._socket.recvmsg_into((buffer,), _ANCILLARY_BYTES, flags)
+            num_bytes, ancillary, _flags, _address = self._socket.recvmsg_into((buffer,), _ANCILLARY_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -56,7 +56,7 @@ class UnixChannel(PlainChannel):
             return PlainChannel.write(self, buffers, ())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         try:
-            return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights], socket.MSG_DONTWAIT)
+            return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
         except BlockingIOError:
             return None
         except OSError as error:
