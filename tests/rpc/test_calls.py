@@ -35,7 +35,7 @@ def test_keywords_arrive(pair: list[Agent]) -> None:
 
 @pytest.mark.parametrize("to", ["nobody", 7, WorkerInfo("nobody", 1)])
 def test_unknown_worker_is_named(pair: list[Agent], to: Any) -> None:
-    with pytest.raises(UnknownWorker, match="nobody|7"):
+    with pytest.raises(UnknownWorker, match=r"nobody|7"):
         rpc.rpc_sync(to, operator.add, args=(1, 2))
 
 

@@ -99,9 +99,8 @@ def test_sixteen_threads_call_one_worker(pair: list[Agent]) -> None:
     wrong: list[Any] = []
 
     def call_often(number: int) -> None:
-        for step in range(40):
-            if pair[0].call("b", operator.add, (number, step)) != number + step:
-                wrong.append((number, step))
+        results = [pair[0].call("b", operator.add, (number, step)) for step in range(40)]
+        wrong.extend(result for step, result in enumerate(results) if result != number + step)
 
     threads = [threading.Thread(target=call_often, args=(number,)) for number in range(16)]
     for thread in threads:

@@ -56,7 +56,7 @@ def test_function_that_is_not_exposed_does_not_leave(wary: list[Agent]) -> None:
         "rpc.handlers:echo",
         "",
         "~cancel",
-        "dοuble",  # the second letter is Greek
+        "d\u03bfuble",  # the second letter is Greek
     ],
 )
 @pytest.mark.parametrize("to", ["a", "b"])
@@ -183,9 +183,8 @@ def test_lambdas_closures_partials_and_methods(pair: list[Agent]) -> None:
 
 def test_functions_of_main_travel_to_another_process(workers: Callable[..., list[Puppet]]) -> None:
     first, second = workers(2)
-    first.do(
-        "factor = 3\ndef scale(x):\n    return x * factor, os.getpid()\nclass Box:\n    def __init__(self, v): self.v = v"
-    )
+    first.do("factor = 3\ndef scale(x):\n    return x * factor, os.getpid()")
+    first.do("class Box:\n    def __init__(self, v):\n        self.v = v")
     assert first.do("rpc.rpc_sync('w1', scale, args=(2,))") == (6, second.pid)
     assert first.do("rpc.rpc_sync('w1', lambda box: box.v + 1, args=(Box(4),))") == 5
     assert first.do("rpc.rpc_sync('w1', lambda: Box(8)).v") == 8

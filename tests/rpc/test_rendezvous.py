@@ -1,0 +1,264 @@
+"""How workers find each other, and what they say when they do not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradwire import rpc
+from gradwire.errors import ConfigurationError, RendezvousFailed
+from rpc.fixtures import init_source
+from rpc.puppets import Puppet, PuppetError, wait_until
+
+Make = Callable[[int], list[Puppet]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def tcp_meeting() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def _meet(puppets: list[Puppet], init_method: str, world_size: int | None = -1, **options: object) -> None:
+    size = len(puppets) if world_size == -1 else world_size
+    for rank, puppet in enumerate(puppets):
+        puppet.start(init_source(rank, size, init_method, **options))
+    for puppet in puppets:
+        puppet.result()
+
+
+def _shut_down(puppets: list[Puppet]) -> None:
+    for puppet in puppets:
+        puppet.start("rpc.shutdown()")
+    for puppet in puppets:
+        puppet.result()
+
+
+def _check(puppets: list[Puppet]) -> None:
+    for rank, puppet in enumerate(puppets):
+        pids = [puppet.do(f"rpc.rpc_sync({other}, h.pid)") for other in range(len(puppets))]
+        assert pids == [item.pid for item in puppets]
+        assert puppet.do("rpc.get_worker_info().id") == rank
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_meet_leave_and_meet_again(make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str) -> None:
+    puppets, where = make_puppets(3), meeting if scheme == "file" else tcp_meeting
+    for _ in range(3):
+        _meet(puppets, where)
+        _check(puppets)
+        _shut_down(puppets)
+
+
+def test_meet_again_in_other_roles(make_puppets: Make, tcp_meeting: str) -> None:
+    """Whoever was rank 0 served the store; when it has left, another process can."""
+    puppets = make_puppets(2)
+    _meet(puppets, tcp_meeting)
+    _shut_down(puppets)
+    puppets.reverse()
+    _meet(puppets, tcp_meeting)
+    _check(puppets)
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_meet_again_without_waiting_for_the_others(
+    make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str
+) -> None:
+    """Each process goes on as soon as it can; the store of the last meeting may be about to close."""
+    puppets, where = make_puppets(3), meeting if scheme == "file" else tcp_meeting
+    for rank, puppet in enumerate(puppets):
+        once = f"{init_source(rank, 3, where)}; rpc.rpc_sync((rpc.get_worker_info().id + 1) % 3, h.pid); rpc.shutdown()"
+        puppet.start(f"for _ in range(5): {once}")
+    for puppet in puppets:
+        puppet.result(60)
+    assert all(puppet.do("rpc._is_current_rpc_agent_set()") is False for puppet in puppets)
+
+
+def test_environment(make_puppets: Make) -> None:
+    puppets, port = make_puppets(2), free_port()
+    for rank, puppet in enumerate(puppets):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        puppet.do(f"os.environ.update({variables!r})")
+        puppet.start(f"rpc.init_rpc('w{rank}')")
+    for puppet in puppets:
+        puppet.result()
+    _check(puppets)
+    _shut_down(puppets)
+
+
+def test_environment_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match="environment variable RANK"):
+        rpc.init_rpc("a")
+    with pytest.raises(ConfigurationError, match="environment variable MASTER_ADDR"):
+        rpc.init_rpc("a", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_workers_come_and_go_without_a_world_size(
+    make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str
+) -> None:
+    where = meeting if scheme == "file" else tcp_meeting
+    first, second, third = make_puppets(3)
+    first.do(init_source(0, None, where))
+    with pytest.raises(PuppetError, match="no worker 'w1'"):
+        first.do("rpc.rpc_sync('w1', h.pid)")
+    second.do(init_source(1, None, where))
+    assert first.do("rpc.rpc_sync('w1', h.pid)") == second.pid
+    assert second.do("rpc.rpc_sync(0, h.pid)") == first.pid
+    second.do("rpc.shutdown()")
+    with pytest.raises(PuppetError) as caught:
+        first.do("rpc.rpc_sync('w1', h.pid)")
+    assert caught.value.kind in ("WorkerLost", "UnknownWorker")
+    third.do(init_source(1, None, where))
+    assert first.do("rpc.rpc_sync('w1', h.pid)") == third.pid
+
+
+def test_query_names_rank_and_world(make_puppets: Make, meeting: str) -> None:
+    (puppet,) = make_puppets(1)
+    options = f"rpc.RpcOptions(init_method='{meeting}?rank=0&world_size=1')"
+    assert puppet.do(f"rpc.init_rpc('w0', rpc_backend_options={options}); rpc.get_worker_info().id") == 0
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_missing_rank_is_named(make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str) -> None:
+    puppets, where = make_puppets(2), meeting if scheme == "file" else tcp_meeting
+    for rank, puppet in enumerate(puppets):
+        puppet.start(init_source(rank, 3, where, init_timeout=1.0))
+    for rank, puppet in enumerate(puppets):
+        with pytest.raises(PuppetError, match=rf"rank 2 never arrived at {where}: rank {rank} \(w{rank}\)") as caught:
+            puppet.result(5.0)
+        assert caught.value.kind == "RendezvousFailed"
+        assert puppet.do("rpc._is_current_rpc_agent_set()") is False
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_missing_rank_zero_is_named(make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str) -> None:
+    (puppet,), where = make_puppets(1), meeting if scheme == "file" else tcp_meeting
+    started = time.monotonic()
+    with pytest.raises(PuppetError, match=rf"rank 0 never arrived.*{where}") as caught:
+        puppet.do(init_source(1, 2, where, init_timeout=1.0))
+    assert caught.value.kind == "RendezvousFailed"
+    assert time.monotonic() - started < 5.0
+
+
+def test_late_ranks_are_waited_for(make_puppets: Make, tcp_meeting: str) -> None:
+    first, second = make_puppets(2)
+    second.start(init_source(1, 2, tcp_meeting))
+    assert not wait_until(second.has_answered, 0.5)
+    first.do(init_source(0, 2, tcp_meeting))
+    second.result()
+    _check([first, second])
+
+
+def test_equal_names_are_refused(make_puppets: Make, meeting: str) -> None:
+    first, second = make_puppets(2)
+    first.start(init_source(0, 2, meeting, name="same", init_timeout=2.0))
+    second.start(init_source(1, 2, meeting, name="same", init_timeout=2.0))
+    texts = []
+    for puppet in (first, second):
+        with pytest.raises(PuppetError) as caught:
+            puppet.result()
+        texts.append(caught.value.text)
+    assert any("same" in text and "rank" in text for text in texts), texts
+
+
+def test_equal_ranks_are_refused(make_puppets: Make, meeting: str) -> None:
+    first, second, third = make_puppets(3)
+    first.start(init_source(0, 3, meeting, init_timeout=2.0))
+    second.start(init_source(1, 3, meeting, name="x", init_timeout=2.0))
+    third.start(init_source(1, 3, meeting, name="y", init_timeout=2.0))
+    texts = []
+    for puppet in (first, second, third):
+        with pytest.raises(PuppetError) as caught:
+            puppet.result()
+        texts.append(caught.value.text)
+    assert any("both have rank 1" in text for text in texts), texts
+
+
+def test_other_world_size_is_refused(make_puppets: Make, meeting: str) -> None:
+    first, second = make_puppets(2)
+    first.start(init_source(0, 2, meeting, init_timeout=2.0))
+    with pytest.raises(PuppetError, match="w1 has world_size=3, rank 0 has 2"):
+        second.do(init_source(1, 3, meeting, init_timeout=2.0))
+    with pytest.raises(PuppetError, match="RendezvousFailed"):
+        first.result()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "init_method", "words"),
+    [
+        (2, 2, "file:///tmp/x", "rank 2 does not fit a world of 2"),
+        (-1, 2, "file:///tmp/x", "rank must be between"),
+        (70000, None, "file:///tmp/x", "rank must be between"),
+        (0, 1, "http://x", "init_method must be"),
+        (0, 1, "tcp://localhost", "init_method must be"),
+    ],
+)
+def test_arguments_that_make_no_sense(rank: int, world_size: int | None, init_method: str, words: str) -> None:
+    options = rpc.RpcOptions(init_method=init_method, init_timeout=1.0)
+    with pytest.raises(ConfigurationError, match=words):
+        rpc.init_rpc("a", rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 200, "a b", "a/b", "a\nb"])
+def test_names_that_confuse_are_refused(meeting: str, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="name must have"):
+        rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=rpc.RpcOptions(init_method=meeting))
+
+
+def test_folder_that_does_not_exist(tmp_path: Any) -> None:
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/none/store", init_timeout=1.0)
+    with pytest.raises((RendezvousFailed, ConfigurationError), match="none/store"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def test_second_init_is_refused_and_the_first_lives(meeting: str) -> None:
+    options = rpc.RpcOptions(init_method=meeting)
+    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        with pytest.raises(ConfigurationError, match=r"already initialized in this process, as worker a.*shutdown"):
+            rpc.init_rpc("b", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("a", os.getpid) == os.getpid()
+    finally:
+        rpc.shutdown()
+
+
+def test_what_a_killed_run_left_in_the_file_is_harmless(make_puppets: Make, meeting: str) -> None:
+    """The next run gives the names other ranks."""
+    old = make_puppets(2)
+    _meet(old, meeting)
+    for puppet in old:
+        puppet.kill()
+    first, second = make_puppets(2)
+    first.start(init_source(0, 2, meeting, name="w1"))
+    second.start(init_source(1, 2, meeting, name="w0"))
+    first.result()
+    second.result()
+    assert first.do("rpc.rpc_sync('w0', h.pid)") == second.pid
+
+
+@pytest.mark.slow
+def test_forty_workers(make_puppets: Make, meeting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    puppets = make_puppets(40)
+    started = time.monotonic()
+    _meet(puppets, meeting, init_timeout=60)
+    elapsed = time.monotonic() - started
+    assert puppets[7].do("sorted({rpc.rpc_sync(rank, h.pid) for rank in range(40)})") == sorted(p.pid for p in puppets)
+    with capsys.disabled():
+        print(f"\n40 workers met in {elapsed:.2f} s")
+    _shut_down(puppets)
