@@ -323,7 +323,10 @@ def join(agent: Agent, directory: StoreDirectory, point: MeetingPoint, deadline:
     # Those who give up withdraw, so look who is there shortly before.
     look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
     while time.monotonic() < deadline:
-        answer = own or _ask_to_join(agent, directory, point)
+        try:
+            answer = own or _ask_to_join(agent, directory, point)
+        except GradwireError as error:  # rank 0 is known but cannot be reached (yet)
+            answer, problem = None, error
         while answer is not None and not answer.done() and time.monotonic() < (deadline if arrived else look):
             pause.wait(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
         if time.monotonic() >= look and not arrived:
@@ -347,6 +350,7 @@ def join(agent: Agent, directory: StoreDirectory, point: MeetingPoint, deadline:
     raise RendezvousFailed(
         f"{ranks} never arrived at {point.where}: rank {point.rank} ({agent.info.name}) waited for a world of "
         f"{point.world_size}. Start the missing ranks with the same init_method and world_size"
+        + (f" (the last attempt to join rank 0 ended with: {problem})" if problem is not None else "")
     ) from problem
 
 
@@ -355,7 +359,11 @@ def _ranks_at(directory: StoreDirectory, world_size: int) -> set[int]:
 
 
 def _ask_to_join(agent: Agent, directory: StoreDirectory, point: MeetingPoint) -> InterruptibleFuture[Any] | None:
-    """Sends this worker's address to rank 0; None if rank 0 is not there yet."""
+    """Sends this worker's address to rank 0; None if rank 0 is not there yet.
+
+    Raises:
+        GradwireError: It cannot be reached.
+    """
     leader = directory.at_rank(0)
     if leader is None or leader.info.name == agent.info.name:  # the latter is left from an earlier run
         return None
@@ -368,8 +376,5 @@ def _ask_to_join(agent: Agent, directory: StoreDirectory, point: MeetingPoint) -
         else:
             answer.set_result(call.value)
 
-    try:
-        agent.control(leader.info.name, "join", (_encode(agent.address), point.world_size), 0.0, on_done)
-    except GradwireError:
-        return None
+    agent.control(leader.info.name, "join", (_encode(agent.address), point.world_size), 0.0, on_done)
     return answer

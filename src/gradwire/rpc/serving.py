@@ -254,9 +254,9 @@ class Server:
         """Somebody connects."""
         reactor = self.agent.reactor
         while (connection := listener.accept_nowait()) is not None:
-            if sum(item.is_half_open for item in list(self._incoming)) >= self.agent.config.limits.half_open:
-                connection.close()
-                continue
+            half_open = [item for item in list(self._incoming) if item.is_half_open]
+            if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
+                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
             incoming = Incoming(self, connection)
             self._incoming.add(incoming)
             incoming.reader.start()

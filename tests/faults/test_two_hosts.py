@@ -1,0 +1,121 @@
+"""Two hosts: network namespaces joined by a cable that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.transports.tls import make_keys
+from rpc.fixtures import init_source
+from rpc.puppets import Puppet, PuppetError
+
+pytestmark = [pytest.mark.slow, pytest.mark.root]
+
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+PORT = 29571  # in namespaces of our own, so nobody else can have it
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces that can reach each other."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    names = [f"gwt{os.getpid() % 100000}{letter}" for letter in "ab"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+                stack.callback(_ip, "netns", "del", name)
+            _ip("link", "add", "gw0", "netns", names[0], "type", "veth", "peer", "name", "gw0", "netns", names[1])
+        except OSError as error:
+            stack.close()
+            pytest.skip(f"no network namespaces here: {error}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "gw0")
+            for device in ("lo", "gw0"):
+                _ip("-n", name, "link", "set", device, "up")
+        yield names
+
+
+@pytest.fixture
+def puppets(hosts: list[str], make_puppets: Callable[[int], list[Puppet]]) -> list[Puppet]:
+    """One process on each host."""
+    made = make_puppets(2)
+    for host, puppet in zip(hosts, made, strict=True):
+        puppet.do(
+            f"import ctypes; fd = os.open('/run/netns/{host}', os.O_RDONLY)\n"
+            "assert ctypes.CDLL(None).setns(fd, 0x40000000) == 0\n"
+            "os.close(fd)"
+        )
+    return made
+
+
+def _meet(puppets: list[Puppet], folder: Path) -> None:
+    make_keys(folder, names=["w0", "w1"])
+    where = f"tcp://{ADDRESSES[0]}:{PORT}"
+    for rank, puppet in enumerate(puppets):
+        puppet.do(f"from gradwire.config import TlsKeys; keys = TlsKeys.in_folder({str(folder)!r}, 'w{rank}')")
+        puppet.start(init_source(rank, 2, where, trust="code").replace("trust=", "tls=keys, trust="))
+    for puppet in puppets:
+        puppet.result()
+
+
+def test_calls_cross_hosts_encrypted(puppets: list[Puppet], tmp_path: Path) -> None:
+    _meet(puppets, tmp_path / "keys")
+    for rank, puppet in enumerate(puppets):
+        other = f"w{1 - rank}"
+        assert puppet.do(f"rpc.rpc_sync({other!r}, h.pid)") == puppets[1 - rank].pid
+        assert puppet.do(f"rpc.rpc_sync({other!r}, torch.add, args=(torch.ones(4 << 20), 1)).sum().item()") == 8 << 20
+        assert puppet.do("rpc.current_agent().address.uris[-1]").startswith(f"tcp://{ADDRESSES[rank]}:")
+    for puppet in puppets:
+        puppet.start("rpc.shutdown()")
+    for puppet in puppets:
+        puppet.result()
+
+
+@pytest.mark.parametrize("state", ["pending", "idle"])
+def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: list[str], tmp_path: Path, state: str) -> None:
+    _meet(puppets, tmp_path / "keys")
+    first, second = puppets
+    first.do("rpc.rpc_sync('w1', h.pid)")
+    if state == "pending":
+        first.do("f = rpc.rpc_async('w1', h.wait_gate, args=(60,), timeout=0)")
+        second.do("h.entered.acquire(timeout=10)")
+    _ip("-n", hosts[0], "link", "set", "gw0", "down")
+    started = time.monotonic()
+    with pytest.raises(PuppetError) as caught:
+        first.do("f.wait()" if state == "pending" else "rpc.rpc_sync('w1', h.pid, timeout=0)", 30.0)
+    assert caught.value.kind == "WorkerLost"
+    assert time.monotonic() - started < 10.0
+
+
+def test_without_keys_the_error_says_so(puppets: list[Puppet]) -> None:
+    where = f"tcp://{ADDRESSES[0]}:{PORT}"
+    for rank, puppet in enumerate(puppets):
+        puppet.start(init_source(rank, 2, where, init_timeout=2.0))
+    texts = []
+    for puppet in puppets:
+        with pytest.raises(PuppetError) as caught:
+            puppet.result()
+        texts.append(caught.value.text)
+    assert "keys" in texts[1], texts
+
+
+def test_tcp_beyond_this_machine_without_keys_does_not_start(puppets: list[Puppet]) -> None:
+    where = f"tcp://{ADDRESSES[0]}:{PORT}"
+    with pytest.raises(PuppetError, match="without keys") as caught:
+        puppets[0].do(init_source(0, 1, where, transports=("tcp",)))
+    assert caught.value.kind == "ConfigurationError"
