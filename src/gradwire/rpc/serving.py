@@ -105,6 +105,7 @@ class Incoming:
         self.lane = ""
         self.requests: dict[int, Request] = {}
         self.last_call_id = 0
+        self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
         self._is_leaving = False
         connection.decoder.accept = LISTENER_ACCEPTS
         self.reader = Reader(connection, self._agent.reactor, self._on_handshake, self._on_end)
@@ -156,13 +157,21 @@ class Incoming:
         request.notes = message.notes
         self.last_call_id = max(self.last_call_id, message.call_id)
         self.requests[message.call_id] = request
-        if self.lane == "control":
+        if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
+            del self.requests[message.call_id]
+        elif self.lane == "control":
             self._server.run_control(request)
         elif len(self.requests) > self._agent.config.limits.calls_in_flight:
             limit = self._agent.config.limits.calls_in_flight
             self.fail(request, LimitExceeded(f"more than {limit} calls in flight from one worker"))
         else:
             self._server.accept(request)
+
+    def note_cancelled(self, call_id: int) -> None:
+        """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""
+        self.cancelled[call_id] = None
+        if len(self.cancelled) > self._agent.config.limits.calls_in_flight:
+            self.cancelled.pop(next(iter(self.cancelled)), None)
 
     def _on_end(self, error: Exception) -> None:
         self._server.forget(self)
@@ -254,9 +263,9 @@ class Server:
         """Somebody connects."""
         reactor = self.agent.reactor
         while (connection := listener.accept_nowait()) is not None:
-            half_open = [item for item in list(self._incoming) if item.is_half_open]
-            if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
-                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
+            if sum(item.is_half_open for item in list(self._incoming)) >= self.agent.config.limits.half_open:
+                connection.close()
+                continue
             incoming = Incoming(self, connection)
             self._incoming.add(incoming)
             incoming.reader.start()
@@ -395,6 +404,8 @@ class Server:
         """Drops a call on its caller's behalf; returns how far it got."""
         for incoming in list(self._incoming):
             if incoming.lane == "calls" and incoming.peer is not None and incoming.info == peer:
+                # Noted before looking, and looked up after a request is listed: one of the two sees the other.
+                incoming.note_cancelled(call_id)
                 request = incoming.requests.get(call_id)
                 if request is not None:
                     phase = self.drop(request)
