@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gradwire")
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _STALL_S = 0.1
+_NEVER = float("inf")
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
@@ -75,7 +76,7 @@ class Request:
         self.call_id = call_id
         self.function = function
         self.frame = frame
-        self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
+        self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else _NEVER
         self.phase = "queue"
         self.is_dropped = False
         self.waits_for: PendingCall | None = None
@@ -263,9 +264,9 @@ class Server:
         """Somebody connects."""
         reactor = self.agent.reactor
         while (connection := listener.accept_nowait()) is not None:
-            if sum(item.is_half_open for item in list(self._incoming)) >= self.agent.config.limits.half_open:
-                connection.close()
-                continue
+            half_open = [item for item in list(self._incoming) if item.is_half_open]
+            if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
+                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
             incoming = Incoming(self, connection)
             self._incoming.add(incoming)
             incoming.reader.start()

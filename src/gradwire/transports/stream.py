@@ -124,30 +124,29 @@ class StreamConnection:
                 self._write([head + body], (), deadline)
             return
         assert isinstance(message, Call | Reply)
-        leases: list[Lease] = []
-        owners: list[torch.Tensor] = []  # keeps the memory behind `buffers` alive until it is written
-        buffers: list[Buffer] = [b"", body]
+        parcel = _Parcel(body)
         try:
-            message.tensors = tuple(self._place(value, leases, buffers, owners) for value in values)
-            payload = sum(map(_num_bytes, buffers))
-            if payload > self._options.limits.frame_bytes:
+            message.tensors = tuple([self._place(value, parcel) for value in values])
+            if parcel.num_bytes > self._options.limits.frame_bytes:
                 raise LimitExceeded(
-                    f"a message of {payload:,} bytes exceeds Limits.frame_bytes ({self._options.limits.frame_bytes:,}); "
-                    f"send it in pieces or raise the limit on both workers"
+                    f"a message of {parcel.num_bytes:,} bytes exceeds Limits.frame_bytes "
+                    f"({self._options.limits.frame_bytes:,}); send it in pieces or raise the limit on both workers"
                 )
-            buffers[0] = framing.encode(message, payload)
-            if payload < _JOIN_BELOW:
-                buffers = [b"".join(buffers)]
-                if hold_back and not leases and self._hold_back(buffers[0]):
-                    return
-            self._write(buffers, [lease.fd for lease in leases if lease.fd is not None], deadline)
+            parcel.buffers[0] = framing.encode(message, parcel.num_bytes)
+            if parcel.leases:
+                self._write(parcel.buffers, parcel.descriptors(), deadline)
+            elif parcel.num_bytes >= _JOIN_BELOW:
+                self._write(parcel.buffers, (), deadline)
+            else:
+                frame = b"".join(parcel.buffers)
+                if not (hold_back and self._hold_back(frame)):
+                    self._write([frame], (), deadline)
         except BaseException:
-            for lease in leases:
+            for lease in parcel.leases:
                 self._lender.cancel(lease)
             raise
-        for lease in leases:
-            if lease.fd is not None:
-                os.close(lease.fd)
+        if parcel.leases:
+            parcel.close_descriptors()
 
     def _hold_back(self, frame: bytes) -> bool:
         with self._write_lock:
@@ -176,37 +175,18 @@ class StreamConnection:
         assert self._arena is not None
         return self._arena
 
-    def _place(
-        self, value: torch.Tensor, leases: list[Lease], buffers: list[Buffer], owners: list[torch.Tensor]
-    ) -> TensorMeta:
+    def _place(self, value: torch.Tensor, parcel: _Parcel) -> TensorMeta:
         """Puts each dense part into shared memory or among the buffers; returns metadata that says where."""
         meta, parts = tensors.describe(value, self._options.limits)
-        if len(parts) == 1 and not meta.parts:
-            return self._place_part(meta, parts[0], leases, buffers, owners)
         # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change afterwards.
-        for part in parts:
-            view, owner = tensors.as_bytes(part)
-            buffers.append(view)
-            owners.append(owner)
-        return meta
-
-    def _place_part(
-        self,
-        meta: TensorMeta,
-        part: torch.Tensor,
-        leases: list[Lease],
-        buffers: list[Buffer],
-        owners: list[torch.Tensor],
-    ) -> TensorMeta:
-        if self._arena is not None and meta.num_bytes >= self._shared_from and len(leases) < _MAX_DESCRIPTORS:
+        if meta.num_bytes >= self._shared_from and self._arena is not None and len(parcel.leases) < _MAX_DESCRIPTORS:
             lease = self._arena.lend(meta.num_bytes)
             if lease is not None:
-                leases.append(lease)
-                tensors.copy_into(part, lease.target)
+                parcel.leases.append(lease)
+                tensors.copy_into(parts[0], lease.target)
                 return msgspec.structs.replace(meta, slot=lease.slot)
-        view, owner = tensors.as_bytes(part)
-        buffers.append(view)
-        owners.append(owner)
+        for part in parts:
+            parcel.add(part)
         return meta
 
     def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
@@ -344,6 +324,40 @@ class StreamConnection:
             bytes_received=self.bytes_received,
             arena=self._arena.statistics() if self._arena is not None else None,
         )
+
+
+class _Parcel:
+    """The payload of one message, on its way out.
+
+    Attributes:
+        buffers: A place for the header, the body, and the bytes of tensors.
+        leases: Shared memory with the bytes of others.
+        num_bytes: Of the payload.
+    """
+
+    __slots__ = ("_owners", "buffers", "leases", "num_bytes")
+
+    def __init__(self, body: bytes) -> None:
+        self.buffers: list[Buffer] = [b"", body]
+        self.leases: list[Lease] = []
+        self.num_bytes = len(body)
+        self._owners: list[torch.Tensor] = []  # keeps the memory behind the buffers alive until it is written
+
+    def add(self, part: torch.Tensor) -> None:
+        """Adds the bytes of a dense tensor."""
+        view, owner = tensors.as_bytes(part)
+        self.buffers.append(view)
+        self.num_bytes += len(view)
+        self._owners.append(owner)
+
+    def descriptors(self) -> list[int]:
+        """Of the slots that the other side does not know yet."""
+        return [lease.fd for lease in self.leases if lease.fd is not None]
+
+    def close_descriptors(self) -> None:
+        """Once they have been sent."""
+        for descriptor in self.descriptors():
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

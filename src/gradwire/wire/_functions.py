@@ -11,6 +11,7 @@ from typing import Any
 from gradwire.wire._pickled import MAIN_MODULES
 
 _MAX_KNOWN = 4096
+_modules: dict[str, tuple[ModuleType, str]] = {}  # where functions were found
 _known: dict[Any, str] = {}  # names that were found; modules hold their functions for good anyway
 
 
@@ -71,6 +72,16 @@ def resolve_function(name: str) -> Callable[..., Any]:
         AttributeError: The module has no such function.
         TypeError: It is not callable.
     """
+    known = _modules.get(name)
+    if known is not None:  # a function at the top of a module: its attribute is read anew, so redefinitions count
+        module, attribute = known
+        found = getattr(module, attribute, None)
+        if found is not None and sys.modules.get(module.__name__) is module:
+            return found  # type: ignore[no-any-return]
+    return _resolve(name)
+
+
+def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, qualname = name.partition(":")
     if not module_name or not qualname:
         raise ImportError(f"{name!r} is no name of a function; it should be module:qualname")
@@ -83,6 +94,10 @@ def resolve_function(name: str) -> Callable[..., Any]:
         raise AttributeError(f"module {module_name!r} has no {qualname!r} on this worker (asked for {name!r})")
     if not callable(found):
         raise TypeError(f"{name!r} is a {type(found).__name__}, not a function")
+    if "." not in qualname:
+        if len(_modules) >= _MAX_KNOWN:
+            _modules.clear()
+        _modules[name] = (sys.modules[module_name], qualname)
     return found  # type: ignore[no-any-return]
 
 

@@ -64,7 +64,9 @@ _memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _PyBUF_READ: Final = 0x100
-_copy_at: Final = ctypes.string_at
+_copy_at: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
+_copy_at.restype = ctypes.py_object
+_copy_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 _COPY_UP_TO: Final = 4096  # a copy is cheaper than a memoryview, and small frames are joined anyway
 
 
@@ -84,19 +86,18 @@ def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[tor
     """
     index = DTYPE_INDEX.get(tensor.dtype)
     if (
-        type(tensor) is not torch.Tensor
-        or index is None
+        index is None
+        or type(tensor) is not torch.Tensor
         or tensor.layout is not _STRIDED
         or not tensor.is_cpu
         or tensor.is_neg()
         or tensor.is_nested
         or (IS_COMPLEX[index] and tensor.is_conj())
-        or _is_wrapped(tensor)
     ):
         return _describe_any(tensor, limits)
     shape = tuple(tensor.shape)
-    if len(shape) > limits.num_dims:
-        raise CannotSend(f"a tensor of {len(shape)} dims cannot be sent: at most {limits.num_dims} (Limits.num_dims)")
+    if len(shape) > limits.num_dims or _is_wrapped(tensor):
+        return _describe_any(tensor, limits)
     if tensor.requires_grad:
         return TensorMeta(index, shape, tensor.nbytes, FLAG_REQUIRES_GRAD), [tensor.detach()]
     return TensorMeta(index, shape, tensor.nbytes), [tensor]
