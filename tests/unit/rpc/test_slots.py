@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.rpc._slots import Slots
@@ -134,6 +134,7 @@ EVENTS = ["on_request", "on_finished", "on_wait", "on_wait_over", "on_cancelled"
 STEPS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 50)), max_size=60)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(limit=st.integers(1, 4), steps=STEPS)
 def test_nothing_is_lost_or_run_twice(limit: int, steps: list[tuple[str, int]]) -> None:
     model = Model(limit)
@@ -143,6 +144,7 @@ def test_nothing_is_lost_or_run_twice(limit: int, steps: list[tuple[str, int]]) 
     assert len(model.ended) <= model.arrived
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(limit=st.integers(1, 4), steps=STEPS)
 def test_without_waiting_and_stalls_the_limit_holds(limit: int, steps: list[tuple[str, int]]) -> None:
     model = Model(limit)
