@@ -16,6 +16,7 @@ from gradwire.testing._pairs import (
     MakePair,
     Sender,
     call_ids,
+    hold_call,
     make_call,
     receive_frames,
     receive_tensors,
@@ -46,6 +47,34 @@ def check_many_frames_in_one_write(make_pair: MakePair) -> None:
         with Sender(lambda: write_raw(pair.near, stream)):
             frames = receive_frames(pair.far, 200)
         assert [len(frame.body) for frame in frames] == list(range(200))
+
+
+def check_a_reader_may_wait(make_pair: MakePair) -> None:
+    """One read for each time that there is something: nothing is missed, whatever the transport has read ahead."""
+    with make_pair(StreamOptions()) as pair:
+        for size in _SIZES:
+            with Sender(partial(send_call, pair.near, size, b"x" * size)):
+                frames: list[framing.Frame] = []
+                deadline = time.monotonic() + TIMEOUT_S
+                while not frames and time.monotonic() < deadline:
+                    if pair.far.has_hidden_bytes() or pair.far.wait_readable(0.1):
+                        frames += pair.far.read_nowait() or []
+            assert [len(frame.body) for frame in frames] == [size]
+        assert not pair.far.has_hidden_bytes()
+
+
+def check_frames_held_back(make_pair: MakePair) -> None:
+    """They leave with the next frame or with `flush`, in order, and small or large makes no difference."""
+    with make_pair(StreamOptions()) as pair:
+        for number in range(50):
+            hold_call(pair.near, number, b"x" * 900)  # together more than are joined
+        send_call(pair.near, 50, b"y" * 100_000)
+        assert call_ids(receive_frames(pair.far, 51)) == list(range(51))
+        hold_call(pair.near, 51)
+        assert pair.near.has_held_back
+        pair.near.flush()
+        assert not pair.near.has_held_back
+        assert call_ids(receive_frames(pair.far, 1)) == [51]
 
 
 def check_threads_may_send_at_once(make_pair: MakePair) -> None:

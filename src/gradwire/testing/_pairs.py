@@ -74,6 +74,11 @@ def send_call(
     connection.send(make_call(call_id, body), body, values, deadline or time.monotonic() + TIMEOUT_S)
 
 
+def hold_call(connection: StreamConnection, call_id: int, body: bytes = b"") -> None:
+    """As `send_call`, but the message may wait for the next one."""
+    connection.send(make_call(call_id, body), body, (), time.monotonic() + TIMEOUT_S, hold_back=True)
+
+
 def write_raw(connection: StreamConnection, data: bytes) -> None:
     """Sends bytes that need not be a frame, past everything that makes frames."""
     connection._write([data], (), time.monotonic() + TIMEOUT_S)

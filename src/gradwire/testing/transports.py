@@ -17,6 +17,8 @@ __all__ = ["TRANSPORT_CHECKS", "ConnectionPair", "MakePair", "TransportCheck", "
 TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
     _data_checks.check_frames_of_all_sizes,
     _data_checks.check_many_frames_in_one_write,
+    _data_checks.check_a_reader_may_wait,
+    _data_checks.check_frames_held_back,
     _data_checks.check_threads_may_send_at_once,
     _data_checks.check_tensors_of_many_kinds,
     _data_checks.check_many_large_tensors,

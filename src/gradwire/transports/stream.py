@@ -195,9 +195,10 @@ class StreamConnection:
             timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
         ):
             raise TimeoutError(f"another message still occupies {self.label}")
+        held_back = self._held_back
         try:
-            if self._held_back:
-                buffers = [b"".join(self._held_back), *buffers]
+            if held_back:
+                buffers = [b"".join(held_back), *buffers]
                 self._held_back, self._num_held_back = [], 0
             elif not buffers:
                 return
@@ -209,6 +210,10 @@ class StreamConnection:
         except ConnectionLost:
             if self._closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None
+            raise
+        except TimeoutError:
+            if held_back and not self._closed:  # not a byte has left: what was accepted before waits on
+                self._held_back, self._num_held_back = held_back, len(buffers[0])
             raise
         finally:
             lock.release()
