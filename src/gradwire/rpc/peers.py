@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
     AuthenticationFailed,
+    CallCancelled,
     ConnectFailed,
     ConnectionClosed,
     DecodeError,
@@ -82,6 +83,9 @@ class OpenLane:
                 value = self._agent.codec.load_reply(frame, message, self.address.info, call.function)
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
+        except BaseException:  # Ctrl-C in a thread that reads for another one, too
+            self._agent.finish(call, None, CallCancelled(f"{call!r}: reading its result was interrupted"))
+            raise
         self._agent.finish(call, value, error)
         if self.num_waiting_for_room:
             self.room.set()
