@@ -153,7 +153,8 @@ class Incoming:
         if isinstance(message, Goodbye):
             self._is_leaving = True
             return
-        assert isinstance(message, Call)
+        if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
+            raise DecodeError(f"a {type(message).__name__} message after the handshake")
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)
         request.notes = message.notes
         self.last_call_id = max(self.last_call_id, message.call_id)

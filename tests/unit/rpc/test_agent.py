@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,15 +12,18 @@ import torch
 
 from conftest import MakeAgents
 from gradwire.config import Limits, WorkerConfig
-from gradwire.errors import ConfigurationError, WorkerLost
+from gradwire.errors import ConfigurationError, TransportError, WorkerLost
 from gradwire.rpc._calls import new_call_id
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.rpc.functions import async_execution
 from gradwire.runtime import start_worker
 from gradwire.testing import LeakCheck, local_agents, wait_until
+from gradwire.testing._pairs import write_raw
+from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
 from gradwire.types import WorkerInfo
-from gradwire.wire.messages import Call
+from gradwire.wire import framing
+from gradwire.wire.messages import Call, Message
 
 
 class Crowd:
@@ -200,6 +205,27 @@ def test_the_end_of_a_worker_is_told(make_agents: MakeAgents) -> None:
     with pytest.raises(WorkerLost, match="worker b"):
         first.call("b", add, (1, 2))
     assert lost == ["b: it has shut down"]
+
+
+@pytest.mark.parametrize("repeats", [["Hello"], ["Proof"], ["Hello", "Proof"]])
+def test_a_handshake_out_of_turn_ends_only_its_connection(
+    make_agents: MakeAgents, repeats: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages sent twice in one write, by somebody who knows the token."""
+    first, second = make_agents(2, "inproc")
+    assert first.call("b", add, (1, 1)) == 2
+    rogue = first.transports["inproc"].connect(second.address.uris[0], time.monotonic() + 10)
+    rogue.decoder.accept = CALLER_ACCEPTS
+    handshake = CallerHandshake(first.identity, second.address, "calls")
+    answer: Message | None = handshake.begin()
+    with caplog.at_level(logging.INFO, "gradwire"), pytest.raises(TransportError):  # noqa: PT012
+        while True:
+            copies = 2 if type(answer).__name__ in repeats else 1
+            write_raw(rogue, framing.encode(answer) * copies if answer is not None else b"")
+            answer = handshake.on_message(rogue.receive(time.monotonic() + 10).message, None)
+    rogue.close()
+    assert "please report" not in caplog.text
+    assert first.call("b", add, (1, 2)) == 3
 
 
 @pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
