@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -71,3 +74,41 @@ def test_in_init(make_puppets: Callable[[int], list[Puppet]], meeting: str, sche
     other.do(init_source(1 - rank, 2, where))
     puppet.result()
     assert puppet.do(f"rpc.rpc_sync({1 - rank}, h.pid)") == other.pid
+
+
+STORM = """
+state = {"interrupts": 0, "calls": 0, "wrong": []}
+def storm(wanted, value):
+    while state["interrupts"] < wanted:
+        try:
+            while True:
+                state["calls"] += 1
+                result = rpc.rpc_sync('w1', h.echo, args=((state["calls"], value),), timeout=3)
+                if result[0] != state["calls"]:
+                    state["wrong"].append((state["calls"], result[0]))
+        except KeyboardInterrupt:
+            state["interrupts"] += 1
+        except Exception as error:
+            state["wrong"].append(repr(error))
+"""
+
+
+@pytest.mark.parametrize("transports", [("unix",), ("tcp",)])
+@pytest.mark.parametrize("value", ["None", "torch.ones(100_000)"])
+def test_storm_of_interrupts(workers: Workers, transports: tuple[str, ...], value: str) -> None:
+    """Wherever the signal hits, the next call works: no connection is left held, and none out of step."""
+    first, _second = workers(2, transports=transports)
+    first.do(STORM)
+    first.start(f"storm(60, {value})")
+    pause, dice = threading.Event(), random.Random(5)
+    for _ in range(400):
+        if first.has_answered():
+            break
+        pause.wait(dice.random() * 0.02)  # the moments at which the signal hits are the test
+        first.signal(signal.SIGINT)
+    with contextlib.suppress(PuppetError):  # the last signal may hit while the puppet answers
+        first.result(30.0)
+    assert first.do("state['wrong']") == []
+    assert first.do("state['calls']") > 60
+    assert first.do("rpc.rpc_sync('w1', operator.add, args=(1, 2))") == 3
+    assert wait_until(lambda: first.do("rpc.current_agent().is_quiet"))

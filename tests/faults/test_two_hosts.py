@@ -23,7 +23,7 @@ PORT = 29571  # in namespaces of our own, so nobody else can have it
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 

@@ -188,6 +188,7 @@ def _nursery() -> None:
 
 
 def _serve(address: str) -> None:
+    signal.signal(signal.SIGINT, _on_interrupt)
     connection = Client(address, "AF_UNIX")
     connection.send(os.getpid())
     namespace = sys.modules["__main__"].__dict__
@@ -204,16 +205,31 @@ def _serve(address: str) -> None:
         connection.send(_run(source, namespace))
 
 
+_is_running = False
+
+
+def _on_interrupt(*_: object) -> None:
+    """As Python's own, but a signal that comes too late does not cut what puppet and test say to each other."""
+    if _is_running:
+        raise KeyboardInterrupt
+
+
 def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
+    global _is_running
     try:
+        _is_running = True
         tree = ast.parse(source)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "<puppet>", "exec"), namespace)
         if last is None:
+            _is_running = False
             return False, None
         assert isinstance(last, ast.Expr)
-        return False, eval(compile(ast.Expression(last.value), "<puppet>", "eval"), namespace)
+        value = eval(compile(ast.Expression(last.value), "<puppet>", "eval"), namespace)
+        _is_running = False
+        return False, value
     except BaseException as error:
+        _is_running = False
         kinds = [kind.__name__ for kind in type(error).__mro__]
         plain = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
         return True, (kinds, str(error), "".join(traceback.format_exception(error)), plain)

@@ -238,6 +238,7 @@ class Agent:
             lane.connection.send(message, body, values, call.deadline if call.deadline < float("inf") else None)
         except (ConnectionLost, ConnectionClosed) as error:
             lane.reader.end(error)
+            lane.peer.forget_lane(lane)  # it may have ended in the middle of a Ctrl-C
             if lane.calls.pop(call.call_id) is not None:  # the lane had ended before the call was in its table
                 self.finish(call, None, lane.peer.lost(str(error), call))
         except TimeoutError as error:

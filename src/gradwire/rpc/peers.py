@@ -194,8 +194,7 @@ class Peer:
 
     def on_lane_end(self, ended: OpenLane, error: Exception) -> None:
         """A connection ended: its calls fail, and unless it was only this connection's fault, the other lane's too."""
-        if self.lanes.get(ended.kind) is ended:
-            del self.lanes[ended.kind]
+        self.forget_lane(ended)
         if isinstance(error, ConnectionClosed):
             self._fail(ended, "this worker closed the connection")
             return
@@ -211,6 +210,11 @@ class Peer:
         if ended.kind == "control":  # a worker that dies loses both; one that gives up on a reply only the other
             self.agent.on_worker_ended(ended.address, reason, was_orderly=ended.goodbye is not None)
         self._fail(ended, reason)
+
+    def forget_lane(self, ended: OpenLane) -> None:
+        """The next call opens another connection."""
+        if self.lanes.get(ended.kind) is ended:
+            del self.lanes[ended.kind]
 
     def end_lanes(self, incarnation: int, reason: str) -> None:
         """The worker (up to that incarnation) is gone: ends its lanes here."""

@@ -261,13 +261,16 @@ class Reader:
 
     def end(self, error: Exception) -> None:
         """Stops reading and closes the connection. Idempotent."""
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-        self._reactor.remove(self._fd)
-        self._connection.close()
-        self._on_end(error)
+        is_first = False
+        try:
+            with self._lock:
+                is_first, self._ended = not self._ended, True
+            if is_first:
+                self._reactor.remove(self._fd)
+                self._connection.close()
+        finally:  # Ctrl-C must not leave a connection that is closed and still in use
+            if is_first:
+                self._on_end(error)
 
 
 def release_hold() -> None:

@@ -215,6 +215,9 @@ class StreamConnection:
             if held_back and not self._closed:  # not a byte has left: what was accepted before waits on
                 self._held_back, self._num_held_back = held_back, len(buffers[0])
             raise
+        except KeyboardInterrupt:  # nobody knows how much of the message is out
+            self.close()
+            raise
         finally:
             lock.release()
 
