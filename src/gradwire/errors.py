@@ -8,6 +8,7 @@ GradwireError
     ConnectionClosed (ConnectionError)   we ended it
     DecodeError                          bytes that are not a frame; the connection is closed
       LimitExceeded                      a frame that is larger than this worker accepts
+    ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
   CannotSend (TypeError)                 a value or tensor that cannot travel, and why
   RpcError (RuntimeError)
@@ -58,6 +59,10 @@ class DecodeError(TransportError):
 
 class LimitExceeded(DecodeError):
     """A frame that is larger, deeper or more numerous than `gradwire.config.Limits` allow."""
+
+
+class ResourceExhausted(TransportError):
+    """This process is out of descriptors or memory."""
 
 
 class AuthenticationFailed(TransportError):

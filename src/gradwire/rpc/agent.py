@@ -218,7 +218,7 @@ class Agent:
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
-        self.num_calls_made = call.call_id
+        self.num_calls_made += 1
         if name == self.info.name:
             self._local.start(call, function_name, packed)
             return call

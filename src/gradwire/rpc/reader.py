@@ -171,15 +171,13 @@ class Reader:
         with self._lock:
             if self._epoch != epoch or not self._held:
                 return
-            self._held = False
-            if self._ended:
-                return
-            if not self._inbox and not self._connection.has_hidden_bytes():
-                if self._wants_reading() and not self._armed:
-                    self._armed = True
+            if not self._ended:
+                if self._inbox or self._connection.has_hidden_bytes():
+                    self._reactor.run_soon(self._on_ready)
+                elif self._wants_reading() and not self._armed:
                     self._reactor.arm(self._fd)
-                return
-        self._reactor.run_soon(self._on_ready)
+                    self._armed = True
+            self._held = False  # last, so that it can be repeated when Ctrl-C has hit in between
 
     def take_over_if_stuck(self, before: float) -> None:
         """Passes the connection on when its holder has been inside one frame since before that time."""
@@ -195,9 +193,11 @@ class Reader:
             self._epoch += 1
             new = self._epoch
             self._reactor.leave(self)
-        if self._connection.has_held_back:
-            self._reactor.run_soon(self._flush)
-        self._give_up(new)
+        try:
+            if self._connection.has_held_back:
+                self._reactor.run_soon(self._flush)
+        finally:
+            self._give_up(new)
 
     def _flush(self) -> None:
         try:

@@ -25,6 +25,7 @@ from gradwire.errors import (
     DecodeError,
     LimitExceeded,
     NotExposed,
+    ResourceExhausted,
     RpcTimeout,
     TransportError,
 )
@@ -48,6 +49,7 @@ _log = logging.getLogger("gradwire")
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _STALL_S = 0.1
 _NEVER = float("inf")
+_PAUSE_S = 0.5
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
@@ -248,6 +250,7 @@ class Server:
         self._lock = threading.Lock()  # guards _slots
         self._slots: Slots[Request] = Slots(num_slots)
         self._incoming: set[Incoming] = set()
+        self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
         self._control: dict[str, Callable[..., Any]] = {}
         self._next_stall_check = 0.0
         self.num_served = 0
@@ -263,6 +266,16 @@ class Server:
 
     def on_listener_ready(self, listener: Listener) -> None:
         """Somebody connects."""
+        try:
+            self._accept_all(listener)
+        except ResourceExhausted as error:
+            _log.warning("%s: %s", self.agent.info.name, error)
+            self._paused[listener] = time.monotonic() + _PAUSE_S
+            self.agent.reactor.expect(self._paused[listener])
+        else:
+            self.agent.reactor.arm(listener.fileno())
+
+    def _accept_all(self, listener: Listener) -> None:
         reactor = self.agent.reactor
         while (connection := listener.accept_nowait()) is not None:
             half_open = [item for item in list(self._incoming) if item.is_half_open]
@@ -272,7 +285,6 @@ class Server:
             self._incoming.add(incoming)
             incoming.reader.start()
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
-        reactor.arm(listener.fileno())
 
     def forget(self, incoming: Incoming) -> None:
         """A connection ended."""
@@ -287,7 +299,13 @@ class Server:
 
     def sweep(self, now: float) -> float:
         """Closes handshakes that take too long, and grants a slot when nothing moves; returns when to look again."""
-        wanted = float("inf")
+        wanted = _NEVER
+        for listener, until in list(self._paused.items()):
+            if until <= now:
+                del self._paused[listener]
+                self.agent.reactor.arm(listener.fileno())
+            else:
+                wanted = min(wanted, until)
         for incoming in list(self._incoming):
             if incoming.is_half_open:
                 ends = incoming.opened + self.agent.config.limits.handshake_timeout_s

@@ -68,7 +68,11 @@ class Listener(Protocol):
         """The descriptor to wait on."""
 
     def accept_nowait(self) -> StreamConnection | None:
-        """The next connection, or None when nobody waits or the caller was not acceptable."""
+        """The next connection, or None when nobody waits or the caller was not acceptable.
+
+        Raises:
+            ResourceExhausted: This process has no descriptor left for it.
+        """
 
     def close(self) -> None:
         """Stops listening and removes what the address left behind. Idempotent."""

@@ -1,7 +1,7 @@
 """Who is there? Both sides of the handshake, as state machines: a message in, a message out.
 
-Each side shows that it knows the cluster's token without sending it (HMAC over both nonces, so that a recorded handshake
-is worth nothing later), and that it is the worker and the incarnation the other side means. Where the channel has
+Each side shows that it knows the cluster's token without sending it (HMAC over all that was said, with a nonce of each
+side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side means. Where the channel has
 certificates, the name must be one of those certified.
 """
 
@@ -11,6 +11,8 @@ import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from gradwire.errors import AuthenticationFailed
 from gradwire.transports.tls import check_identity
@@ -27,6 +29,7 @@ from gradwire.wire.messages import (
 )
 
 _NONCE_BYTES = 16
+_encode = msgspec.msgpack.Encoder().encode
 
 LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof})
 CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
@@ -41,8 +44,9 @@ class Identity:
     token: bytes
 
 
-def _proof(token: bytes, role: bytes, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:
-    return hmac.digest(token or b"-", role + hello_nonce + challenge_nonce, "sha256")
+def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, nonce: bytes) -> bytes:
+    """Covers all that both sides have said, so that nobody in between can change who is meant or what for."""
+    return hmac.digest(token or b"-", _encode((role, hello, listener, nonce)), "sha256")
 
 
 class CallerHandshake:
@@ -82,15 +86,15 @@ class CallerHandshake:
         if isinstance(message, Refused):
             raise AuthenticationFailed(f"{name} refused the connection: {message.reason}")
         if isinstance(message, Challenge) and self.peer is None:
-            token, nonces = self._identity.token, (self._hello.nonce, message.nonce)
-            if not hmac.compare_digest(message.proof, _proof(token, b"listener", *nonces)):
-                raise AuthenticationFailed(f"whoever listens for {name} does not know this cluster's token")
             if message.sender.info.name != name:
                 raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
+            said = (self._hello, message.sender, message.nonce)
+            if not hmac.compare_digest(message.proof, _proof(self._identity.token, b"listener", *said)):
+                raise AuthenticationFailed(f"whoever listens for {name} does not know this cluster's token")
             if certified is not None:
                 check_identity(certified, name)
             self.peer = message.sender
-            return Proof(_proof(token, b"caller", *nonces))
+            return Proof(_proof(self._identity.token, b"caller", *said))
         if isinstance(message, Welcome) and self.peer is not None:
             return None
         raise AuthenticationFailed(f"{name} sent {type(message).__name__} in the wrong place of the handshake")
@@ -126,18 +130,18 @@ class ListenerHandshake:
         if isinstance(message, Hello) and self._hello is None:
             self._check(message, certified)
             self._hello = message
-            proof = _proof(self._identity.token, b"listener", message.nonce, self._nonce)
-            return Challenge(nonce=self._nonce, sender=self._identity.address, proof=proof)
+            return Challenge(self._nonce, self._identity.address, self._prove(b"listener"))
         if isinstance(message, Proof) and self._hello is not None and not self.is_open:
-            if not hmac.compare_digest(
-                message.proof, _proof(self._identity.token, b"caller", self._hello.nonce, self._nonce)
-            ):
+            if not hmac.compare_digest(message.proof, self._prove(b"caller")):
                 raise AuthenticationFailed("wrong token; start every worker of a cluster with the same one")
             if not self._is_current(self._hello.sender):
                 raise AuthenticationFailed("a newer incarnation of this worker is connected")
             self.is_open = True
             return Welcome()
         raise AuthenticationFailed(f"{type(message).__name__} in the wrong place of the handshake")
+
+    def _prove(self, role: bytes) -> bytes:
+        return _proof(self._identity.token, role, self.hello, self._identity.address, self._nonce)
 
     def _check(self, hello: Hello, certified: frozenset[str] | None) -> None:
         me, sender = self._identity.address, hello.sender

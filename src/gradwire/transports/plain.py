@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Sequence
 
-from gradwire.errors import ConnectionLost
+from gradwire.errors import ConnectionLost, ResourceExhausted
 from gradwire.transports.base import Buffer
 
 _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call
@@ -57,6 +58,16 @@ class PlainChannel:
 
     def close(self) -> None:
         end(self._socket)
+
+
+def check_exhausted(error: OSError) -> None:
+    """Tells a listener that nobody waits from a process that can take nobody.
+
+    Raises:
+        ResourceExhausted: The process is out of descriptors or memory; try again later.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        raise ResourceExhausted(f"no connection can be accepted: {error}; raise the limit (ulimit -n)") from error
 
 
 def end(sock: socket.socket) -> None:

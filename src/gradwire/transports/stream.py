@@ -64,7 +64,8 @@ class StreamConnection:
             allocate=options.pool.allocate,
             map_slot=slots.map_slot if slots is not None else None,
         )
-        self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
+        # One frame at a time on the wire; guards the two fields below. It knows its owner: see `_write`.
+        self._write_lock: Any = threading.RLock()
         self._held_back: list[bytes] = []
         self._num_held_back = 0
         self._closed = False
@@ -191,12 +192,13 @@ class StreamConnection:
 
     def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
         lock = self._write_lock
-        if not lock.acquire(False) and not lock.acquire(
-            timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
-        ):
-            raise TimeoutError(f"another message still occupies {self.label}")
-        held_back = self._held_back
+        held_back: list[Buffer] = []
         try:
+            if not lock.acquire(False) and not lock.acquire(
+                timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
+            ):
+                raise TimeoutError(f"another message still occupies {self.label}")
+            held_back = self._held_back
             if held_back:
                 buffers = [b"".join(held_back), *buffers]
                 self._held_back, self._num_held_back = [], 0
@@ -219,7 +221,8 @@ class StreamConnection:
             self.close()
             raise
         finally:
-            lock.release()
+            if lock._is_owned():  # asked of the lock itself: Ctrl-C may hit before anybody can note that it was taken
+                lock.release()
 
     def _write_rest(
         self, buffers: list[Buffer], descriptors: Sequence[int], written: int | None, deadline: float | None

@@ -19,7 +19,7 @@ from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
 from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.plain import PlainChannel, end
+from gradwire.transports.plain import PlainChannel, check_exhausted, end
 from gradwire.transports.stream import StreamConnection, StreamOptions
 
 _NUM_PROBES = 4
@@ -168,7 +168,8 @@ class TcpListener:
     def accept_nowait(self) -> StreamConnection | None:
         try:
             sock, _address = self._socket.accept()
-        except OSError:
+        except OSError as error:
+            check_exhausted(error)
             return None
         try:
             return _make_connection(sock, self._options, self._context, self.uri, server_side=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost
 from gradwire.transports import arena
 from gradwire.transports.base import Buffer
-from gradwire.transports.plain import PlainChannel, end
+from gradwire.transports.plain import PlainChannel, check_exhausted, end
 from gradwire.transports.stream import StreamConnection, StreamOptions
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -39,7 +39,9 @@ class UnixChannel(PlainChannel):
 
     def read_into(self, buffer: Buffer) -> int | None:
         try:
-            num_bytes, ancillary, _flags, _address = self._socket.recvmsg_into((buffer,), _ANCILLARY_BYTES)
+            num_bytes, ancillary, _flags, _address = self._socket.recvmsg_into(
+                (buffer,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
         except OSError as error:
@@ -93,7 +95,8 @@ class UnixListener:
     def accept_nowait(self) -> StreamConnection | None:
         try:
             sock, _address = self._socket.accept()
-        except OSError:
+        except OSError as error:
+            check_exhausted(error)
             return None
         if peer_uid(sock) != os.geteuid():
             sock.close()
