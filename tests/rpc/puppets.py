@@ -202,7 +202,7 @@ def _serve(address: str) -> None:
             os._exit(0)
         if source is None:
             return
-        connection.send(_run(source, namespace))
+        connection.send(_run_guarded(source, namespace))
 
 
 _is_running = False
@@ -214,22 +214,28 @@ def _on_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
 
-def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
+def _run_guarded(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
     global _is_running
     try:
         _is_running = True
+        answer = _run(source, namespace)
+        _is_running = False
+        return answer
+    except KeyboardInterrupt:  # it hit while the answer was made
+        _is_running = False
+        return True, (["KeyboardInterrupt"], "", "", {})
+
+
+def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
+    try:
         tree = ast.parse(source)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "<puppet>", "exec"), namespace)
         if last is None:
-            _is_running = False
             return False, None
         assert isinstance(last, ast.Expr)
-        value = eval(compile(ast.Expression(last.value), "<puppet>", "eval"), namespace)
-        _is_running = False
-        return False, value
+        return False, eval(compile(ast.Expression(last.value), "<puppet>", "eval"), namespace)
     except BaseException as error:
-        _is_running = False
         kinds = [kind.__name__ for kind in type(error).__mro__]
         plain = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
         return True, (kinds, str(error), "".join(traceback.format_exception(error)), plain)
