@@ -92,7 +92,13 @@ def show_latencies(cluster: gw.Cluster) -> None:
         table.add_row(name, *(f"{seconds * 1e6:,.0f} us" for seconds in chosen))
 
     add("no arguments", lambda: worker.call(time.monotonic), 1000)
-    for label, size in (("64 B", 16), ("4 KiB", 1 << 10), ("256 KiB", 1 << 16), ("4 MiB", 1 << 20), ("64 MiB", 1 << 24)):
+    for label, size in (
+        ("64 B", 16),
+        ("4 KiB", 1 << 10),
+        ("256 KiB", 1 << 16),
+        ("4 MiB", 1 << 20),
+        ("64 MiB", 1 << 24),
+    ):
         tensor = torch.zeros(size)
         add(f"{label} tensor", lambda tensor=tensor: worker.call(torch.detach, tensor), 300 if size < 1 << 20 else 20)
     console.print(table)
