@@ -1,8 +1,8 @@
 """Who is there? Both sides of the handshake, as state machines: a message in, a message out.
 
 Each side shows that it knows the cluster's token without sending it (HMAC over all that was said, with a nonce of each
-side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side means. Where the channel has
-certificates, the name must be one of those certified.
+side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
+means. Where the channel has certificates, the name must be one of those certified.
 """
 
 from __future__ import annotations
