@@ -1,9 +1,10 @@
-"""Every example runs as people run it, and ends with the line it promises."""
+"""Every example runs as people run it, and ends with the line it promises; so does every program in the documents."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,25 @@ LAST_LINES = {
 }
 RUN_BY_MAKE = {"demo.py"}  # `make demo` runs it
 DEADLINE_S = 90  # each takes seconds; a busy machine may need more
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+    if PROGRAM.search(path.read_text())
+)
+
+
+def run(program: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a folder of its own: it must not depend on where it is started."""
+    return subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
 
 
 def test_no_example_is_left_out() -> None:
@@ -31,16 +51,22 @@ def test_no_example_is_left_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LAST_LINES))
 def test_example(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},  # works without an installed package, too
-        cwd=tmp_path,  # an example must not depend on where it is started, nor leave anything there
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run(EXAMPLES / name, tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.fullmatch(LAST_LINES[name], done.stdout.splitlines()[-1]), done.stdout
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_programs_in_documents(document: str, tmp_path: Path) -> None:
+    """In order and in one folder, because the second may use what the first has written; as a world of one worker."""
+    for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
+        program = tmp_path / f"program{number}.py"
+        program.write_text(text)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        done = run(program, tmp_path, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        assert done.stderr == "", text
