@@ -12,7 +12,8 @@ from typing import Any
 
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc import rendezvous
-from gradwire.rpc.agent import Agent, To
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.calling import To
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import (
     DEFAULT_RPC_TIMEOUT_SEC,
@@ -202,11 +203,11 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 def get_rpc_timeout() -> float:
     """The deadline in seconds of calls that name none."""
-    return current_agent().default_timeout_s
+    return current_agent().caller.default_timeout_s
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    current_agent().default_timeout_s = float(seconds)
+    current_agent().caller.default_timeout_s = float(seconds)
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -241,7 +242,7 @@ def _all_gather(
         WorkerLost: Somebody died.
     """
     agent = current_agent()
-    seconds = agent.default_timeout_s if timeout < 0 else timeout
+    seconds = agent.caller.default_timeout_s if timeout < 0 else timeout
     deadline = time.monotonic() + seconds if seconds > 0 else float("inf")
     return agent.gathering.all_gather(obj, worker_names, deadline)
 

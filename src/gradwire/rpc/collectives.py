@@ -183,7 +183,7 @@ class Gathering:
             return
         while True:
             self._wait_quiet(deadline)
-            counts = self.all_gather((agent.num_calls_made, agent.server.num_served), names, deadline)
+            counts = self.all_gather((agent.caller.num_made, agent.server.num_served), names, deadline)
             if counts == before:
                 break
             before = counts

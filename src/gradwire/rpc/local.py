@@ -13,8 +13,8 @@ import torch
 
 from gradwire.errors import WorkerLost
 from gradwire.rpc._calls import CallTable, PendingCall
+from gradwire.rpc.incoming import Request
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.serving import Request
 from gradwire.types import WorkerInfo
 from gradwire.wire import failures, objects
 
@@ -75,7 +75,7 @@ class LocalSource:
         request.phase = "reply"
         call = self.calls.pop(request.call_id)
         if call is not None:
-            self._agent.finish(call, value, error)
+            self._agent.caller.finish(call, value, error)
 
     def cancel(self, call_id: int) -> str:
         """Drops a call; returns how far it got."""
@@ -91,7 +91,9 @@ class LocalSource:
         """Fails whatever is still under way."""
         for call in self.calls.pop_all():
             name = self.info.name
-            self._agent.finish(call, None, WorkerLost(f"call of {call.function} failed: {name} has shut down", name))
+            self._agent.caller.finish(
+                call, None, WorkerLost(f"call of {call.function} failed: {name} has shut down", name)
+            )
 
 
 def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:

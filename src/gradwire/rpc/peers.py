@@ -84,9 +84,9 @@ class OpenLane:
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         except BaseException:  # Ctrl-C in a thread that reads for another one, too
-            self._agent.finish(call, None, CallCancelled(f"{call!r}: reading its result was interrupted"))
+            self._agent.caller.finish(call, None, CallCancelled(f"{call!r}: reading its result was interrupted"))
             raise
-        self._agent.finish(call, value, error)
+        self._agent.caller.finish(call, value, error)
         if self.num_waiting_for_room:
             self.room.set()
 
@@ -225,7 +225,7 @@ class Peer:
 
     def _fail(self, open_lane: OpenLane, reason: str) -> None:
         for call in open_lane.calls.pop_all():
-            self.agent.finish(call, None, self.lost(reason, call))
+            self.agent.caller.finish(call, None, self.lost(reason, call))
         open_lane.room.set()
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:

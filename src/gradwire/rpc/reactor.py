@@ -39,6 +39,9 @@ class Watched(Protocol):
         """Passes the reading on if user code has been running since before that time."""
 
 
+_busy_here: set[Watched] = set()  # over all reactors of this process; single operations only
+
+
 class Reactor:
     """Service threads around one epoll.
 
@@ -106,12 +109,14 @@ class Reactor:
     def enter(self, watched: Watched) -> None:
         """A reader begins to run what it read."""
         self._busy.add(watched)
+        _busy_here.add(watched)
         if not self._clock.is_awake:
             self._clock.wake()
 
     def leave(self, watched: Watched) -> None:
         """A reader has run what it read."""
         self._busy.discard(watched)
+        _busy_here.discard(watched)
 
     def may_linger(self) -> bool:
         """Whether the calling thread may stay with its connection; one thread at a time may."""
@@ -125,6 +130,11 @@ class Reactor:
         """The sweep is wanted at that time at the latest."""
         if when < self._clock.next_sweep:
             self._clock.wake()
+
+    @staticmethod
+    def is_process_busy() -> bool:
+        """Whether any worker of this process is running something, so that others should not compete for the GIL."""
+        return bool(_busy_here)
 
     @property
     def has_busy(self) -> bool:

@@ -28,6 +28,7 @@ _LINGER_S = 0.05  # how long a service thread stays with a connection after a re
 _MAX_LOOKS = 200 if len(os.sched_getaffinity(0)) > 1 else 0  # about a quarter of a millisecond
 _SHORT_S = 0.0003
 _yield_core = os.sched_yield
+_looking = threading.Lock()  # held by the one thread of this process that looks instead of sleeping
 
 
 class _Local(threading.local):
@@ -155,12 +156,17 @@ class Reader:
         connection have been short lately and nothing else in this process wants to run; each time in vain halves it.
         """
         poll = self._poller.poll
-        if self._num_looks and not self._reactor.has_busy:
-            for _ in range(self._num_looks):
-                if poll(0):
-                    self._num_looks = _MAX_LOOKS
-                    return True
-                _yield_core()
+        if self._num_looks and _looking.acquire(False):
+            try:
+                for _ in range(self._num_looks):
+                    if poll(0):
+                        self._num_looks = _MAX_LOOKS
+                        return True
+                    if self._reactor.is_process_busy():
+                        break
+                    _yield_core()
+            finally:
+                _looking.release()
         began = time.monotonic()
         is_ready = bool(poll(timeout_s * 1000))
         was_short = is_ready and time.monotonic() - began < _SHORT_S

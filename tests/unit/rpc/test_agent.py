@@ -154,7 +154,7 @@ def test_a_cancellation_that_overtakes_its_call_counts(make_agents: MakeAgents) 
     """Calls and control travel on two connections; which one is read first is chance."""
     first, second = make_agents(2)
     assert first.call("b", add, (1, 1)) == 2
-    lane = first.peer("b").lanes["calls"]
+    lane = first.caller.peer("b").lanes["calls"]
     overtaken = new_call_id()
     assert second.server.cancel(first.info, overtaken) == "send"
     packed = first.codec.pack_call(open_gate, (), {})[1]

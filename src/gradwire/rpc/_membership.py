@@ -1,0 +1,48 @@
+"""Which incarnation of each worker counts, and which have ended. No locks, no connections: facts in, answers out.
+
+A worker that is started again under its name has a higher incarnation. From the moment one is seen, older ones have no
+say; and the end of each is told once, however many connections report it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gradwire.types import WorkerAddress
+
+
+class Membership:
+    """What this worker knows about the lives of the others."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._ended: set[tuple[str, int]] = set()
+
+    def is_current(self, address: WorkerAddress) -> bool:
+        """Whether no newer incarnation of that worker has been seen."""
+        return address.incarnation >= self.newest(address.info.name)
+
+    def newest(self, name: str) -> int:
+        """The highest incarnation seen; 0 for none."""
+        return self._newest.get(name, 0)
+
+    def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
+        """A worker is connected: whatever was known of its end no longer counts.
+
+        Returns:
+            Its earlier incarnation, if that must have ended meanwhile.
+        """
+        name, known = address.info.name, self.newest(address.info.name)
+        self._ended.discard((name, address.incarnation))
+        self._newest[name] = max(known, address.incarnation)
+        if known and known < address.incarnation:
+            return msgspec.structs.replace(address, incarnation=known)
+        return None
+
+    def on_ended(self, address: WorkerAddress) -> bool:
+        """A worker's end was noticed: True the first time."""
+        key = (address.info.name, address.incarnation)
+        if key in self._ended:
+            return False
+        self._ended.add(key)
+        return True

@@ -1,0 +1,386 @@
+r"""The half of a worker that makes calls: starts them, waits for them, ends them.
+
+    start --> sent --> answered, or lost with its worker
+                 \--> deadline: the callee is asked how far it got, then it ends
+                 \--> cancelled: the callee is told to drop it
+
+`_calls` keeps the books; whoever takes a call out of its table ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import (
+    CallCancelled,
+    ConnectionClosed,
+    ConnectionLost,
+    NotInitialized,
+    RpcError,
+    RpcTimeout,
+    TransportError,
+)
+from gradwire.rpc._calls import PendingCall, new_call_id
+from gradwire.rpc.codec import describe_function
+from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.incoming import current_request, is_serving
+from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.local import LocalSource
+from gradwire.rpc.peers import OpenLane, Peer
+from gradwire.transports.stream import StreamConnection
+from gradwire.types import WorkerInfo
+from gradwire.wire.messages import Call
+from gradwire.wire.objects import Packed
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+_log = logging.getLogger("gradwire")
+
+_PHASE_GRACE_S = 0.25  # how long a callee may take to say how far a timed-out call got
+_SWEEP_S = 1.0
+_NEVER = float("inf")
+
+To = str | int | WorkerInfo
+
+
+class Caller:
+    """Makes this worker's calls.
+
+    Attributes:
+        default_timeout_s: Deadline of calls that name none; 0 for none.
+        num_made: Calls made so far.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()  # guards _peers
+        self.local = LocalSource(agent)
+        self.default_timeout_s = agent.config.rpc_timeout_s
+        self.num_made = 0
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Runs a function on another worker and returns its result.
+
+        Raises:
+            CannotSend: An argument cannot travel.
+            RpcTimeout: The deadline passed; `phase` says where.
+            WorkerLost: The worker died or cannot be reached.
+            Exception: Whatever the function raised.
+        """
+        pending = self._start(to, function, args, kwargs, timeout_s, None)
+        if not pending.is_done:
+            self.wait(pending)
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
+
+    def submit(
+        self,
+        to: To,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> CallFuture[Any]:
+        """Starts a call and returns its future. Arguments are captured: changing them later has no effect.
+
+        Raises:
+            CannotSend: An argument cannot travel.
+            RpcTimeout: No connection, or no room on it, before the deadline.
+            WorkerLost: The worker cannot be reached.
+        """
+        holder: list[PendingCall] = []
+        future: CallFuture[Any] = CallFuture(lambda: self.wait(holder[0]), lambda: self.cancel(holder[0]))
+        holder.append(self._start(to, function, args, kwargs, timeout_s, future))
+        return future
+
+    def _start(
+        self,
+        to: To,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout_s: float | None,
+        future: CallFuture[Any] | None,
+    ) -> PendingCall:
+        agent = self._agent
+        name = to if type(to) is str else self.name_of(to)
+        timeout_s = agent.server.time_left(self.default_timeout_s if timeout_s is None else timeout_s)
+        function_name, packed = agent.codec.pack_call(function, args, kwargs or {})
+        label = function_name or describe_function(function)
+        call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
+        call.future = future
+        self.num_made += 1
+        if name == agent.address.info.name:
+            self.local.start(call, function_name, packed)
+            return call
+        message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
+        while True:
+            if agent.is_closed:
+                raise NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")
+            lane = self._room_on(self.peer(name), call)
+            if agent.interceptors and not message.notes:
+                envelope = Envelope("call", lane.address.info, label)
+                message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
+            if self._send(lane, call, message, packed):
+                break
+        if future is not None:
+            lane.reader.ensure_watched()
+        return call
+
+    def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
+        """Sends a call; False if the connection was closed here before, so that another one is needed."""
+        lane.calls.add(call)
+        self._agent.reactor.expect(call.deadline)
+        try:
+            deadline = call.deadline if call.deadline < _NEVER else None
+            lane.connection.send(message, packed.body, packed.tensors, deadline)
+        except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
+            is_ours = lane.calls.pop(call.call_id) is not None
+            lane.reader.end(error)
+            lane.peer.forget_lane(lane)  # it may have ended in the middle of a Ctrl-C
+            return not is_ours
+        except ConnectionLost as error:
+            lane.reader.end(error)
+            lane.peer.forget_lane(lane)
+            if lane.calls.pop(call.call_id) is not None:  # the lane had ended before the call was in its table
+                self.finish(call, None, lane.peer.lost(str(error), call))
+        except TimeoutError as error:
+            self._give_up_sending(lane, call)
+            raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send") from error
+        except BaseException:
+            self._give_up_sending(lane, call)
+            raise
+        return True
+
+    def _give_up_sending(self, lane: OpenLane, call: PendingCall) -> None:
+        lane.calls.pop(call.call_id)
+        if lane.connection.is_closed:  # half of the message is out: the next call needs another connection
+            lane.reader.end(ConnectionClosed("a message was cut off"))
+
+    def _room_on(self, peer: Peer, call: PendingCall) -> OpenLane:
+        """The calls lane, once it has room for one more call."""
+        lane = peer.lanes.get("calls") or peer.lane("calls", call.deadline)
+        limit = self._agent.config.limits.calls_in_flight
+        if len(lane.calls) < limit:
+            return lane
+        lane.num_waiting_for_room += 1
+        try:
+            with self._agent.server.waiting():
+                while len(lane.calls) >= limit:
+                    left = call.deadline - time.monotonic()
+                    if left <= 0:
+                        raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
+                    lane.room.clear()
+                    if not lane.reader.read_until(lambda: len(lane.calls) < limit, call.deadline):
+                        lane.room.wait(min(left, 0.01))
+        finally:
+            lane.num_waiting_for_room -= 1
+        return lane
+
+    def control(
+        self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, on_done: Callable[[PendingCall], None]
+    ) -> None:
+        """Starts a control operation on another worker; `on_done` runs when it has ended, however it did.
+
+        Raises:
+            WorkerLost, RpcTimeout: It could not even be sent.
+        """
+        packed = self._agent.codec.pack_control(args)
+        call = PendingCall(new_call_id(), to, f"~{operation}", time.monotonic(), timeout_s)
+        call.on_done = on_done
+        message = Call(call.call_id, call.function, timeout_s, packed.codec, len(packed.body))
+        while not self._send(self.peer(to).lane("control", call.deadline), call, message, packed):
+            if self._agent.is_closed:
+                raise NotInitialized(f"worker {self._agent.info.name} has shut down; call init_rpc again")
+
+    # -- waiting, ending -----------------------------------------------------------------------------------------
+
+    def wait(self, call: PendingCall) -> None:
+        """Blocks until a call has ended; reads its answer in this thread if nobody else does."""
+        if call.is_done:
+            return
+        if is_serving():
+            with self._agent.server.waiting(), self._waiting_inside(call):
+                self._wait(call)
+        else:
+            self._wait(call)
+
+    @contextlib.contextmanager
+    def _waiting_inside(self, call: PendingCall) -> Iterator[None]:
+        """A function that was called waits for a call of its own: whoever drops the one drops the other."""
+        request = current_request()
+        if request is None:
+            yield
+            return
+        outer, request.waits_for = request.waits_for, call
+        if request.is_dropped:
+            self.cancel(call)
+        try:
+            yield
+        finally:
+            request.waits_for = outer
+
+    def _wait(self, call: PendingCall) -> None:
+        reader = call.table.reader if call.table is not None else None
+        while not call.is_done:
+            # Past the deadline the clock ends the call; until it has, look often.
+            until = max(call.deadline, time.monotonic() + 0.005)
+            if reader is None or not reader.read_until(lambda: call.is_done, until):
+                self._wait_for_others(call, until)
+
+    def _wait_for_others(self, call: PendingCall, until: float) -> None:
+        """Another thread reads the connection; it will release the lock."""
+        if call.waiter is None:
+            lock = threading.Lock()  # released by the thread that finishes the call
+            lock.acquire()
+            call.waiter = lock
+        if not call.is_done and call.waiter.acquire(timeout=max(0.0, min(0.2, until - time.monotonic()))):
+            with contextlib.suppress(RuntimeError):
+                call.waiter.release()  # somebody else may wait for the same call
+
+    def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
+        """Ends a call; only for whoever took it out of its table."""
+        call.value, call.error = value, error
+        future = call.future
+        if future is not None:
+            # After the end no service thread is left, and a future that is never completed is worse than a callback here.
+            if future.has_callbacks and not (self._agent.is_closed or self._agent.reactor.is_service_thread()):
+                self._agent.reactor.run_soon(lambda: self._complete(call, future))
+                return
+            self._complete(call, future)
+            return
+        call.is_done = True
+        if call.waiter is not None:
+            with contextlib.suppress(RuntimeError):
+                call.waiter.release()
+        if call.on_done is not None:
+            call.on_done(call)
+
+    def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
+        try:
+            if call.error is not None:
+                future.set_exception(call.error)
+            else:
+                future.set_result(call.value)
+        except Exception:
+            _log.exception("%s: a callback of %r failed", self._agent.info.name, call)
+        call.value = None  # the future holds it
+        call.is_done = True
+        if call.waiter is not None:
+            with contextlib.suppress(RuntimeError):
+                call.waiter.release()
+
+    def cancel(self, call: PendingCall) -> bool:
+        """Gives a call up; the callee is told to drop it."""
+        if call.table is None or call.table.pop(call.call_id) is None:
+            return False
+        self._tell_to_drop(call, lambda phase: None)
+        self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
+        return True
+
+    def _tell_to_drop(self, call: PendingCall, on_phase: Callable[[str], None]) -> None:
+        """Tells the callee that nobody waits for the call any more; it says how far the call got."""
+        if call.worker == self._agent.info.name:
+            on_phase(self.local.cancel(call.call_id))
+            return
+
+        def on_done(answer: PendingCall) -> None:
+            on_phase(answer.value if answer.error is None else "unknown")
+
+        try:
+            self.control(call.worker, "cancel", (call.call_id,), _PHASE_GRACE_S, on_done)
+        except (RpcError, TransportError):
+            on_phase("unknown")
+
+    # -- the clock's sweep -----------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> float:
+        """Ends calls whose time is over, and lanes whose machine is gone; returns when to look again."""
+        wanted = _NEVER
+        tables = [self.local.calls]
+        for lane in self.lanes():
+            tables.append(lane.calls)
+            if len(lane.calls) and lane.connection.is_vanished():
+                lane.reader.end(ConnectionLost("the other machine does not acknowledge anything"))
+        for table in tables:
+            expired, earliest = table.expire(now)
+            for call in expired:
+                self._expire(call)
+            wanted = min(wanted, earliest)
+            if len(table):
+                wanted = min(wanted, now + _SWEEP_S)
+        return wanted
+
+    def _expire(self, call: PendingCall) -> None:
+        """The deadline of a call has passed: ask the callee how far it got, then end the call."""
+
+        def end(phase: str) -> None:
+            if call.table is not None and call.table.pop(call.call_id) is not None:
+                now = time.monotonic()
+                self.finish(call, None, RpcTimeout(call.timeout_text(phase, now), call.worker, phase))
+
+        if call.function.startswith("~"):
+            end("unknown")
+        else:
+            self._tell_to_drop(call, end)
+
+    # -- whom it calls -------------------------------------------------------------------------------------------
+
+    def name_of(self, to: To) -> str:
+        if isinstance(to, str):
+            return to
+        if isinstance(to, WorkerInfo):
+            return to.name
+        if isinstance(to, int):
+            return self._agent.directory.find(to).info.name
+        name = getattr(to, "name", None)
+        if isinstance(name, str):
+            return name
+        raise TypeError(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
+
+    def peer(self, name: str) -> Peer:
+        """The other worker of that name.
+
+        Raises:
+            UnknownWorker: There is none.
+        """
+        peer = self._peers.get(name)
+        if peer is None:
+            self._agent.directory.find(name)
+            with self._lock:
+                peer = self._peers.setdefault(name, Peer(self._agent, name))
+        return peer
+
+    def known_peer(self, name: str) -> Peer | None:
+        """The other worker of that name, if anything was ever to be sent to it."""
+        return self._peers.get(name)
+
+    def lanes(self) -> list[OpenLane]:
+        """All open connections for calls and control."""
+        return [lane for peer in list(self._peers.values()) for lane in list(peer.lanes.values())]
+
+    @property
+    def num_pending(self) -> int:
+        """Calls under way."""
+        return len(self.local.calls) + sum(len(lane.calls) for lane in self.lanes() if lane.kind == "calls")
+
+    def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
+        """Ends every connection in good order; what is still under way fails."""
+        for peer in list(self._peers.values()):
+            peer.close(say_goodbye)
+        self.local.close()

@@ -1,0 +1,228 @@
+"""Connections that other workers opened, and the requests that come over them.
+
+half open --handshake--> open --Call--> Server.accept, or Server.run_control on the control lane
+                              <-- Reply or Failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import (
+    AuthenticationFailed,
+    ConnectionClosed,
+    DecodeError,
+    LimitExceeded,
+    TransportError,
+)
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.reader import Reader, has_hold
+from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
+from gradwire.transports.stream import StreamConnection
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire import failures
+from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Call, Failure, Goodbye, Message, Refused, Reply
+
+if TYPE_CHECKING:
+    from gradwire.rpc.serving import Server
+
+_log = logging.getLogger("gradwire")
+_SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
+_NEVER = float("inf")
+_REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
+_LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
+
+
+class _Local(threading.local):
+    request: Request | None = None  # what the current thread runs
+
+
+_local = _Local()
+
+
+class Request:
+    """One call being served.
+
+    Attributes:
+        deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
+        phase: ``queue``, ``run`` or ``reply``.
+        is_dropped: Nobody waits for the result any more.
+        waits_for: The call of its own that the function waits for, if any.
+    """
+
+    __slots__ = ("call_id", "deadline", "frame", "function", "is_dropped", "notes", "phase", "source", "waits_for")
+
+    def __init__(self, source: Incoming | Any, call_id: int, function: str, timeout_s: float, frame: Any) -> None:
+        self.source = source
+        self.call_id = call_id
+        self.function = function
+        self.frame = frame
+        self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else _NEVER
+        self.phase = "queue"
+        self.is_dropped = False
+        self.waits_for: PendingCall | None = None
+        self.notes: dict[str, Any] = {}
+
+
+def set_current_request(request: Request | None) -> None:
+    """The current thread begins or ends to serve."""
+    _local.request = request
+
+
+def current_request() -> Request | None:
+    """What the current thread is serving, if anything."""
+    return _local.request
+
+
+def is_serving() -> bool:
+    """Whether the current thread holds something that it must give up before it waits."""
+    return _local.request is not None or has_hold()
+
+
+class Incoming:
+    """A connection that another worker opened."""
+
+    def __init__(self, server: Server, connection: StreamConnection) -> None:
+        self._server = server
+        self._agent = server.agent
+        self.connection = connection
+        self.opened = time.monotonic()
+        self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.is_current)
+        self.peer: WorkerAddress | None = None
+        self.lane = ""
+        self.requests: dict[int, Request] = {}
+        self.last_call_id = 0
+        self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
+        self._is_leaving = False
+        connection.decoder.accept = LISTENER_ACCEPTS
+        self.reader = Reader(connection, self._agent.reactor, self._on_handshake, self._on_end)
+
+    def __repr__(self) -> str:
+        who = self.peer.info.name if self.peer else "somebody"
+        return f"<Incoming {self.lane or 'half-open'} from {who}, {len(self.requests)} requests>"
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Who calls."""
+        assert self.peer is not None
+        return self.peer.info
+
+    @property
+    def is_half_open(self) -> bool:
+        return self._handshake is not None
+
+    def _on_handshake(self, frame: Frame) -> None:
+        handshake = self._handshake
+        assert handshake is not None
+        deadline = time.monotonic() + 1.0
+        try:
+            answer = handshake.on_message(frame.message, self.connection.certified_names())
+        except AuthenticationFailed as error:
+            with contextlib.suppress(TransportError, TimeoutError):
+                self.connection.send(Refused(str(error)), deadline=deadline)
+            _log.warning("%s refused a connection: %s", self._agent.info.name, error)
+            self.reader.end(error)
+            return
+        if handshake.is_open:
+            self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
+            self._handshake = None
+            self._agent.on_connected(self.peer)
+            self.connection.decoder.accept = _SERVER_ACCEPTS
+            self.reader.on_frame = self._on_frame
+        try:
+            self.connection.send(answer, deadline=deadline)
+        except TimeoutError:
+            self.reader.end(ConnectionClosed("the caller does not read"))
+
+    def _on_frame(self, frame: Frame) -> None:
+        message = frame.message
+        if isinstance(message, Goodbye):
+            self._is_leaving = True
+            return
+        if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
+            raise DecodeError(f"a {type(message).__name__} message after the handshake")
+        request = Request(self, message.call_id, message.function, message.timeout_s, frame)
+        request.notes = message.notes
+        self.last_call_id = max(self.last_call_id, message.call_id)
+        self.requests[message.call_id] = request
+        if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
+            del self.requests[message.call_id]
+        elif self.lane == "control":
+            self._server.run_control(request)
+        elif len(self.requests) > self._agent.config.limits.calls_in_flight:
+            limit = self._agent.config.limits.calls_in_flight
+            self.fail(request, LimitExceeded(f"more than {limit} calls in flight from one worker"))
+        else:
+            self._server.accept(request)
+
+    def note_cancelled(self, call_id: int) -> None:
+        """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""
+        self.cancelled[call_id] = None
+        if len(self.cancelled) > self._agent.config.limits.calls_in_flight:
+            self.cancelled.pop(next(iter(self.cancelled)), None)
+
+    def _on_end(self, error: Exception) -> None:
+        self._server.forget(self)
+        for request in list(self.requests.values()):
+            self._server.drop(request)
+        self.requests.clear()
+        if self.peer is None or isinstance(error, ConnectionClosed):
+            return
+        if isinstance(error, DecodeError):
+            _log.warning("%s closed a connection from %s: %s", self._agent.info.name, self.info.name, error)
+        elif self.lane == "control":
+            reason = "it has shut down" if self._is_leaving else "it died or was killed (its connection ended)"
+            self._agent.on_worker_ended(self.peer, reason, was_orderly=self._is_leaving)
+
+    # -- what a request needs of its source -----------------------------------------------------------------------
+
+    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments."""
+        frame, request.frame = request.frame, None
+        return self._agent.codec.load_call(frame, frame.message, self.info)
+
+    def reply(self, request: Request, value: Any) -> None:
+        """Sends a result, unless nobody wants it any more."""
+        codec = self._agent.codec
+        packed = codec.pack(value)
+        if self.requests.pop(request.call_id, None) is None or request.is_dropped:
+            return
+        request.phase = "reply"
+        message = Reply(request.call_id, packed.codec, len(packed.body))
+        if self._agent.interceptors:
+            envelope = Envelope("reply", self.info, request.function, request.notes)
+            message.notes = codec.outgoing_notes(envelope, packed.tensors)
+        try:
+            # While more requests lie here already, small replies wait for each other and leave together.
+            hold_back = self.reader.has_more()
+            self.connection.send(message, packed.body, packed.tensors, self._reply_deadline(request), hold_back)
+            if hold_back and not self.reader.has_more():  # taken over meanwhile, maybe flushed before this reply
+                self.connection.flush()
+        except (LimitExceeded, TypeError) as error:  # nothing was sent yet: say why
+            self.requests[request.call_id] = request
+            self.fail(request, error)
+        except (TransportError, TimeoutError) as error:
+            _log.info("%s could not send a reply to %s: %s", self._agent.info.name, self.info.name, error)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Sends an error, unless nobody wants it any more."""
+        if self.requests.pop(request.call_id, None) is None or request.is_dropped:
+            return
+        request.phase = "reply"
+        described = failures.describe_exception(error, self._agent.info.name, self._agent.config.limits)
+        try:
+            self.connection.send(Failure(request.call_id, described), deadline=self._reply_deadline(request))
+        except (TransportError, TimeoutError) as problem:
+            _log.info("%s could not send an error to %s: %s", self._agent.info.name, self.info.name, problem)
+
+    @staticmethod
+    def _reply_deadline(request: Request) -> float:
+        now = time.monotonic()
+        return min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
