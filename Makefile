@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check bench fuzz soak clean
+.PHONY: help demo test check bench fuzz clean
 .DEFAULT_GOAL := help
 
 help:

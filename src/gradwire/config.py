@@ -83,6 +83,7 @@ class WorkerConfig:
         transports: Schemes to listen on, or None for ``unix``, and ``tcp`` too where keys are given.
         bind_host: Where ``tcp`` listens. Anything but loopback needs `tls`.
         bind_port: Port for ``tcp``; 0 takes a free one.
+        advertised_host: What others connect to where `bind_host` is a wildcard.
         tls: Keys for TLS 1.3 on both sides.
         token: Secret shared by the workers of a cluster; shown by HMAC in the handshake.
         limits: What is accepted from other workers.
@@ -95,6 +96,7 @@ class WorkerConfig:
     transports: tuple[str, ...] | None = None
     bind_host: str = "127.0.0.1"
     bind_port: int = 0
+    advertised_host: str | None = None
     tls: TlsKeys | None = None
     token: bytes = field(default=b"", repr=False)
     limits: Limits = Limits()

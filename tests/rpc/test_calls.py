@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import operator
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,3 +240,39 @@ def test_torch_own_options_are_accepted(meeting: str) -> None:
         assert rpc.current_agent().config.num_worker_threads == 2
     finally:
         rpc.shutdown()
+
+
+SAME_SCRIPT = """
+import subprocess, sys
+from gradwire import rpc
+
+counter = 0
+
+class Thing:
+    pass
+
+def bump(thing):
+    global counter
+    counter += 1
+    return counter, isinstance(thing, Thing), thing
+
+if __name__ == "__main__":
+    rank, where = int(sys.argv[1]), sys.argv[2]
+    other = subprocess.Popen([sys.executable, __file__, "1", where]) if rank == 0 else None
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcOptions(init_method=where))
+    if other is not None:
+        results = [rpc.rpc_sync("w1", bump, (Thing(),)) for _ in range(3)]
+        print([(count, is_known, type(thing) is Thing) for count, is_known, thing in results])
+    rpc.shutdown()
+    if other is not None:
+        other.wait(30)
+"""
+
+
+def test_workers_of_one_script_share_what_main_defines(tmp_path: Path) -> None:
+    """As in PyTorch: globals of the callee keep their values, and classes are the same on both sides."""
+    script = tmp_path / "one_file.py"
+    script.write_text(SAME_SCRIPT)
+    command = [sys.executable, str(script), "0", f"file://{tmp_path}/store"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout.strip() == "[(1, True, True), (2, True, True), (3, True, True)]", run.stderr

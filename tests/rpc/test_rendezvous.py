@@ -187,7 +187,7 @@ def test_equal_ranks_are_refused(make_puppets: Make, meeting: str) -> None:
         with pytest.raises(PuppetError) as caught:
             puppet.result()
         texts.append(caught.value.text)
-    assert any("both have rank 1" in text for text in texts), texts
+    assert any("every rank needs a name of its own" in text for text in texts), texts
 
 
 def test_other_world_size_is_refused(make_puppets: Make, meeting: str) -> None:
@@ -262,3 +262,25 @@ def test_forty_workers(make_puppets: Make, meeting: str, capsys: pytest.CaptureF
     with capsys.disabled():
         print(f"\n40 workers met in {elapsed:.2f} s")
     _shut_down(puppets)
+
+
+def test_rank_0_restarts(make_puppets: Make, meeting: str) -> None:
+    """The others have met already and do not join again; the new rank 0 learns that from them."""
+    puppets = make_puppets(3)
+    _meet(puppets, meeting)
+    puppets[0].kill()
+    (again,) = make_puppets(1)
+    again.do(init_source(0, 3, meeting))
+    assert again.do("rpc.rpc_sync(2, h.pid)") == puppets[2].pid
+    assert puppets[1].do("rpc.rpc_sync('w0', h.pid)") == again.pid
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_restart_older(make_puppets: Make, meeting: str) -> None:
+    puppets = make_puppets(2)
+    _meet(puppets, meeting)
+    assert puppets[0].do("rpc.rpc_sync(1, h.pid)") == puppets[1].pid
+    puppets[1].kill()
+    (again,) = make_puppets(1)
+    again.do("import gradwire.rpc.worker as w\nw.make_incarnation = lambda: 1")
+    again.do(init_source(1, 2, meeting))
+    assert puppets[0].do("rpc.rpc_sync(1, h.pid)") == again.pid

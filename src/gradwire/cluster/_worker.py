@@ -73,7 +73,8 @@ def run_worker(fds: WorkerFds) -> int:
     agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
     set_current_agent(agent)
     send_message(lifeline, Listening())
-    _wait_for_leave(lifeline, agent)
+    with lifeline:
+        _wait_for_leave(lifeline, agent)
     if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
         agent.shutdown(graceful=False)
     set_current_agent(None)

@@ -2,7 +2,7 @@
 
 `num_worker_threads` bounds the functions that run, not those that wait: a function that waits for another call gives its
 slot back until the answer is there, so nested calls of any depth end, with one slot too. Waiting that cannot be seen (a
-lock, a C++ future) would still block the queue; `on_stall` then grants one more slot at a time.
+lock, a C++ future) would still block the queue; `on_stall` then grants further slots, twice as many each time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Slots(Generic[R]):
         self._queue: collections.deque[R] = collections.deque()
         self._num_finished = 0
         self._finished_at_last_look = -1
+        self._num_granted = 1
 
     def __repr__(self) -> str:
         return (
@@ -78,14 +79,17 @@ class Slots(Generic[R]):
             return False
         return True
 
-    def on_stall(self) -> R | None:
-        """Called now and then: a request to run beyond the limit if nothing has finished since the last look."""
-        progressed = self._num_finished != self._finished_at_last_look
+    def on_stall(self) -> list[R]:
+        """Called now and then: requests to run beyond the limit if nothing has finished since the last look."""
+        has_progressed = self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
-        if progressed or not self._queue:
-            return None
-        self._num_running += 1
-        return self._queue.popleft()
+        if has_progressed or not self._queue:
+            self._num_granted = 1
+            return []
+        granted = [self._queue.popleft() for _ in range(min(self._num_granted, len(self._queue)))]
+        self._num_granted *= 2
+        self._num_running += len(granted)
+        return granted
 
     def _next(self) -> R | None:
         if self._queue and self._num_running < self._limit:

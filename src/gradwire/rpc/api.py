@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gradwire.errors import ConfigurationError, NotInitialized
-from gradwire.rpc import rendezvous
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.calling import To
 from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.meeting_point import MeetingPointLost, agree_on_token, open_meeting_point
 from gradwire.rpc.options import (
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -22,6 +22,8 @@ from gradwire.rpc.options import (
     RpcBackendOptions,
     RpcOptions,
 )
+from gradwire.rpc.rendezvous import Meeting
+from gradwire.rpc.store_directory import StoreDirectory
 from gradwire.rpc.worker import start_worker
 from gradwire.types import WorkerInfo
 
@@ -92,22 +94,23 @@ def init_rpc(
         try:
             _meet(name, rank, world_size, options, deadline)
             return
-        except rendezvous.MeetingPointLost:  # rank 0 was just leaving; it may come back
+        except MeetingPointLost:  # rank 0 was just leaving; it may come back
             if time.monotonic() >= deadline:
                 raise
 
 
 def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float) -> None:
     left_s = max(0.001, deadline - time.monotonic())
-    point = rendezvous.open_meeting_point(options.init_method, rank, world_size, left_s)
-    directory = rendezvous.StoreDirectory(point, _PREFIX)
+    point = open_meeting_point(options.init_method, rank, world_size, left_s)
+    directory = StoreDirectory(point, _PREFIX)
     info = WorkerInfo(name, point.rank)
-    config = options.worker_config(rendezvous.agree_on_token(point, _PREFIX), point.facing_host)
-    agent = start_worker(info, config, directory, on_close=lambda: directory.withdraw(info))
+    config = options.worker_config(agree_on_token(point, _PREFIX), point.facing_host)
+    after = directory.last_incarnation(name)
+    agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
     try:
         directory.publish(agent)
         if point.world_size is not None:
-            rendezvous.join(agent, directory, point, deadline)
+            Meeting(agent, directory, point).join(deadline)
         set_current_agent(agent)
     except BaseException:
         agent.close()

@@ -118,9 +118,11 @@ class Caller:
         future: CallFuture[Any] | None,
     ) -> PendingCall:
         agent = self._agent
+        if agent.is_closed:
+            raise _closed(agent)
         name = to if type(to) is str else self.name_of(to)
         timeout_s = agent.server.time_left(self.default_timeout_s if timeout_s is None else timeout_s)
-        function_name, packed = agent.codec.pack_call(function, args, kwargs or {})
+        function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, self._shares_main(name))
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
@@ -130,17 +132,24 @@ class Caller:
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         while True:
-            if agent.is_closed:
-                raise NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")
             lane = self._room_on(self.peer(name), call)
             if agent.interceptors and not message.notes:
                 envelope = Envelope("call", lane.address.info, label)
                 message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
             if self._send(lane, call, message, packed):
                 break
+            if agent.is_closed:
+                raise _closed(agent)
         if future is not None:
             lane.reader.ensure_watched()
         return call
+
+    def _shares_main(self, name: str) -> bool:
+        peer = self._peers.get(name)
+        if peer is not None and (lane := peer.lanes.get("calls")) is not None:
+            return lane.shares_main
+        own = self._agent.address
+        return own.shares_main(self._agent.directory.find(name))
 
     def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
         """Sends a call; False if the connection was closed here before, so that another one is needed."""
@@ -206,7 +215,7 @@ class Caller:
         message = Call(call.call_id, call.function, timeout_s, packed.codec, len(packed.body))
         while not self._send(self.peer(to).lane("control", call.deadline), call, message, packed):
             if self._agent.is_closed:
-                raise NotInitialized(f"worker {self._agent.info.name} has shut down; call init_rpc again")
+                raise _closed(self._agent)
 
     # -- waiting, ending -----------------------------------------------------------------------------------------
 
@@ -384,3 +393,7 @@ class Caller:
         for peer in list(self._peers.values()):
             peer.close(say_goodbye)
         self.local.close()
+
+
+def _closed(agent: Agent) -> NotInitialized:
+    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")

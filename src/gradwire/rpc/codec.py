@@ -34,7 +34,11 @@ class Codec:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def pack_call(
-        self, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        shares_main: bool = False,
     ) -> tuple[str, objects.Packed]:
         """The function's name (empty when it is in the body) and the packed arguments.
 
@@ -42,18 +46,18 @@ class Codec:
             CannotSend: An argument or the function cannot travel.
         """
         if isinstance(function, str):
-            return function, objects.pack((tuple(args), kwargs), self._trust, self._limits)
+            return function, objects.pack((tuple(args), kwargs), self._trust, self._limits, shares_main)
         if not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
-        name = exposed_name(function) if self._trust == "data" else objects.function_name(function)
+        name = exposed_name(function) if self._trust == "data" else objects.function_name(function, shares_main)
         if name is not None and len(name) <= self._limits.name_bytes:
-            return name, objects.pack((tuple(args), kwargs), self._trust, self._limits)
+            return name, objects.pack((tuple(args), kwargs), self._trust, self._limits, shares_main)
         if self._trust == "data":
             raise CannotSend(
                 f'trust="data": {describe_function(function)} cannot be sent; mark it with @gradwire.rpc.expose on both '
                 f"workers, or call it by its exposed name"
             )
-        return "", objects.pack((function, tuple(args), kwargs), self._trust, self._limits)
+        return "", objects.pack((function, tuple(args), kwargs), self._trust, self._limits, shares_main)
 
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
@@ -113,13 +117,13 @@ class Codec:
 
     # -- replies -------------------------------------------------------------------------------------------------
 
-    def pack(self, value: Any) -> objects.Packed:
+    def pack(self, value: Any, shares_main: bool = False) -> objects.Packed:
         """A result, packed.
 
         Raises:
             CannotSend: It cannot travel.
         """
-        return objects.pack(value, self._trust, self._limits)
+        return objects.pack(value, self._trust, self._limits, shares_main)
 
     def unpack(self, packed: objects.Packed, values: list[torch.Tensor]) -> Any:
         """The value of something packed in this process, with other tensors in place of its own."""

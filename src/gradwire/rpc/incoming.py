@@ -97,6 +97,7 @@ class Incoming:
         self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.is_current)
         self.peer: WorkerAddress | None = None
         self.lane = ""
+        self.shares_main = False
         self.requests: dict[int, Request] = {}
         self.last_call_id = 0
         self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
@@ -132,6 +133,7 @@ class Incoming:
             return
         if handshake.is_open:
             self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
+            self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
             self._agent.on_connected(self.peer)
             self.connection.decoder.accept = _SERVER_ACCEPTS
@@ -191,7 +193,7 @@ class Incoming:
     def reply(self, request: Request, value: Any) -> None:
         """Sends a result, unless nobody wants it any more."""
         codec = self._agent.codec
-        packed = codec.pack(value)
+        packed = codec.pack(value, self.shares_main)
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             return
         request.phase = "reply"

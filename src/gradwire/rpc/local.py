@@ -58,7 +58,7 @@ class LocalSource:
     def reply(self, request: Request, value: Any) -> None:
         """Ends the call with a copy of the result."""
         codec = self._agent.codec
-        packed = codec.pack(value)
+        packed = codec.pack(value, shares_main=True)
         envelope = Envelope("reply", self.info, request.function, request.notes)
         notes = codec.outgoing_notes(envelope, packed.tensors)
         values = codec.incoming(Envelope("reply", self.info, request.function), notes, _copies(packed.tensors))

@@ -81,7 +81,7 @@ class RpcOptions(RpcBackendOptions):
         self.shared_memory_from = shared_memory_from
 
     def worker_config(self, token: bytes, bind_host: str) -> WorkerConfig:
-        """The settings of one worker.
+        """The settings of one worker, whose address as seen from the meeting point is `bind_host`.
 
         Raises:
             ConfigurationError: One of them is wrong.
@@ -93,6 +93,7 @@ class RpcOptions(RpcBackendOptions):
             transports=self.transports,
             bind_host=self.bind_host or bind_host,
             bind_port=self.bind_port,
+            advertised_host=bind_host if self.bind_host in ("0.0.0.0", "::") else None,
             tls=self.tls,
             token=token,
             limits=self.limits,

@@ -55,6 +55,7 @@ class OpenLane:
         self.kind = kind
         self.connection = connection
         self.address = address
+        self.shares_main = peer.agent.address.shares_main(address)
         self.calls = CallTable()
         self.room = threading.Event()  # set when a call ends while somebody waits for room
         self.num_waiting_for_room = 0
@@ -106,7 +107,7 @@ class Peer:
         self.name = name
         self.lanes: dict[str, OpenLane] = {}
         self.last_seen: float | None = None
-        self.lost_reason: str | None = None  # said by whoever supervises the worker; cleared by a new connection
+        self.lost_reason: str | None = None  # said by whoever supervises the worker
         self._lock = threading.Lock()  # one thread connects
 
     def __repr__(self) -> str:

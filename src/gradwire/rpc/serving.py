@@ -118,8 +118,8 @@ class Server:
             if now >= self._next_stall_check:
                 self._next_stall_check = now + _STALL_S
                 with self._lock:
-                    request = self._slots.on_stall()
-                if request is not None:
+                    granted = self._slots.on_stall()
+                for request in granted:
                     self._run_soon(request)
         return wanted
 
@@ -153,10 +153,13 @@ class Server:
                 request = self._slots.on_finished()
 
     def _execute(self, request: Request) -> None:
-        if request.is_dropped or time.monotonic() >= request.deadline:
+        with self._lock:
+            is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+            if is_wanted:
+                request.phase = "run"
+        if not is_wanted:
             request.source.requests.pop(request.call_id, None)
             return
-        request.phase = "run"
         outer = current_request()
         set_current_request(request)
         try:
@@ -211,14 +214,16 @@ class Server:
 
     def drop(self, request: Request) -> str:
         """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
-        request.is_dropped = True
         with self._lock:
+            request.is_dropped = True
             self._slots.on_cancelled(request)
-        request.frame = None
+            phase = request.phase
+        if phase == "queue":
+            request.frame = None
         nested = request.waits_for
         if nested is not None:
             self.agent.caller.cancel(nested)
-        return request.phase
+        return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
         """Drops a call on its caller's behalf; returns how far it got."""

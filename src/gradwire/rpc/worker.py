@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from gradwire.errors import ConfigurationError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import Directory
 from gradwire.transports import registry
+from gradwire.transports.folder import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, make_incarnation
 
 attachments: list[Callable[[Agent], None]] = []
@@ -24,6 +25,7 @@ def start_worker(
     directory: Directory,
     *,
     folder: Path | None = None,
+    after: int = 0,
     on_close: Callable[[], None] = lambda: None,
 ) -> Agent:
     """Builds a worker and starts it.
@@ -33,23 +35,25 @@ def start_worker(
         config: How it runs.
         directory: Who else is there.
         folder: Private folder (0700) for its socket; a temporary one if not given.
+        after: The worker's earlier incarnation, if known: this one's is higher, even if the clock was set back.
         on_close: Called when the worker is closed.
 
     Raises:
         ConfigurationError: A setting or address cannot be used; nothing is left running.
     """
     check_name(info.name, config.limits.name_bytes)
-    own_folder = Path(tempfile.mkdtemp(prefix="gradwire-")) if folder is None else None
+    own_folder = SocketFolder() if folder is None else None
 
     def clean_up() -> None:
         if own_folder is not None:
-            shutil.rmtree(own_folder, ignore_errors=True)
+            own_folder.close()
         on_close()
 
     try:
         trust: Trust = config.trust or ("data" if config.tls is not None else "code")
-        address = WorkerAddress(info, make_incarnation(), registry.host_identity(), ())
-        transports = registry.make_transports(config, folder or own_folder)
+        incarnation = max(make_incarnation(), after + 1)
+        address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
+        transports = registry.make_transports(config, own_folder.path if own_folder is not None else folder)
         agent = Agent(address, config, trust, directory, transports, clean_up)
         for attach in attachments:
             attach(agent)
@@ -58,6 +62,15 @@ def start_worker(
         clean_up()
         raise
     return agent
+
+
+def _digest_of_main() -> str:
+    """Tells whether two workers run the same script; empty in a notebook or an interactive interpreter."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path else ""
+    except OSError:
+        return ""
 
 
 def check_name(name: str, limit: int) -> None:

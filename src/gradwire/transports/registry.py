@@ -19,9 +19,7 @@ LOCAL = "local"  # the host of workers that whoever made the directory knows to 
 _PREFERENCE = ("inproc", "unix", "tcp")  # cheapest first
 
 
-def make_transports(
-    config: WorkerConfig, folder: Path | None, advertised_host: str | None = None
-) -> dict[str, Transport]:
+def make_transports(config: WorkerConfig, folder: Path | None) -> dict[str, Transport]:
     """The transports a worker listens on and connects with.
 
     Raises:
@@ -38,7 +36,9 @@ def make_transports(
                 raise ConfigurationError("the unix transport needs a private folder for its socket")
             transports[scheme] = UnixTransport(folder, options)
         else:
-            transports[scheme] = TcpTransport(config.bind_host, config.bind_port, config.tls, options, advertised_host)
+            transports[scheme] = TcpTransport(
+                config.bind_host, config.bind_port, config.tls, options, config.advertised_host
+            )
     return transports
 
 

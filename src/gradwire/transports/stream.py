@@ -118,6 +118,7 @@ class StreamConnection:
             ConnectionClosed: This side had closed the connection.
         """
         if not values:
+            self._check_size(len(body), 0)
             head = framing.encode(message, len(body))
             if len(body) >= _JOIN_BELOW:
                 self._write([head, body], (), deadline)
@@ -125,14 +126,11 @@ class StreamConnection:
                 self._write([head + body], (), deadline)
             return
         assert isinstance(message, Call | Reply)
+        self._check_size(len(body), len(values))
         parcel = _Parcel(body)
         try:
             message.tensors = tuple([self._place(value, parcel) for value in values])
-            if parcel.num_bytes > self._options.limits.frame_bytes:
-                raise LimitExceeded(
-                    f"a message of {parcel.num_bytes:,} bytes exceeds Limits.frame_bytes "
-                    f"({self._options.limits.frame_bytes:,}); send it in pieces or raise the limit on both workers"
-                )
+            self._check_size(parcel.num_bytes, len(values))
             parcel.buffers[0] = framing.encode(message, parcel.num_bytes)
             if parcel.leases:
                 self._write(parcel.buffers, parcel.descriptors(), deadline)
@@ -148,6 +146,20 @@ class StreamConnection:
             raise
         if parcel.leases:
             parcel.close_descriptors()
+
+    def _check_size(self, num_bytes: int, num_tensors: int) -> None:
+        """Refuses here what the other side would refuse there, where it would cost the connection."""
+        limits = self._options.limits
+        if num_bytes > limits.frame_bytes:
+            raise LimitExceeded(
+                f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({limits.frame_bytes:,}); send it in "
+                f"pieces or raise the limit on both workers"
+            )
+        if num_tensors > limits.num_tensors:
+            raise LimitExceeded(
+                f"a message with {num_tensors:,} tensors exceeds Limits.num_tensors ({limits.num_tensors:,}); stack them, "
+                f"or raise the limit on both workers"
+            )
 
     def _hold_back(self, frame: bytes) -> bool:
         with self._write_lock:

@@ -69,6 +69,7 @@ def _check_address(address: WorkerAddress, limits: Limits) -> None:
     _check_number(address.info.id, "rank", _MAX_RANK)
     _check_number(address.incarnation, "incarnation")
     _check_name(address.host, "a host's identity", _MAX_URI_BYTES)
+    _check_name(address.main, "a script's digest", _MAX_URI_BYTES)
     if len(address.uris) > _MAX_URIS:
         raise LimitExceeded(f"a worker with {len(address.uris)} addresses")
     for uri in address.uris:

@@ -15,11 +15,14 @@ _modules: dict[str, tuple[ModuleType, str]] = {}  # where functions were found
 _known: dict[Any, str] = {}  # names that were found; modules hold their functions for good anyway
 
 
-def function_name(fn: Any) -> str | None:
+def function_name(fn: Any, shares_main: bool = False) -> str | None:
     """The name under which another worker finds this function, or None if it has to travel by value.
 
-    None for lambdas, closures, partials, methods of instances, and everything that was defined in ``__main__``.
+    None for lambdas, closures, partials, methods of instances, and, unless the other worker runs the same script, for
+    everything that was defined in ``__main__``.
     """
+    if getattr(fn, "__module__", None) in MAIN_MODULES:
+        return _main_name(fn) if shares_main else None
     try:
         name = _known.get(fn)
     except TypeError:  # not hashable
@@ -31,6 +34,15 @@ def function_name(fn: Any) -> str | None:
                 _known.clear()
             _known[fn] = name
     return name
+
+
+def _main_name(fn: Any) -> str | None:
+    main, qualname, code = sys.modules["__main__"], getattr(fn, "__qualname__", "<"), getattr(fn, "__code__", None)
+    if "<" in qualname or isinstance(fn, MethodType):
+        return None
+    if code is not None and code.co_filename != getattr(main, "__file__", None):
+        return None  # typed in or made by exec: the other worker's script has no such thing
+    return f"__main__:{qualname}" if _walk(main, qualname) is fn else None
 
 
 def _find_name(fn: Any) -> str | None:

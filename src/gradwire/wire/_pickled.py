@@ -1,7 +1,7 @@
 """Pickles, for workers that trust each other with code. Tensors stay outside of the pickle.
 
 The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
-``__main__``, whose contents differ between workers) is done again by cloudpickle, by value.
+``__main__`` of workers that run different programs) is done again by cloudpickle, by value.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class _ByValue(Exception):
 class _Pickler(pickle.Pickler):
     """Pickles by reference. Used many times, because making one costs more than most messages."""
 
+    shares_main = False  # whether the other worker's ``__main__`` is the same script
+
     def __init__(self) -> None:
         self.buffer = io.BytesIO()
         self.table = TensorTable()
@@ -39,7 +41,7 @@ class _Pickler(pickle.Pickler):
         return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
+        if not self.shares_main and isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
             raise _ByValue
         return NotImplemented
 
@@ -66,6 +68,9 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(body))
         self._tensors = tensors
 
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if module in MAIN_MODULES else module, name)
+
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
             raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} came)")
@@ -77,15 +82,19 @@ class _Unpickler(pickle.Unpickler):
 _idle: deque[_Pickler] = deque(maxlen=_KEEP_PICKLERS)
 
 
-def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, list[torch.Tensor]]:
     """Pickle a value.
+
+    Args:
+        value: What to pickle.
+        shares_main: Whether what is defined in ``__main__`` can be found there by name.
 
     Raises:
         CannotSend: Raised by a class while it was pickled.
         Exception: Whatever cloudpickle says about a value that cannot be pickled.
     """
     try:
-        return _dumps_by_reference(value)
+        return _dumps_by_reference(value, shares_main)
     except CannotSend:
         raise
     except Exception:  # anything: classes raise what they like, and only the second attempt counts
@@ -95,11 +104,12 @@ def dumps(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         return buffer.getvalue(), pickler.table.tensors
 
 
-def _dumps_by_reference(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, list[torch.Tensor]]:
     try:
         pickler = _idle.pop()
     except IndexError:
         pickler = _Pickler()
+    pickler.shares_main = shares_main
     pickler.dump(value)  # a pickler that failed is not kept
     body, tensors = pickler.buffer.getvalue(), pickler.table.tensors
     if len(body) < _KEEP_BYTES:

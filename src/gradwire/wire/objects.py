@@ -66,13 +66,14 @@ class Packed(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
+def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
     """Encode a value for another worker.
 
     Args:
         value: For a call, ``(args, kwargs)``; anything else for a result.
         trust: Whether pickles may be used.
         limits: `Limits.depth` bounds the nesting of containers.
+        shares_main: Whether the other worker runs the same script, so that ``__main__`` need not travel by value.
 
     Raises:
         CannotSend: Something in it cannot travel; says what, where, and what to do.
@@ -94,7 +95,7 @@ def pack(value: Any, trust: Trust, limits: Limits) -> Packed:
     except _plain.NotPlain:
         if trust != "code":
             raise _explain_not_plain(value, limits) from None
-        return _pack_pickle(value)
+        return _pack_pickle(value, shares_main)
     if trust != "code":
         _check_outgoing(body, limits)
     return Packed(PLAIN, body, tensors)
@@ -143,9 +144,9 @@ def _check_outgoing(body: bytes, limits: Limits) -> None:
         raise CannotSend(f"a value cannot be sent: {error}; send many numbers as a tensor") from error
 
 
-def _pack_pickle(value: Any) -> Packed:
+def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     try:
-        return Packed(PICKLE, *_pickled.dumps(value))
+        return Packed(PICKLE, *_pickled.dumps(value, shares_main))
     except CannotSend:
         raise
     except Exception as error:

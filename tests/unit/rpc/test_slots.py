@@ -49,11 +49,11 @@ def test_what_is_cancelled_in_the_queue_never_runs() -> None:
 
 def test_a_stall_grants_one_more_at_a_time() -> None:
     slots: Slots[str] = Slots(1)
-    assert slots.on_stall() is None
+    assert slots.on_stall() == []
     for name in "abc":
         slots.on_request(name)
-    assert [slots.on_stall(), slots.on_stall()] == ["b", "c"]
-    assert slots.on_stall() is None  # nobody is queued
+    assert [slots.on_stall(), slots.on_stall()] == [["b"], ["c"]]
+    assert slots.on_stall() == []  # nobody is queued
     assert slots.num_running == 3
 
 
@@ -61,10 +61,10 @@ def test_progress_is_no_stall() -> None:
     slots: Slots[str] = Slots(2)
     for name in "abcdef":
         slots.on_request(name)
-    assert slots.on_stall() is None  # the first look
+    assert slots.on_stall() == []  # the first look
     assert slots.on_finished() == "c"
-    assert slots.on_stall() is None  # something has finished since
-    assert slots.on_stall() == "d"
+    assert slots.on_stall() == []  # something has finished since
+    assert slots.on_stall() == ["d"]
 
 
 class Model:
@@ -118,7 +118,8 @@ class Model:
 
     def on_stall(self, pick: int) -> None:
         before = len(self.running)
-        self.start(self.slots.on_stall())
+        for request in self.slots.on_stall():
+            self.start(request)
         self.num_excess += len(self.running) - before
 
     def check(self) -> None:

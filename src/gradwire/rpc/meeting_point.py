@@ -1,0 +1,152 @@
+"""Where workers that were started separately meet: one of torch's stores, opened from an init method.
+
+env://            MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them
+tcp://host:port   rank 0 serves the store there
+file:///path      a file that all can reach
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+from gradwire.errors import ConfigurationError, RendezvousFailed
+from gradwire.transports.tcp import is_loopback
+
+_LOOK_S = 0.05
+
+
+class MeetingPointLost(RendezvousFailed):
+    """The store went away before everybody had met; it may be opened again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where the workers meet, and as which rank.
+
+    Attributes:
+        where: For messages to people.
+        host: Whose address a worker on another machine should face; None for files.
+        world_size: None where workers come and go.
+    """
+
+    store: Any
+    where: str
+    host: str | None
+    rank: int
+    world_size: int | None
+
+    @property
+    def facing_host(self) -> str:
+        """This machine's address as seen from the meeting point."""
+        if self.host is None or is_loopback(self.host):
+            return "127.0.0.1"
+        family = socket.getaddrinfo(self.host, 9)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing; asks the kernel for the route
+            probe.connect((self.host, 9))
+            return str(probe.getsockname()[0])
+
+
+def open_meeting_point(init_method: str, rank: int, world_size: int | None, timeout_s: float) -> MeetingPoint:
+    """Opens the store that an init method names.
+
+    Raises:
+        ConfigurationError: The method, rank or world size makes no sense.
+        RendezvousFailed: The store cannot be reached in time.
+    """
+    url = urlparse(init_method)
+    query = {key: values[0] for key, values in parse_qs(url.query).items()}
+    if url.scheme == "env":
+        return _open_env(rank, world_size, timeout_s)
+    rank = int(query.get("rank", rank))
+    if "world_size" in query:
+        world_size = int(query["world_size"])
+    _check(rank, world_size)
+    if url.scheme == "file":
+        path = os.path.abspath(url.netloc + url.path)
+        if not os.path.isdir(os.path.dirname(path)):  # the store would try to open it until the deadline
+            raise RendezvousFailed(f"cannot meet at {init_method}: there is no folder {os.path.dirname(path)}")
+        try:
+            # It will hold the token: nobody else may read it.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            store = FileStore(path, -1)
+        except (RuntimeError, OSError) as error:
+            raise RendezvousFailed(f"cannot meet at {init_method}: {error}") from error
+        return MeetingPoint(store, init_method, None, rank, world_size)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        store = _open_tcp(url.hostname, url.port, rank == 0, rank, timeout_s)
+        return MeetingPoint(store, init_method, url.hostname, rank, world_size)
+    raise ConfigurationError(f'init_method must be "env://", "tcp://host:port" or "file:///path", not {init_method!r}')
+
+
+def _open_env(rank: int, world_size: int | None, timeout_s: float) -> MeetingPoint:
+    def need(name: str) -> str:
+        if name not in os.environ:
+            raise ConfigurationError(
+                f'init_method "env://" needs the environment variable {name}; set it, or pass '
+                f'rpc_backend_options with init_method="tcp://host:port" and rank='
+            )
+        return os.environ[name]
+
+    rank = rank if rank >= 0 else int(need("RANK"))
+    if world_size is None and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+    _check(rank, world_size)
+    host, port = need("MASTER_ADDR"), int(need("MASTER_PORT"))
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store itself
+    store = _open_tcp(host, port, rank == 0 and not is_hosted, rank, timeout_s)
+    return MeetingPoint(store, f"tcp://{host}:{port}", host, rank, world_size)
+
+
+def _check(rank: int, world_size: int | None) -> None:
+    if not 0 <= rank < 1 << 16:
+        raise ConfigurationError(f"rank must be between 0 and 65,535, not {rank}")
+    if world_size is not None and not rank < world_size:
+        raise ConfigurationError(f"rank {rank} does not fit a world of {world_size}")
+
+
+def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float) -> Any:
+    if not is_server:
+        _wait_for_server(host, port, timeout_s)
+    try:
+        return TCPStore(
+            host, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        if is_server:
+            text = f"rank 0 cannot open the meeting point at tcp://{host}:{port}: {error}"
+        else:
+            text = f"rank 0 never arrived: rank {rank} expected it at tcp://{host}:{port} for {timeout_s:g} s"
+        raise RendezvousFailed(text) from error
+
+
+def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
+    """One secret for all workers that meet there: whoever comes first chooses it.
+
+    Raises:
+        MeetingPointLost: The store went away.
+    """
+    try:
+        return bytes(point.store.compare_set(f"{prefix}/token", "", secrets.token_hex(32)))
+    except RuntimeError as error:
+        raise MeetingPointLost(f"the meeting point {point.where} went away: {error}") from error
+
+
+def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError:
+            pause.wait(_LOOK_S)

@@ -1,0 +1,137 @@
+"""Workers as published in a store: addresses by name and by rank, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from datetime import timedelta
+
+import msgspec
+
+from gradwire.errors import ConfigurationError, TransportError, UnknownWorker
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.meeting_point import MeetingPoint, MeetingPointLost
+from gradwire.transports import registry
+from gradwire.types import WorkerAddress, WorkerInfo
+
+encode_address = msgspec.msgpack.Encoder().encode
+decode_address = msgspec.msgpack.Decoder(WorkerAddress).decode
+
+
+class StoreDirectory(StaticDirectory):
+    """Workers as published in a store.
+
+    Args:
+        point: Where.
+        prefix: Of all keys.
+    """
+
+    def __init__(self, point: MeetingPoint, prefix: str) -> None:
+        super().__init__()
+        self.is_fixed = point.world_size is not None
+        self._point = point
+        self._prefix = prefix
+
+    def publish(self, agent: Agent) -> None:
+        """Makes this worker known.
+
+        Raises:
+            ConfigurationError: Another rank that answers has the same name.
+        """
+        store, info = self._point.store, agent.info
+        known = self._read(f"name/{info.name}")
+        if known is not None and known.info.id != info.id and self.is_fixed and _is_there(agent, known):
+            raise ConfigurationError(f"rank {known.info.id} is called {info.name}, too; names must be unique")
+        try:
+            store.set(f"{self._prefix}/name/{info.name}", encode_address(agent.address))
+            store.set(f"{self._prefix}/rank/{info.id}", encode_address(agent.address))
+            if known is None:
+                index = store.add(f"{self._prefix}/members", 1)
+                store.set(f"{self._prefix}/member/{index}", info.name)
+        except RuntimeError as error:
+            raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
+
+    def withdraw(self, info: WorkerInfo) -> None:
+        """Forgets this worker, as far as the store can still be reached, and lets go of the store and its port."""
+        store = self._point.store
+        with contextlib.suppress(RuntimeError):
+            store.set_timeout(timedelta(seconds=1))
+            for key in (f"name/{info.name}", f"rank/{info.id}"):
+                store.set(f"{self._prefix}/{key}", b"")
+        self._point = dataclasses.replace(self._point, store=None)
+
+    def find(self, worker: str | int) -> WorkerAddress:
+        """The worker of that name or rank, from memory or from the store.
+
+        Raises:
+            UnknownWorker: There is none.
+        """
+        try:
+            return super().find(worker)
+        except UnknownWorker:
+            found = self._read(f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}")
+            if found is None:
+                raise
+            self.update(found)
+            return found
+
+    def refresh(self, name: str) -> WorkerAddress | None:
+        """Reads the store again."""
+        found = self._read(f"name/{name}")
+        if found is not None:
+            self.update(found)
+        return found
+
+    def last_incarnation(self, name: str) -> int:
+        """What the store knows of an earlier life of that worker; 0 for nothing."""
+        known = self._read(f"name/{name}")
+        return known.incarnation if known is not None else 0
+
+    def at_rank(self, rank: int) -> WorkerAddress | None:
+        """What the store says about a rank."""
+        return self._read(f"rank/{rank}")
+
+    def infos(self) -> list[WorkerInfo]:
+        """All workers, by rank; without a world size, those that have published themselves."""
+        if self._point.world_size is None:
+            with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
+                for index in range(1, self._point.store.add(f"{self._prefix}/members", 0) + 1):
+                    name = self._point.store.get(f"{self._prefix}/member/{index}").decode()
+                    self.refresh(name)
+        return super().infos()
+
+    def _read(self, key: str) -> WorkerAddress | None:
+        store, full = self._point.store, f"{self._prefix}/{key}"
+        try:
+            raw = store.get(full) if store.check([full]) else b""
+        except (RuntimeError, AttributeError):  # the store went away with its host, or is closed
+            return None
+        try:
+            return decode_address(raw) if raw else None
+        except msgspec.DecodeError as error:
+            raise ConfigurationError(
+                f"the store at {self._point.where} holds no address under {full}: {error}"
+            ) from error
+
+    def check_store(self) -> None:
+        """Asks the store for anything.
+
+        Raises:
+            MeetingPointLost: It does not answer.
+        """
+        try:
+            self._point.store.check([f"{self._prefix}/token"])
+        except RuntimeError as error:
+            raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
+
+
+def _is_there(agent: Agent, address: WorkerAddress) -> bool:
+    """Whether anybody listens at an address; a run that was killed leaves its addresses behind."""
+    try:
+        uri = registry.choose_uri(address, agent.address.host, agent.transports)
+        agent.transports[uri.partition(":")[0]].connect(uri, time.monotonic() + 1.0).close()
+    except TransportError:
+        return False
+    return True
