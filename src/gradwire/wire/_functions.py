@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from gradwire.wire._pickled import MAIN_MODULES
+from gradwire.wire._pickled import MAIN_MODULES, is_in_script
 
 _MAX_KNOWN = 4096
 _modules: dict[str, tuple[ModuleType, str]] = {}  # where functions were found
@@ -37,12 +37,10 @@ def function_name(fn: Any, shares_main: bool = False) -> str | None:
 
 
 def _main_name(fn: Any) -> str | None:
-    main, qualname, code = sys.modules["__main__"], getattr(fn, "__qualname__", "<"), getattr(fn, "__code__", None)
-    if "<" in qualname or isinstance(fn, MethodType):
+    qualname = getattr(fn, "__qualname__", "<")
+    if "<" in qualname or not isinstance(fn, FunctionType | type) or not is_in_script(fn):
         return None
-    if code is not None and code.co_filename != getattr(main, "__file__", None):
-        return None  # typed in or made by exec: the other worker's script has no such thing
-    return f"__main__:{qualname}" if _walk(main, qualname) is fn else None
+    return f"__main__:{qualname}" if _walk(sys.modules["__main__"], qualname) is fn else None
 
 
 def _find_name(fn: Any) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections import deque
 from types import FunctionType
 from typing import Any, Final
@@ -27,6 +28,16 @@ class _ByValue(Exception):
     """Something that the other worker cannot import."""
 
 
+def is_in_script(obj: Any) -> bool:
+    """Whether something of ``__main__`` comes from the script itself, and was not typed in or made by ``exec``."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    parts = (
+        [obj] if isinstance(obj, FunctionType) else [item for item in vars(obj).values() if type(item) is FunctionType]
+    )
+    files = {part.__code__.co_filename for part in parts} - {"<string>"}  # dataclasses write methods of their own
+    return script is not None and files <= {script}
+
+
 class _Pickler(pickle.Pickler):
     """Pickles by reference. Used many times, because making one costs more than most messages."""
 
@@ -41,8 +52,9 @@ class _Pickler(pickle.Pickler):
         return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not self.shares_main and isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
-            raise _ByValue
+        if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
+            if not (self.shares_main and is_in_script(obj)):
+                raise _ByValue
         return NotImplemented
 
     def reset(self) -> None:
