@@ -52,9 +52,9 @@ class _Pickler(pickle.Pickler):
         return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES:
-            if not (self.shares_main and is_in_script(obj)):
-                raise _ByValue
+        is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES
+        if is_of_main and not (self.shares_main and is_in_script(obj)):
+            raise _ByValue
         return NotImplemented
 
     def reset(self) -> None:
