@@ -3,6 +3,9 @@
 Whoever frees the last view of a buffer runs a callback, in any thread and between any two instructions, also inside
 `BufferPool.allocate`. It appends to a deque, which is one atomic step, and only *tries* to take the lock. Whoever holds
 the lock looks at the deque again after letting go of it, so nothing that was freed is left lying.
+
+Ctrl-C may hit between any two calls, too. ``with lock`` stands that; a lock that is only tried is taken inside of ``try``
+and released in one step that may fail, so that no moment is left in which it is held and nobody will release it.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ class BufferPool:
     def __init__(self, limit_bytes: int, smallest: int = 256 * KIB) -> None:
         self._limit_bytes = limit_bytes
         self._smallest = smallest
-        self._lock = threading.Lock()  # guards _idle, _bytes_idle, _num_created; callbacks only ever try to take it
+        # Guards _idle and _num_created; callbacks only ever try to take it. It knows its owner: see `_settle`.
+        self._lock: Any = threading.RLock()
         self._idle: list[mmap.mmap] = []  # the most recently used one is last
-        self._bytes_idle = 0
         self._num_created = 0
         self._freed: deque[mmap.mmap] = deque()  # from callbacks, for whoever holds the lock next
         self._loans: dict[int, _PoolLoan] = {}  # single operations only, no lock
@@ -78,7 +81,7 @@ class BufferPool:
         """What the pool holds now."""
         self._settle()
         with self._lock:
-            return PoolStatistics(len(self._loans), len(self._idle), self._bytes_idle, self._num_created)
+            return PoolStatistics(len(self._loans), len(self._idle), sum(map(len, self._idle)), self._num_created)
 
     def on_freed(self, loan: _PoolLoan) -> None:
         """A buffer was freed; called by the garbage collector, from anywhere."""
@@ -88,26 +91,29 @@ class BufferPool:
 
     def _settle(self) -> None:
         """Take in what was freed, unless somebody holds the lock: they come by here after they let go of it."""
-        while self._freed and self._lock.acquire(blocking=False):
+        while self._freed and not self._lock._is_owned():
             try:
+                if not self._lock.acquire(blocking=False):
+                    return
                 self._take_freed()
             finally:
-                self._lock.release()
+                try:  # noqa: SIM105  (a call of suppress() would be one more place for Ctrl-C)
+                    self._lock.release()
+                except RuntimeError:  # not taken
+                    pass
 
     def _take_freed(self) -> None:
         while self._freed:  # callbacks fill it, only the holder of the lock empties it
             self._idle.append(self._freed.popleft())
-            self._bytes_idle += len(self._idle[-1])
-        num_dropped = 0
-        while self._bytes_idle > self._limit_bytes:
-            self._bytes_idle -= len(self._idle[num_dropped])
+        num_dropped, num_bytes = 0, sum(map(len, self._idle))  # counted each time: Ctrl-C cannot make it wrong
+        while num_bytes > self._limit_bytes:
+            num_bytes -= len(self._idle[num_dropped])
             num_dropped += 1
         del self._idle[:num_dropped]
 
     def _take_idle(self, capacity: int) -> mmap.mmap | None:
         for index in range(len(self._idle) - 1, -1, -1):
             if len(self._idle[index]) == capacity:
-                self._bytes_idle -= capacity
                 return self._idle.pop(index)
         return None
 
