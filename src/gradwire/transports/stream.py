@@ -64,8 +64,9 @@ class StreamConnection:
             allocate=options.pool.allocate,
             map_slot=slots.map_slot if slots is not None else None,
         )
-        # One frame at a time on the wire; guards the two fields below. It knows its owner: see `_write`.
+        # One frame at a time on the wire; guards the three fields below. It knows its owner: see `_write`.
         self._write_lock: Any = threading.RLock()
+        self._is_writing = False  # still set when the next one begins: Ctrl-C has cut a frame off
         self._held_back: list[bytes] = []
         self._num_held_back = 0
         self._closed = False
@@ -140,7 +141,9 @@ class StreamConnection:
                 frame = b"".join(parcel.buffers)
                 if not (hold_back and self._hold_back(frame)):
                     self._write([frame], (), deadline)
-        except BaseException:
+        except BaseException as error:
+            if parcel.leases and not isinstance(error, Exception):
+                self.close()  # Ctrl-C: the message may be out, and its slots in use there
             for lease in parcel.leases:
                 self._lender.cancel(lease)
             raise
@@ -210,18 +213,24 @@ class StreamConnection:
                 timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
             ):
                 raise TimeoutError(f"another message still occupies {self.label}")
+            if self._is_writing or self._closed:  # Ctrl-C has cut off a message, or the end of the connection
+                self.close()
+                raise ConnectionClosed(f"{self.label} was closed here")
             held_back = self._held_back
             if held_back:
                 buffers = [b"".join(held_back), *buffers]
                 self._held_back, self._num_held_back = [], 0
             elif not buffers:
                 return
+            self._is_writing = True
             written = self._channel.write(buffers, descriptors)
             total = len(buffers[0]) if len(buffers) == 1 else sum(map(_num_bytes, buffers))
             self.bytes_sent += total
             if written != total:
                 self._write_rest(buffers, descriptors, written, deadline)
+            self._is_writing = False
         except ConnectionLost:
+            self._is_writing = False
             if self._closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None
             raise
@@ -229,12 +238,17 @@ class StreamConnection:
             if held_back and not self._closed:  # not a byte has left: what was accepted before waits on
                 self._held_back, self._num_held_back = held_back, len(buffers[0])
             raise
-        except KeyboardInterrupt:  # nobody knows how much of the message is out
-            self.close()
+        except BaseException:
+            if self._is_writing and lock._is_owned():  # Ctrl-C: nobody knows how much of the message is out
+                self.close()
             raise
         finally:
-            if lock._is_owned():  # asked of the lock itself: Ctrl-C may hit before anybody can note that it was taken
+            # Tried, because Ctrl-C may hit before anybody can note that the lock was taken; in one step, because asking
+            # first would be one more place for it.
+            try:  # noqa: SIM105
                 lock.release()
+            except RuntimeError:
+                pass
 
     def _write_rest(
         self, buffers: list[Buffer], descriptors: Sequence[int], written: int | None, deadline: float | None
@@ -251,9 +265,11 @@ class StreamConnection:
                 if written is None:
                     self._wait_writable(deadline)
                 written = self._channel.write(rest, descriptors)
-        except BaseException:
+        except TimeoutError:
             if started or self._channel.holds_unsent():  # half a frame is out: nothing sensible can follow it
                 self.close()
+            else:
+                self._is_writing = False
             raise
 
     def _wait_writable(self, deadline: float | None) -> None:
@@ -330,10 +346,8 @@ class StreamConnection:
 
     def close(self) -> None:
         """Ends the connection. Tensors that came through its shared memory stay valid. Idempotent."""
-        if self._closed:
-            return
         self._closed = True
-        self._channel.close()
+        self._channel.close()  # each step can be repeated: Ctrl-C may have cut the first attempt off
         if self._arena is not None:
             self._arena.close()
         if self._slots is not None:
