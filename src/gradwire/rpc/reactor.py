@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from gradwire.rpc.bell import Bell
+
 _log = logging.getLogger("gradwire")
 
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
@@ -240,7 +242,7 @@ class _Clock:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._event = threading.Event()  # wakes the clock before its time
+        self._bell = Bell()  # wakes the clock before its time
         self._closing = False
         self.is_awake = False
         self.next_sweep = float("inf")
@@ -254,7 +256,7 @@ class _Clock:
         self.is_awake = True
         self._is_sweep_due = True
         self.next_sweep = 0.0  # so that nobody wakes it a second time
-        self._event.set()
+        self._bell.ring()
 
     def _run(self) -> None:
         active_until = 0.0
@@ -272,8 +274,7 @@ class _Clock:
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
                 pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
-            if self._event.wait(max(0.0, pause)):
-                self._event.clear()
+            if self._bell.wait(pause):
                 active_until = time.monotonic() + _AWAKE_S
 
     def _sweep(self, now: float) -> float:
@@ -285,6 +286,6 @@ class _Clock:
 
     def close(self) -> None:
         self._closing = True
-        self._event.set()
+        self._bell.ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
