@@ -86,6 +86,10 @@ class CallTable:
         call.table = self
         self._pending[call.call_id] = call
 
+    def get(self, call_id: int) -> PendingCall | None:
+        """A call that is under way."""
+        return self._pending.get(call_id)
+
     def pop(self, call_id: int) -> PendingCall | None:
         """Takes a call out to finish it; None if somebody else did."""
         return self._pending.pop(call_id, None)

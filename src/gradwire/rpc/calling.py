@@ -140,6 +140,9 @@ class Caller:
                 break
             if agent.is_closed:
                 raise _closed(agent)
+            # Another one for each attempt: whoever ends the connection may be about to end the first.
+            call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
+            call.future, message.call_id = future, call.call_id
         if future is not None:
             lane.reader.ensure_watched()
         return call
@@ -153,16 +156,18 @@ class Caller:
 
     def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
         """Sends a call; False if the connection was closed here before, so that another one is needed."""
-        lane.calls.add(call)
-        self._agent.reactor.expect(call.deadline)
         try:
+            lane.calls.add(call)
+            self._agent.reactor.expect(min(call.deadline, call.started + _SWEEP_S))
+            if lane.reader.is_reading and lane.reader.is_cut_off():
+                raise ConnectionClosed("reading was interrupted")
             deadline = call.deadline if call.deadline < _NEVER else None
             lane.connection.send(message, packed.body, packed.tensors, deadline)
         except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
             is_ours = lane.calls.pop(call.call_id) is not None
             lane.reader.end(error)
             lane.peer.forget_lane(lane)  # it may have ended in the middle of a Ctrl-C
-            return not is_ours
+            return not is_ours and (call.future is not None or call.on_done is not None)  # those have been told
         except ConnectionLost as error:
             lane.reader.end(error)
             lane.peer.forget_lane(lane)
@@ -194,7 +199,6 @@ class Caller:
                     left = call.deadline - time.monotonic()
                     if left <= 0:
                         raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
-                    lane.room.clear()
                     if not lane.reader.read_until(lambda: len(lane.calls) < limit, call.deadline):
                         lane.room.wait(min(left, 0.01))
         finally:
@@ -282,7 +286,9 @@ class Caller:
 
     def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
         try:
-            if call.error is not None:
+            if future.done():  # before Ctrl-C hit
+                pass
+            elif call.error is not None:
                 future.set_exception(call.error)
             else:
                 future.set_result(call.value)
@@ -324,8 +330,11 @@ class Caller:
         tables = [self.local.calls]
         for lane in self.lanes():
             tables.append(lane.calls)
-            if len(lane.calls) and lane.connection.is_vanished():
+            if not len(lane.calls):
+                continue
+            if lane.connection.is_vanished():
                 lane.reader.end(ConnectionLost("the other machine does not acknowledge anything"))
+            lane.reader.ensure_watched()  # Ctrl-C may have hit between sending a call and waiting for it
         for table in tables:
             expired, earliest = table.expire(now)
             for call in expired:

@@ -33,7 +33,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             ready = threading.Lock()  # released by whoever completes the future
             ready.acquire()
             super().add_done_callback(lambda _: ready.release())
-            while not ready.acquire(timeout=_SLICE_S):
+            while not (ready.acquire(timeout=_SLICE_S) or self.done()):  # Ctrl-C may have cut the callback off
                 pass
         return cast(T, super().wait())
 

@@ -23,6 +23,7 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.rpc._calls import CallTable, PendingCall
+from gradwire.rpc.bell import Bell
 from gradwire.rpc.reader import Reader
 from gradwire.transports import registry
 from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
@@ -57,7 +58,7 @@ class OpenLane:
         self.address = address
         self.shares_main = peer.agent.address.shares_main(address)
         self.calls = CallTable()
-        self.room = threading.Event()  # set when a call ends while somebody waits for room
+        self.room = Bell()  # rung when a call ends while somebody waits for room
         self.num_waiting_for_room = 0
         self._agent = peer.agent
         wants = self.calls.__len__ if kind == "calls" else _always
@@ -71,7 +72,7 @@ class OpenLane:
             self.goodbye = message.reason
             return
         assert isinstance(message, Reply | Failure)
-        call = self.calls.pop(message.call_id)
+        call = self.calls.get(message.call_id)
         if call is None:
             return  # cancelled or timed out here; the answer is late
         self.peer.last_seen = time.time()
@@ -84,12 +85,22 @@ class OpenLane:
                 value = self._agent.codec.load_reply(frame, message, self.address.info, call.function)
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
-        except BaseException:  # Ctrl-C in a thread that reads for another one, too
-            self._agent.caller.finish(call, None, CallCancelled(f"{call!r}: reading its result was interrupted"))
+        except BaseException as problem:
+            if not self._agent.reactor.is_service_thread():
+                raise  # Ctrl-C: the call is still in its table, and a service thread gets the frame again
+            error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
+        try:
+            if self.calls.pop(message.call_id) is not None:
+                self._agent.caller.finish(call, value, error)
+        except BaseException:  # Ctrl-C, maybe in a thread that reads for another one
+            self._agent.reactor.run_soon(lambda: self._finish_again(call, value, error))
             raise
-        self._agent.caller.finish(call, value, error)
         if self.num_waiting_for_room:
-            self.room.set()
+            self.room.ring()
+
+    def _finish_again(self, call: PendingCall, value: Any, error: Exception | None) -> None:
+        if not call.is_done and self.calls.get(call.call_id) is None:
+            self._agent.caller.finish(call, value, error)
 
     def _on_end(self, error: Exception) -> None:
         self.peer.on_lane_end(self, error)
@@ -108,7 +119,7 @@ class Peer:
         self.lanes: dict[str, OpenLane] = {}
         self.last_seen: float | None = None
         self.lost_reason: str | None = None  # said by whoever supervises the worker
-        self._lock = threading.Lock()  # one thread connects
+        self._lock: Any = threading.RLock()  # one thread connects; it knows its owner: see `lane`
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {'connected' if self.lanes else self.lost_reason or 'not connected'}>"
@@ -125,27 +136,34 @@ class Peer:
         if open_lane is not None:
             return open_lane
         limit = min(deadline, time.monotonic() + self.agent.config.limits.handshake_timeout_s)
-        if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 1e6))):
-            raise RpcTimeout(f"no connection to worker {self.name} in time (phase: connect)", self.name, "connect")
         try:
-            if kind not in self.lanes:
-                self._open(limit)
-            return self.lanes[kind]
-        finally:
-            self._lock.release()
+            if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 1e6))):
+                raise RpcTimeout(f"no connection to worker {self.name} in time (phase: connect)", self.name, "connect")
+            return self.lanes.get(kind) or self._open(limit)[kind]
+        finally:  # in one step that may fail: Ctrl-C may hit before anybody can note that the lock was taken
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:
+                pass
 
-    def _open(self, deadline: float) -> None:
+    def _open(self, deadline: float) -> dict[str, OpenLane]:
+        """Opens the lanes that are missing; either all of them are watched and known afterwards, or none is left."""
         if self.lost_reason is not None:
             raise self.lost(self.lost_reason)
         address = self.agent.directory.find(self.name)
+        lanes: dict[str, OpenLane] = {}
         try:
             try:
-                lanes = self._connect(address, deadline)
+                self._connect(lanes, address, deadline)
             except (ConnectFailed, AuthenticationFailed):
                 newer = self.agent.directory.refresh(self.name)
                 if newer is None or newer == address:
                     raise
-                lanes = self._connect(newer, deadline)
+                self._connect(lanes, newer, deadline)
+            for open_lane in lanes.values():
+                open_lane.reader.start()
+            self.lanes.update(lanes)
+            return lanes
         except TimeoutError as error:
             raise RpcTimeout(
                 f"worker {self.name} took the connection but did not answer in time (phase: connect); "
@@ -157,21 +175,21 @@ class Peer:
             raise
         except TransportError as error:
             raise self.lost(f"it cannot be reached: {error}") from error
-        self.lanes.update(lanes)
-        for open_lane in lanes.values():
-            open_lane.reader.start()
+        except BaseException:  # Ctrl-C must not leave a lane that nobody watches
+            for open_lane in lanes.values():
+                open_lane.reader.end(ConnectionClosed("connecting was interrupted"))
+            raise
 
-    def _connect(self, address: WorkerAddress, deadline: float) -> dict[str, OpenLane]:
-        lanes: dict[str, OpenLane] = {}
+    def _connect(self, lanes: dict[str, OpenLane], address: WorkerAddress, deadline: float) -> None:
         try:
             # Looked up each time: a new incarnation that answers ends what is left of the old one's lanes.
             while missing := [kind for kind in _LANES if kind not in self.lanes and kind not in lanes]:
                 lanes[missing[0]] = self._connect_lane(address, missing[0], deadline)
-        except BaseException:
+        except Exception:
             for open_lane in lanes.values():
                 open_lane.connection.close()
+            lanes.clear()
             raise
-        return lanes
 
     def _connect_lane(self, address: WorkerAddress, kind: Lane, deadline: float) -> OpenLane:
         agent = self.agent
@@ -227,7 +245,7 @@ class Peer:
     def _fail(self, open_lane: OpenLane, reason: str) -> None:
         for call in open_lane.calls.pop_all():
             self.agent.caller.finish(call, None, self.lost(reason, call))
-        open_lane.room.set()
+        open_lane.room.ring()
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:
         """What to raise for a call of this worker, or because it cannot be reached."""

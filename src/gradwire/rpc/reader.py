@@ -5,11 +5,15 @@
     clock            holder stuck in user code -> take over: the rest is read by another thread
 
 Frames that were read but not yet handled lie in the inbox, so that whoever comes next goes on where the last one stopped.
+
+Ctrl-C may hit a waiting caller between any two calls. A connection whose bytes may be lost then ends, a frame that may
+not have been handled is handled again by a service thread, and every other step can be repeated or left out.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 import select
@@ -28,7 +32,7 @@ _LINGER_S = 0.05  # how long a service thread stays with a connection after a re
 _MAX_LOOKS = 200 if len(os.sched_getaffinity(0)) > 1 else 0  # about a quarter of a millisecond
 _SHORT_S = 0.0003
 _yield_core = os.sched_yield
-_looking = threading.Lock()  # held by the one thread of this process that looks instead of sleeping
+_looking = threading.RLock()  # held by the one thread of this process that looks instead of sleeping
 
 
 class _Local(threading.local):
@@ -47,6 +51,9 @@ class Reader:
         on_frame: Handles a frame; may run user code.
         on_end: Told once that the connection ended, and why.
         wants_reading: Whether anything is expected; a connection nobody expects anything from is not watched.
+
+    Attributes:
+        is_reading: A caller takes bytes from the connection; see `is_cut_off`.
     """
 
     def __init__(
@@ -66,11 +73,13 @@ class Reader:
         self._inbox: collections.deque[Frame] = collections.deque()
         self._poller = select.poll()
         self._poller.register(self._fd, select.POLLIN)
-        self._lock = threading.Lock()  # guards the four fields below
+        self._lock = threading.Lock()  # guards the five fields below
         self._held = False
+        self._holder = 0  # the caller that holds it; 0 for service threads
         self._epoch = 0  # rises with every hold and take-over
         self._armed = False
         self._ended = False
+        self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
         self._num_looks = _MAX_LOOKS
 
@@ -79,22 +88,31 @@ class Reader:
         self._armed = bool(self._wants_reading())
         self._reactor.add(self._fd, self._on_ready, armed=self._armed)
 
+    def is_cut_off(self) -> bool:
+        """Whether Ctrl-C hit a thread while it read and before it could end the connection: nothing may be sent any more."""
+        with self._lock:
+            return self.is_reading and not self._held
+
     def ensure_watched(self) -> None:
         """Something is expected from now on; whoever holds the connection will see to it, else a service thread."""
         with self._lock:
             if not (self._held or self._armed or self._ended):
-                self._armed = True
                 self._reactor.arm(self._fd)
+                self._armed = True  # last: armed twice does no harm when Ctrl-C has hit in between, armed never does
 
     def _on_ready(self) -> None:
         with self._lock:
             self._armed = False
             if self._held or self._ended:
                 return  # the holder arms it again
-            self._held = True
+            is_cut_off = self.is_reading
+            self._held, self._holder = not is_cut_off, 0
             self._epoch += 1
             epoch = self._epoch
-        self._pump(epoch)
+        if is_cut_off:
+            self.end(ConnectionClosed("reading was interrupted"))
+        else:
+            self._pump(epoch)
 
     def _pump(self, epoch: int) -> None:
         """Reads and runs until nothing is left or somebody took over."""
@@ -156,8 +174,17 @@ class Reader:
         connection have been short lately and nothing else in this process wants to run; each time in vain halves it.
         """
         poll = self._poller.poll
-        if self._num_looks and _looking.acquire(False):
-            try:
+        if self._num_looks and self._look(poll):
+            return True
+        began = time.monotonic()
+        is_ready = bool(poll(timeout_s * 1000))
+        was_short = is_ready and time.monotonic() - began < _SHORT_S
+        self._num_looks = _MAX_LOOKS if was_short else self._num_looks // 2
+        return is_ready
+
+    def _look(self, poll: Callable[[float], object]) -> bool:
+        try:
+            if _looking.acquire(False):
                 for _ in range(self._num_looks):
                     if poll(0):
                         self._num_looks = _MAX_LOOKS
@@ -165,19 +192,18 @@ class Reader:
                     if self._reactor.is_process_busy():
                         break
                     _yield_core()
-            finally:
+            return False
+        finally:  # in one step that may fail: Ctrl-C may hit before anybody can note that the lock was taken
+            try:  # noqa: SIM105
                 _looking.release()
-        began = time.monotonic()
-        is_ready = bool(poll(timeout_s * 1000))
-        was_short = is_ready and time.monotonic() - began < _SHORT_S
-        self._num_looks = _MAX_LOOKS if was_short else self._num_looks // 2
-        return is_ready
+            except RuntimeError:
+                pass
 
     def _give_up(self, epoch: int) -> None:
         with self._lock:
             if self._epoch != epoch or not self._held:
                 return
-            if not self._ended:
+            if not (self._ended or self.is_reading):
                 if self._inbox or self._connection.has_hidden_bytes():
                     self._reactor.run_soon(self._on_ready)
                 elif self._wants_reading() and not self._armed:
@@ -196,6 +222,7 @@ class Reader:
             if self._epoch != epoch or not self._held:
                 return
             self._busy_since = 0.0
+            self._holder = 0
             self._epoch += 1
             new = self._epoch
             self._reactor.leave(self)
@@ -222,22 +249,29 @@ class Reader:
         Returns:
             False if another thread is reading already, so the caller must wait for it.
         """
-        epoch, is_reading, outer = 0, False, _local.hold
+        epoch, outer, own = 0, _local.hold, threading.get_ident()
+        frame: Frame | None = None
         try:  # Ctrl-C may hit anywhere from here on
             with self._lock:
-                if self._held or self._ended:
+                # Held by this thread: Ctrl-C hit twice, and it was not given up.
+                if self._ended or (self._held and self._holder != own):
                     return False
-                self._held = True
+                self._held, self._holder = True, own
                 self._epoch += 1
                 epoch = self._epoch
                 if self._armed:
                     self._armed = False
                     self._reactor.disarm(self._fd)
             _local.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
+            if self.is_reading:
+                raise ConnectionClosed("reading was interrupted")
             inbox, connection = self._inbox, self._connection
             while True:
                 while inbox:
-                    self.on_frame(inbox.popleft())
+                    frame = inbox[0]  # known before it is taken out
+                    inbox.popleft()
+                    self.on_frame(frame)
+                    frame = None
                     if self._epoch != epoch:
                         return True
                 if is_done():
@@ -246,14 +280,16 @@ class Reader:
                 if left <= 0 or self._ended:
                     return True
                 if connection.has_hidden_bytes() or self._wait_readable(min(left, _LOOK_S)):
-                    is_reading = True
+                    self.is_reading = True
                     inbox.extend(connection.read_nowait() or ())
-                    is_reading = False
+                    self.is_reading = False
         except TransportError as error:
             self.end(error)
             return True
-        except KeyboardInterrupt:
-            if is_reading:  # bytes may be lost: what follows would be out of step
+        except BaseException:
+            if frame is not None:  # it may be what another thread waits for
+                self._reactor.run_soon(functools.partial(self.on_frame, frame))
+            elif epoch and self._epoch == epoch and self.is_reading:  # bytes may be lost: the rest is out of step
                 self.end(ConnectionClosed("reading was interrupted"))
             raise
         finally:
@@ -271,12 +307,15 @@ class Reader:
         try:
             with self._lock:
                 is_first, self._ended = not self._ended, True
-            if is_first:
-                self._reactor.remove(self._fd)
-                self._connection.close()
         finally:  # Ctrl-C must not leave a connection that is closed and still in use
             if is_first:
-                self._on_end(error)
+                try:
+                    self._reactor.remove(self._fd)
+                finally:
+                    try:
+                        self._connection.close()
+                    finally:
+                        self._on_end(error)
 
 
 def release_hold() -> None:
