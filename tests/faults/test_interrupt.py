@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import threading
@@ -76,42 +75,50 @@ def test_in_init(make_puppets: Callable[[int], list[Puppet]], meeting: str, sche
     assert puppet.do(f"rpc.rpc_sync({1 - rank}, h.pid)") == other.pid
 
 
+# Only a signal that hits inside of a call raises: the loop around it is the test's, and would need care of its own.
 STORM = """
 state = {"interrupts": 0, "calls": 0, "wrong": []}
+def call(value):
+    state["calls"] += 1
+    number, result = rpc.rpc_sync('w1', h.echo, args=((state["calls"], value),), timeout=3)
+    if number != state["calls"] or not is_same(value, result):
+        state["wrong"].append((state["calls"], number))
+    del result  # to give memory back can be interrupted, too
+def is_same(value, result):
+    return result is None if value is None else torch.equal(value, result)
+def on_interrupt(number, frame):
+    while frame is not None:
+        if frame.f_code is call.__code__:
+            raise KeyboardInterrupt
+        frame = frame.f_back
 def storm(wanted, value):
     while state["interrupts"] < wanted:
         try:
-            while True:
-                state["calls"] += 1
-                result = rpc.rpc_sync('w1', h.echo, args=((state["calls"], value),), timeout=3)
-                if result[0] != state["calls"]:
-                    state["wrong"].append((state["calls"], result[0]))
+            call(value)
         except KeyboardInterrupt:
             state["interrupts"] += 1
         except Exception as error:
             state["wrong"].append(repr(error))
+_previous = signal.signal(signal.SIGINT, on_interrupt)
 """
 
 
 @pytest.mark.parametrize("transports", [("unix",), ("tcp",)])
 @pytest.mark.parametrize("value", ["None", "torch.ones(100_000)"])
 def test_storm_of_interrupts(workers: Workers, transports: tuple[str, ...], value: str) -> None:
-    """Wherever the signal hits, the next call works: no connection is left held, and none out of step."""
-    first, _second = workers(2, transports=transports)
+    """Wherever the signal hits, the next call works: no lock is left taken, no connection held or out of step."""
+    first, second = workers(2, transports=transports)
     first.do(STORM)
     first.start(f"storm(60, {value})")
-    pause, dice = threading.Event(), random.Random(5)
-    for _ in range(400):
-        if first.has_answered():
-            break
+    pause, dice, deadline = threading.Event(), random.Random(5), time.monotonic() + 30.0
+    while not first.has_answered() and time.monotonic() < deadline:
         pause.wait(dice.random() * 0.02)  # the moments at which the signal hits are the test
         first.signal(signal.SIGINT)
-    with contextlib.suppress(PuppetError):  # the last signal may hit while the puppet answers
-        first.result(30.0)
-    # A signal that hits while a connection is being closed may cost one more call; the one after that connects again.
-    wrong = [item for item in first.do("state['wrong']") if "was closed here" not in item]
-    assert wrong == []
-    assert first.do("len(state['wrong'])") <= 3
+    first.result()
+    assert first.do("state['wrong']") == []
+    assert first.do("state['interrupts']") == 60
     assert first.do("state['calls']") > 60
     assert first.do("rpc.rpc_sync('w1', operator.add, args=(1, 2))") == 3
+    assert first.do("rpc.rpc_async('w1', h.echo, args=(torch.ones(100_000),)).wait().sum().item()") == 100_000
+    assert second.do("rpc.rpc_sync('w0', operator.add, args=(1, 2))") == 3
     assert wait_until(lambda: first.do("rpc.current_agent().is_quiet"))

@@ -23,11 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 SOURCES = TESTS.parent / "src"
 _START_S = 60.0
+_SOURCE = "<puppet>"  # the file that tracebacks and frames name for what a test sent
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
@@ -202,39 +204,26 @@ def _serve(address: str) -> None:
             os._exit(0)
         if source is None:
             return
-        connection.send(_run_guarded(source, namespace))
+        connection.send(_run(source, namespace))
 
 
-_is_running = False
-
-
-def _on_interrupt(*_: object) -> None:
-    """As Python's own, but a signal that comes too late does not cut what puppet and test say to each other."""
-    if _is_running:
-        raise KeyboardInterrupt
-
-
-def _run_guarded(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
-    global _is_running
-    try:
-        _is_running = True
-        answer = _run(source, namespace)
-        _is_running = False
-        return answer
-    except KeyboardInterrupt:  # it hit while the answer was made
-        _is_running = False
-        return True, (["KeyboardInterrupt"], "", "", {})
+def _on_interrupt(_number: int, frame: FrameType | None) -> None:
+    """As Python's own inside of what the test sent; elsewhere it would cut what puppet and test say to each other."""
+    while frame is not None:
+        if frame.f_code.co_filename == _SOURCE:
+            raise KeyboardInterrupt
+        frame = frame.f_back
 
 
 def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
     try:
         tree = ast.parse(source)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "<puppet>", "exec"), namespace)
+        exec(compile(tree, _SOURCE, "exec"), namespace)
         if last is None:
             return False, None
         assert isinstance(last, ast.Expr)
-        return False, eval(compile(ast.Expression(last.value), "<puppet>", "eval"), namespace)
+        return False, eval(compile(ast.Expression(last.value), _SOURCE, "eval"), namespace)
     except BaseException as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         plain = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
