@@ -175,8 +175,9 @@ class LendingArena:
             if made is None:
                 return None
             slot, fd = made
+        target = slot.lend(num_bytes)  # marked first: if Ctrl-C hits, a slot that is unknown there must not look free
         lent.append(slot)
-        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), slot.lend(num_bytes), fd)
+        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), target, fd)
 
     def _make_slot(self, num_bytes: int, capacity: int) -> tuple[Slot, int] | None:
         """A new slot and its descriptor, or None where limits or the system do not allow it."""
