@@ -18,6 +18,7 @@ GradwireError
     UnknownWorker (ValueError)           no worker of that name or rank
     RemoteCallFailed                     the user's function raised there, and its type is not known here
     NotExposed (PermissionError)         trust="data" and the function was not marked with expose
+    AlreadyInitialized (ConfigurationError)  this process is a worker already
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
     WorkerStartFailed                    a worker process ended before it was ready
@@ -130,6 +131,10 @@ class RemoteCallFailed(RpcError):
 
 class NotExposed(RpcError, PermissionError):
     """With ``trust="data"``, a function was called that is not marked with `gradwire.rpc.expose`."""
+
+
+class AlreadyInitialized(RpcError, ConfigurationError):
+    """This process is a worker already; call `gradwire.rpc.shutdown` first."""
 
 
 class NotInitialized(RpcError):

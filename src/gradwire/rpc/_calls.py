@@ -34,6 +34,7 @@ class PendingCall:
         "error",
         "function",
         "future",
+        "is_answered",
         "is_done",
         "is_expiring",
         "on_done",
@@ -51,6 +52,7 @@ class PendingCall:
         self.started = started
         self.deadline = started + timeout_s if timeout_s > 0 else _NO_DEADLINE
         self.is_done = False
+        self.is_answered = False  # the answer is here; only its callbacks are still to run
         self.is_expiring = False
         self.value: Any = None
         self.error: Exception | None = None

@@ -2,7 +2,8 @@
 
 `num_worker_threads` bounds the functions that run, not those that wait: a function that waits for another call gives its
 slot back until the answer is there, so nested calls of any depth end, with one slot too. Waiting that cannot be seen (a
-lock, a C++ future) would still block the queue; `on_stall` then grants further slots, twice as many each time.
+lock, a C++ future) is told from work by the processor time that it does not use: `on_stall` then grants further slots,
+twice as many each time.
 """
 
 from __future__ import annotations
@@ -79,9 +80,13 @@ class Slots(Generic[R]):
             return False
         return True
 
-    def on_stall(self) -> list[R]:
-        """Called now and then: requests to run beyond the limit if nothing has finished since the last look."""
-        has_progressed = self._num_finished != self._finished_at_last_look
+    def on_stall(self, is_working: bool = False) -> list[R]:
+        """Called now and then: requests to run beyond the limit if nothing has moved since the last look.
+
+        Args:
+            is_working: Whether a function that runs has used the processor; then it is at work and not waiting.
+        """
+        has_progressed = is_working or self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
         if has_progressed or not self._queue:
             self._num_granted = 1

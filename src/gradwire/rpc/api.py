@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gradwire.errors import ConfigurationError, NotInitialized
+from gradwire.errors import AlreadyInitialized, NotInitialized
+from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.calling import To
 from gradwire.rpc.futures import CallFuture
@@ -61,7 +62,7 @@ def set_current_agent(agent: Agent | None) -> None:
     global _agent
     with _lock:
         if agent is not None and _agent is not None and not _agent.is_closed:
-            raise ConfigurationError(
+            raise AlreadyInitialized(
                 f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
             )
         _agent = agent
@@ -88,6 +89,8 @@ def init_rpc(
         RendezvousFailed: Not every rank arrived in time; says which.
     """
     set_current_agent(None if _agent is None or _agent.is_closed else _agent)
+    if backend is not None:
+        backend_registry.name_of(backend)  # raises if there is no such backend
     options = _as_options(rpc_backend_options)
     deadline = time.monotonic() + options.init_timeout
     while True:

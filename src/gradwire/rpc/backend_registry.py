@@ -47,7 +47,12 @@ _values: dict[str, BackendValue] = {
 }
 
 
-def _name(backend: Any) -> str:
+def name_of(backend: Any) -> str:
+    """The name of a backend.
+
+    Raises:
+        ConfigurationError: No such backend.
+    """
     name = backend.name if isinstance(backend, enum.Enum) else str(backend)
     if name not in _values:
         raise ConfigurationError(f"no backend {name!r}; there are {', '.join(_values)}")
@@ -86,7 +91,7 @@ def construct_rpc_backend_options(
     Raises:
         ConfigurationError: No such backend.
     """
-    make = _values[_name(backend)].construct_rpc_backend_options_handler
+    make = _values[name_of(backend)].construct_rpc_backend_options_handler
     return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
@@ -96,4 +101,4 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ConfigurationError: No such backend.
     """
-    return _values[_name(backend)].init_backend_handler(*args, **kwargs)
+    return _values[name_of(backend)].init_backend_handler(*args, **kwargs)

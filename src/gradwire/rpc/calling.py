@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
     CallCancelled,
+    ConfigurationError,
     ConnectionClosed,
     ConnectionLost,
     NotInitialized,
@@ -64,6 +65,7 @@ class Caller:
         self.local = LocalSource(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
+        self._completing: set[PendingCall] = set()  # answered, and their callbacks run or are about to
 
     def call(
         self,
@@ -82,11 +84,17 @@ class Caller:
             Exception: Whatever the function raised.
         """
         pending = self._start(to, function, args, kwargs, timeout_s, None)
-        if not pending.is_done:
-            self.wait(pending)
-        if pending.error is not None:
-            raise pending.error
-        return pending.value
+        try:
+            if not pending.is_done:
+                self.wait(pending)
+            if pending.error is not None:
+                raise pending.error
+            return pending.value
+        except KeyboardInterrupt:
+            self.cancel(pending)
+            raise
+        finally:
+            del pending  # an error knows this frame, and would know itself through it
 
     def submit(
         self,
@@ -121,7 +129,7 @@ class Caller:
         if agent.is_closed:
             raise _closed(agent)
         name = to if type(to) is str else self.name_of(to)
-        timeout_s = agent.server.time_left(self.default_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = agent.server.time_left(self.default_timeout_s if timeout_s is None else check_timeout(timeout_s))
         function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, self._shares_main(name))
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
@@ -249,11 +257,14 @@ class Caller:
             request.waits_for = outer
 
     def _wait(self, call: PendingCall) -> None:
+        def is_over() -> bool:
+            return call.is_done or call.is_answered
+
         reader = call.table.reader if call.table is not None else None
         while not call.is_done:
             # Past the deadline the clock ends the call; until it has, look often.
             until = max(call.deadline, time.monotonic() + 0.005)
-            if reader is None or not reader.read_until(lambda: call.is_done, until):
+            if call.is_answered or reader is None or not reader.read_until(is_over, until):
                 self._wait_for_others(call, until)
 
     def _wait_for_others(self, call: PendingCall, until: float) -> None:
@@ -271,11 +282,12 @@ class Caller:
         call.value, call.error = value, error
         future = call.future
         if future is not None:
-            # After the end no service thread is left, and a future that is never completed is worse than a callback here.
-            if future.has_callbacks and not (self._agent.is_closed or self._agent.reactor.is_service_thread()):
+            self._completing.add(call)
+            if self._must_run_elsewhere(future):
+                call.is_answered = True
                 self._agent.reactor.run_soon(lambda: self._complete(call, future))
-                return
-            self._complete(call, future)
+            else:
+                self._complete(call, future)
             return
         call.is_done = True
         if call.waiter is not None:
@@ -283,6 +295,15 @@ class Caller:
                 call.waiter.release()
         if call.on_done is not None:
             call.on_done(call)
+
+    def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
+        """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
+        reactor = self._agent.reactor
+        if self._agent.is_closed:
+            return (
+                False  # no service thread is left, and a future that is never completed is worse than a callback here
+            )
+        return reactor.is_clock_thread() or (future.has_callbacks and not reactor.is_service_thread())
 
     def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
         try:
@@ -294,11 +315,13 @@ class Caller:
                 future.set_result(call.value)
         except Exception:
             _log.exception("%s: a callback of %r failed", self._agent.info.name, call)
-        call.value = None  # the future holds it
-        call.is_done = True
-        if call.waiter is not None:
-            with contextlib.suppress(RuntimeError):
-                call.waiter.release()
+        finally:
+            call.value = call.future = None  # the future holds the value, and must not hold itself
+            self._completing.discard(call)
+            call.is_done = True
+            if call.waiter is not None:
+                with contextlib.suppress(RuntimeError):
+                    call.waiter.release()
 
     def cancel(self, call: PendingCall) -> bool:
         """Gives a call up; the callee is told to drop it."""
@@ -394,8 +417,9 @@ class Caller:
 
     @property
     def num_pending(self) -> int:
-        """Calls under way."""
-        return len(self.local.calls) + sum(len(lane.calls) for lane in self.lanes() if lane.kind == "calls")
+        """Calls under way, those included whose callbacks have not ended."""
+        on_lanes = sum(len(lane.calls) for lane in self.lanes() if lane.kind == "calls")
+        return on_lanes + len(self.local.calls) + len(self._completing)
 
     def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
         """Ends every connection in good order; what is still under way fails."""
@@ -406,3 +430,16 @@ class Caller:
 
 def _closed(agent: Agent) -> NotInitialized:
     return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")
+
+
+def check_timeout(timeout_s: float) -> float:
+    """A timeout as calls carry it: 0 for none.
+
+    Raises:
+        ConfigurationError: It is negative or not a number.
+    """
+    if timeout_s == _NEVER:
+        return 0.0
+    if not timeout_s >= 0:
+        raise ConfigurationError(f"a timeout must be 0 (none) or a positive number of seconds, not {timeout_s}")
+    return timeout_s

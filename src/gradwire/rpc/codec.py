@@ -46,6 +46,8 @@ class Codec:
             CannotSend: An argument or the function cannot travel.
         """
         if isinstance(function, str):
+            if len(function) > self._limits.name_bytes:
+                raise CannotSend(f"a function's name may have {self._limits.name_bytes} characters (Limits.name_bytes)")
             return function, objects.pack((tuple(args), kwargs), self._trust, self._limits, shares_main)
         if not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
@@ -136,10 +138,14 @@ class Codec:
 
     # -- tensors and notes ------------------------------------------------------------------------------------------
 
-    def outgoing_notes(self, envelope: Envelope, values: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What the interceptors attach to a message that leaves."""
+    def outgoing_notes(
+        self, envelope: Envelope, values: Sequence[torch.Tensor], call_notes: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What the interceptors attach to a message that leaves; a reply's are told what came with the call."""
         notes = {}
         for interceptor in self._interceptors:
+            if call_notes:
+                envelope = envelope._replace(note=call_notes.get(interceptor.name))
             note = interceptor.outgoing(envelope, values)
             if note is not None:
                 notes[interceptor.name] = note

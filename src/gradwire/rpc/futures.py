@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from gradwire.errors import RpcError
+from gradwire.rpc.incoming import while_waiting
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -33,8 +36,9 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             ready = threading.Lock()  # released by whoever completes the future
             ready.acquire()
             super().add_done_callback(lambda _: ready.release())
-            while not (ready.acquire(timeout=_SLICE_S) or self.done()):  # Ctrl-C may have cut the callback off
-                pass
+            with while_waiting():
+                while not (ready.acquire(timeout=_SLICE_S) or self.done()):  # Ctrl-C may have cut the callback off
+                    pass
         return cast(T, super().wait())
 
     def then(self, callback: Callable[[Any], S]) -> InterruptibleFuture[S]:
@@ -50,6 +54,8 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                 value = callback(self)
             except Exception as error:
                 derived.set_exception(error)
+            except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
+                derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
             else:
                 derived.set_result(value)
 

@@ -22,7 +22,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.reader import Reader, has_hold
+from gradwire.rpc.reader import Reader, has_hold, release_hold
 from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -81,6 +81,16 @@ def current_request() -> Request | None:
     return _local.request
 
 
+def while_waiting() -> contextlib.AbstractContextManager[object]:
+    """Surrounds any wait that may take long: a function that waits holds neither its slot nor the reading."""
+    request = _local.request
+    if request is not None:
+        server: Server = request.source.server
+        return server.waiting()
+    release_hold()
+    return contextlib.nullcontext()
+
+
 def is_serving() -> bool:
     """Whether the current thread holds something that it must give up before it waits."""
     return _local.request is not None or has_hold()
@@ -90,7 +100,7 @@ class Incoming:
     """A connection that another worker opened."""
 
     def __init__(self, server: Server, connection: StreamConnection) -> None:
-        self._server = server
+        self.server = server
         self._agent = server.agent
         self.connection = connection
         self.opened = time.monotonic()
@@ -157,12 +167,17 @@ class Incoming:
         if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
             del self.requests[message.call_id]
         elif self.lane == "control":
-            self._server.run_control(request)
-        elif len(self.requests) > self._agent.config.limits.calls_in_flight:
+            self.server.run_control(request)
+        elif self._has_too_many():
             limit = self._agent.config.limits.calls_in_flight
             self.fail(request, LimitExceeded(f"more than {limit} calls in flight from one worker"))
         else:
-            self._server.accept(request)
+            self.server.accept(request)
+
+    def _has_too_many(self) -> bool:
+        limit = self._agent.config.limits.calls_in_flight
+        # The caller no longer counts what it gave up, though it may still run here.
+        return len(self.requests) > limit and sum(not item.is_dropped for item in list(self.requests.values())) > limit
 
     def note_cancelled(self, call_id: int) -> None:
         """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""
@@ -171,9 +186,9 @@ class Incoming:
             self.cancelled.pop(next(iter(self.cancelled)), None)
 
     def _on_end(self, error: Exception) -> None:
-        self._server.forget(self)
+        self.server.forget(self)
         for request in list(self.requests.values()):
-            self._server.drop(request)
+            self.server.drop(request)
         self.requests.clear()
         if self.peer is None or isinstance(error, ConnectionClosed):
             return
@@ -199,8 +214,8 @@ class Incoming:
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
         if self._agent.interceptors:
-            envelope = Envelope("reply", self.info, request.function, request.notes)
-            message.notes = codec.outgoing_notes(envelope, packed.tensors)
+            envelope = Envelope("reply", self.info, request.function)
+            message.notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
             hold_back = self.reader.has_more()

@@ -16,10 +16,11 @@ from gradwire.rpc._calls import CallTable, PendingCall
 from gradwire.rpc.incoming import Request
 from gradwire.rpc.interceptors import Envelope
 from gradwire.types import WorkerInfo
-from gradwire.wire import failures, objects
+from gradwire.wire import failures, objects, tensors
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
+    from gradwire.rpc.serving import Server
 
 
 class LocalSource:
@@ -31,6 +32,11 @@ class LocalSource:
         self.requests: dict[int, Request] = {}
 
     @property
+    def server(self) -> Server:
+        """Who runs the calls."""
+        return self._agent.server
+
+    @property
     def info(self) -> WorkerInfo:
         """Who calls."""
         return self._agent.info
@@ -38,7 +44,7 @@ class LocalSource:
     def start(self, call: PendingCall, function: str, packed: objects.Packed) -> None:
         """Queues a call to oneself."""
         notes = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
-        captured = packed._replace(tensors=_copies(packed.tensors))
+        captured = packed._replace(tensors=self._copies(packed.tensors))
         timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
         request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
         request.notes = notes
@@ -59,9 +65,9 @@ class LocalSource:
         """Ends the call with a copy of the result."""
         codec = self._agent.codec
         packed = codec.pack(value, shares_main=True)
-        envelope = Envelope("reply", self.info, request.function, request.notes)
-        notes = codec.outgoing_notes(envelope, packed.tensors)
-        values = codec.incoming(Envelope("reply", self.info, request.function), notes, _copies(packed.tensors))
+        envelope = Envelope("reply", self.info, request.function)
+        notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
+        values = codec.incoming(envelope, notes, self._copies(packed.tensors))
         self._finish(request, codec.unpack(packed, values), None)
 
     def fail(self, request: Request, error: BaseException) -> None:
@@ -87,6 +93,11 @@ class LocalSource:
             self.requests.pop(call_id, None)
         return phase
 
+    def _copies(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        for value in values:
+            tensors.describe(value, self._agent.config.limits)  # refuses what could not travel to others either
+        return [_copy(value) for value in values]
+
     def close(self) -> None:
         """Fails whatever is still under way."""
         for call in self.calls.pop_all():
@@ -94,10 +105,6 @@ class LocalSource:
             self._agent.caller.finish(
                 call, None, WorkerLost(f"call of {call.function} failed: {name} has shut down", name)
             )
-
-
-def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [_copy(value) for value in values]
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,14 @@ def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float
         _wait_for_server(host, port, timeout_s)
     try:
         return TCPStore(
-            host, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            None,
+            is_server,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen(host, port) if is_server and is_loopback(host) else None,
         )
     except (RuntimeError, ValueError) as error:
         if is_server:
@@ -127,6 +134,19 @@ def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float
         else:
             text = f"rank 0 never arrived: rank {rank} expected it at tcp://{host}:{port} for {timeout_s:g} s"
         raise RendezvousFailed(text) from error
+
+
+def _listen(host: str, port: int) -> int | None:
+    """A descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
+
+    None where something listens there already: another store of this process, which is then shared, or a real conflict,
+    about which the store complains.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024).detach()
+    except OSError:
+        return None
 
 
 def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:

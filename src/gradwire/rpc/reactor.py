@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from gradwire.errors import ConnectionClosed
 from gradwire.rpc.bell import Bell
 
 _log = logging.getLogger("gradwire")
@@ -81,9 +82,16 @@ class Reactor:
     # -- descriptors ---------------------------------------------------------------------------------------------
 
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
-        """Calls `handler` in a service thread, once for each arming, when the descriptor can be read."""
+        """Calls `handler` in a service thread, once for each arming, when the descriptor can be read.
+
+        Raises:
+            ConnectionClosed: `close` was called.
+        """
         self._handlers[descriptor] = handler
-        self._epoll.register(descriptor, _ARMED if armed else 0)
+        try:
+            self._epoll.register(descriptor, _ARMED if armed else 0)
+        except ValueError as error:
+            raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
         """Asks for the next event of this descriptor."""
@@ -156,6 +164,10 @@ class Reactor:
         """Whether the calling thread is one of these."""
         return getattr(_local, "reactor", None) is self
 
+    def is_clock_thread(self) -> bool:
+        """Whether the calling thread is the clock, in which no user code may run."""
+        return threading.current_thread() is self._clock.thread
+
     @property
     def num_threads(self) -> int:
         """Service threads alive now."""
@@ -167,13 +179,17 @@ class Reactor:
 
     def _spawn(self) -> None:
         """Adds a thread that counts as idle from now on; the caller holds the lock."""
+        thread = threading.Thread(
+            target=self._serve, name=f"gradwire-{self._name}-service-{self._num_spawned + 1}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of the system: go on with those there are, and try again later
+            _log.warning("%s: no further thread can be started: %s", self._name, error)
+            return
+        self._threads.add(thread)
         self._num_idle += 1
         self._num_spawned += 1
-        thread = threading.Thread(
-            target=self._serve, name=f"gradwire-{self._name}-service-{self._num_spawned}", daemon=True
-        )
-        self._threads.add(thread)
-        thread.start()
 
     def _serve(self) -> None:
         _local.reactor = self
@@ -189,7 +205,7 @@ class Reactor:
                     self._wake()  # the next one ends, too
                     return
                 self._num_idle -= 1
-                if self._num_idle == 0:
+                if self._num_idle <= 0:
                     self._spawn()
             for descriptor, _mask in events:
                 handler = handlers.get(descriptor)
@@ -231,6 +247,8 @@ class Reactor:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        while self._tasks:  # futures to be completed, say: whoever waits for one must not wait for ever
+            self._guard(self._tasks.popleft())
         self._epoll.close()
         # A late run_soon must not write to whoever gets this number next.
         descriptor, self._wake_fd = self._wake_fd, -1
@@ -247,10 +265,10 @@ class _Clock:
         self.is_awake = False
         self.next_sweep = float("inf")
         self._is_sweep_due = False  # set by wake(), which next_sweep alone cannot tell from a sweep that just ended
-        self._thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def wake(self) -> None:
         self.is_awake = True
@@ -266,7 +284,7 @@ class _Clock:
                 self._is_sweep_due = False
                 self.next_sweep = float("inf")  # whatever is expected during the sweep wakes the clock again
                 self.next_sweep = self._sweep(now)
-            if self._reactor.look_after_busy(now - _TICK_S):
+            if self._look_after_busy(now):
                 active_until = now + _AWAKE_S
             if now < active_until:
                 pause = _TICK_S
@@ -276,6 +294,13 @@ class _Clock:
                 pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
             if self._bell.wait(pause):
                 active_until = time.monotonic() + _AWAKE_S
+
+    def _look_after_busy(self, now: float) -> bool:
+        try:
+            return self._reactor.look_after_busy(now - _TICK_S)
+        except Exception:
+            _log.exception("%s: passing a connection on failed; please report this", self._reactor._name)
+            return True
 
     def _sweep(self, now: float) -> float:
         try:
@@ -287,5 +312,5 @@ class _Clock:
     def close(self) -> None:
         self._closing = True
         self._bell.ring()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(_JOIN_S)

@@ -13,6 +13,7 @@ not have been handled is handled again by a service thread, and every other step
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import os
@@ -21,10 +22,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from gradwire.errors import ConnectionClosed, TransportError
+from gradwire.errors import ConnectionClosed, DecodeError, TransportError
 from gradwire.rpc.reactor import Reactor
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Call, Goodbye, Reply
 
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether somebody else ended the call
@@ -124,9 +126,10 @@ class Reader:
                 while inbox:
                     self._busy_since = time.monotonic()
                     self.on_frame(inbox.popleft())
-                    if self._epoch != epoch:
-                        return
-                    self._busy_since = 0.0
+                    with self._lock:  # against the clock, which decides by these two whether to take over
+                        if self._epoch != epoch:
+                            return
+                        self._busy_since = 0.0
                 self._connection.flush()
                 frames = self._next_frames(num_read)
                 if frames is None:
@@ -213,14 +216,15 @@ class Reader:
 
     def take_over_if_stuck(self, before: float) -> None:
         """Passes the connection on when its holder has been inside one frame since before that time."""
-        epoch = self._epoch
         if 0.0 < self._busy_since < before:
-            self._take_over(epoch)
+            self._take_over(self._epoch, before)
 
-    def _take_over(self, epoch: int) -> None:
+    def _take_over(self, epoch: int, before: float | None = None) -> None:
         with self._lock:
             if self._epoch != epoch or not self._held:
                 return
+            if before is not None and not 0.0 < self._busy_since < before:
+                return  # it went on meanwhile
             self._busy_since = 0.0
             self._holder = 0
             self._epoch += 1
@@ -311,11 +315,19 @@ class Reader:
             if is_first:
                 try:
                     self._reactor.remove(self._fd)
+                    if isinstance(error, DecodeError):
+                        self._say_why(error)
                 finally:
                     try:
                         self._connection.close()
                     finally:
                         self._on_end(error)
+
+    def _say_why(self, error: DecodeError) -> None:
+        """Tells the other side that only this connection ends; in a handshake it would not understand that."""
+        if not self._connection.decoder.accept.isdisjoint((Call, Reply)):
+            with contextlib.suppress(TransportError, TimeoutError):
+                self._connection.send(Goodbye(f"it cannot read what came: {error}"), deadline=time.monotonic() + 0.2)
 
 
 def release_hold() -> None:

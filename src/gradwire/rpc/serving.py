@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,8 @@ class Server:
         self._control: dict[str, Callable[..., Any]] = {}
         self._next_stall_check = 0.0
         self.num_served = 0
+        self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
+        self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
 
     def register_control(self, name: str, handler: Callable[..., Any]) -> None:
         """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
@@ -117,11 +120,17 @@ class Server:
             wanted = min(wanted, now + _STALL_S)
             if now >= self._next_stall_check:
                 self._next_stall_check = now + _STALL_S
+                is_working = self._has_worked()
                 with self._lock:
-                    granted = self._slots.on_stall()
+                    granted = self._slots.on_stall(is_working)
                 for request in granted:
                     self._run_soon(request)
         return wanted
+
+    def _has_worked(self) -> bool:
+        """Whether any function that runs has used the processor since the last look; those that wait have not."""
+        before, self._ticks = self._ticks, {thread: cpu_ticks(thread) for thread in list(self._executing)}
+        return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -160,8 +169,9 @@ class Server:
         if not is_wanted:
             request.source.requests.pop(request.call_id, None)
             return
-        outer = current_request()
+        outer, thread = current_request(), threading.get_native_id()
         set_current_request(request)
+        self._executing[thread] = request
         try:
             function, args, kwargs = request.source.load(request)
             if request.notes:
@@ -178,7 +188,10 @@ class Server:
             request.source.fail(request, error)
         finally:
             set_current_request(outer)
+            self._executing.pop(thread, None)
             self.num_served += 1
+            if not torch.is_grad_enabled():  # what a function switches off stays off in its thread
+                torch.set_grad_enabled(True)
 
     def _answer_later(self, request: Request, future: Any) -> None:
         if not isinstance(future, torch.futures.Future | torch._C.Future):
@@ -309,3 +322,12 @@ class Server:
         for incoming in list(self._incoming):
             say_goodbye(incoming.connection)
             incoming.reader.end(ConnectionClosed("shutdown"))
+
+
+def cpu_ticks(thread: int) -> int:
+    """Processor time that a thread of this process has used, in hundredths of a second."""
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0
+    return int(fields[11]) + int(fields[12])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import threading
 import time
 from datetime import timedelta
 
@@ -15,6 +17,9 @@ from gradwire.rpc.directory import StaticDirectory
 from gradwire.rpc.meeting_point import MeetingPoint, MeetingPointLost
 from gradwire.transports import registry
 from gradwire.types import WorkerAddress, WorkerInfo
+
+_log = logging.getLogger("gradwire")
+_ANSWER_S = 2.0  # for a store that is asked while a call waits
 
 encode_address = msgspec.msgpack.Encoder().encode
 decode_address = msgspec.msgpack.Decoder(WorkerAddress).decode
@@ -33,6 +38,7 @@ class StoreDirectory(StaticDirectory):
         self.is_fixed = point.world_size is not None
         self._point = point
         self._prefix = prefix
+        self._looking = threading.Lock()  # held while a thread asks the store
 
     def publish(self, agent: Agent) -> None:
         """Makes this worker known.
@@ -71,7 +77,7 @@ class StoreDirectory(StaticDirectory):
         try:
             return super().find(worker)
         except UnknownWorker:
-            found = self._read(f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}")
+            found = self._look_up(f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}")
             if found is None:
                 raise
             self.update(found)
@@ -79,7 +85,7 @@ class StoreDirectory(StaticDirectory):
 
     def refresh(self, name: str) -> WorkerAddress | None:
         """Reads the store again."""
-        found = self._read(f"name/{name}")
+        found = self._look_up(f"name/{name}")
         if found is not None:
             self.update(found)
         return found
@@ -101,6 +107,25 @@ class StoreDirectory(StaticDirectory):
                     name = self._point.store.get(f"{self._prefix}/member/{index}").decode()
                     self.refresh(name)
         return super().infos()
+
+    def _look_up(self, key: str) -> WorkerAddress | None:
+        """As `_read`, for calls under way: a store that does not answer must not hold them up, nor keep Ctrl-C out."""
+        found: list[WorkerAddress | None] = []
+
+        def read() -> None:
+            try:
+                found.append(self._read(key))
+            except ConfigurationError as error:
+                _log.warning("%s", error)
+            finally:
+                self._looking.release()
+
+        if not self._looking.acquire(False):
+            return None  # somebody has been waiting for an answer
+        thread = threading.Thread(target=read, name="gradwire-store-lookup", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        return found[0] if found else None
 
     def _read(self, key: str) -> WorkerAddress | None:
         store, full = self._point.store, f"{self._prefix}/{key}"

@@ -57,7 +57,7 @@ class TlsChannel:
                     step = self._socket.recv_into(view[num_bytes:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: closed by another thread
                 if num_bytes:
                     break
                 raise _translate(error) from error
@@ -78,7 +78,7 @@ class TlsChannel:
                 # Once the handshake is over, OpenSSL has made a record of the bytes and insists on sending it next.
                 self._holds_unsent = self._socket.version() is not None
                 break
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise _translate(error) from error
             written += step
             if step < len(buffer):
@@ -138,7 +138,7 @@ def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
     return joined
 
 
-def _translate(error: OSError) -> TransportError:
+def _translate(error: Exception) -> TransportError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return AuthenticationFailed(f"the other side's certificate is not of this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):

@@ -56,9 +56,10 @@ class NotPlain(Exception):
 class TensorTable:
     """The tensors of one message in order of first use, each once."""
 
-    __slots__ = ("_indices", "tensors")
+    __slots__ = ("_indices", "max_items", "tensors")
 
-    def __init__(self) -> None:
+    def __init__(self, max_items: float = float("inf")) -> None:
+        self.max_items = max_items  # in one container; others are left to pickle, which is faster with many
         self.tensors: list[torch.Tensor] = []
         self._indices: dict[int, int] = {}  # by id; the list keeps the tensors alive, so ids stay unique
 
@@ -72,14 +73,14 @@ class TensorTable:
         return index
 
 
-def dumps(value: Any, limits: Limits) -> tuple[bytes, list[torch.Tensor]]:
+def dumps(value: Any, limits: Limits, max_items: float = float("inf")) -> tuple[bytes, list[torch.Tensor]]:
     """Encode a value.
 
     Raises:
-        NotPlain: It holds something that is not plain data.
+        NotPlain: It holds something that is not plain data, or a container of more than `max_items`.
         CannotSend: It is nested too deeply, or holds itself.
     """
-    table = TensorTable()
+    table = TensorTable(max_items)
     try:
         raw = _ENCODERS.get(type(value), _encode_instance)(value, table, limits.depth)
         return _encode_msgpack(raw), table.tensors
@@ -112,10 +113,14 @@ def _encode_tensor(value: torch.Tensor, table: TensorTable, depth: int) -> Any:
 
 
 def _encode_list(value: list[Any], table: TensorTable, depth: int) -> Any:
+    if len(value) > table.max_items:
+        raise NotPlain(value)
     return _encode_items([], value, table, depth)
 
 
 def _encode_tuple(value: tuple[Any, ...], table: TensorTable, depth: int) -> Any:
+    if len(value) > table.max_items:
+        raise NotPlain(value)
     return _encode_items([_TUPLE_MARK], value, table, depth)
 
 
@@ -124,6 +129,8 @@ def _encode_dict(value: dict[Any, Any], table: TensorTable, depth: int) -> Any:
         raise CannotSend(_TOO_DEEP)
     if not value:
         return value
+    if len(value) > table.max_items:
+        raise NotPlain(value)
     if any(type(key) is not str for key in value):
         return _encode_items([_MARKS[_DICT]], (item for pair in value.items() for item in pair), table, depth)
     return dict(zip(value, _encode_items([], value.values(), table, depth), strict=True))
