@@ -77,7 +77,7 @@ class WorkerConfig:
     """How one worker runs.
 
     Attributes:
-        num_worker_threads: User functions that run at once; functions that wait for another call do not count.
+        num_worker_threads: User functions that compute at once; those that wait do not count.
         rpc_timeout_s: Deadline of a call that names none; 0 means none.
         trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` beyond it.
         transports: Schemes to listen on, or None for ``unix``, and ``tcp`` too where keys are given.

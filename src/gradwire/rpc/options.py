@@ -40,7 +40,7 @@ class RpcOptions(RpcBackendOptions):
     """How a worker runs and how the workers find each other.
 
     Args:
-        num_worker_threads: User functions that run at once; those that wait for another call do not count.
+        num_worker_threads: User functions that compute at once; those that wait do not count.
         rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
         init_timeout: How long to wait for the other workers.
