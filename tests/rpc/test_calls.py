@@ -17,6 +17,7 @@ from gradwire.errors import ConfigurationError, NotInitialized, RpcTimeout, Unkn
 from gradwire.rpc import Agent, backend_registry
 from gradwire.types import WorkerInfo
 from rpc import handlers
+from rpc.puppets import wait_until
 
 
 @pytest.mark.parametrize("to", ["b", 1, WorkerInfo("b", 1)])
@@ -276,3 +277,12 @@ def test_workers_of_one_script_share_what_main_defines(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "0", f"file://{tmp_path}/store"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout.strip() == "[(1, True, True), (2, True, True), (3, True, True)]", run.stderr
+
+
+def test_gil_profiling(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc.api, "_agent", pair[0])
+    assert "gil_average_wait_time_us" not in rpc._get_debug_info()
+    rpc.enable_gil_profiling(True)
+    assert wait_until(lambda: float(rpc._get_debug_info()["gil_average_wait_time_us"]) > 0)
+    rpc.enable_gil_profiling(False)
+    assert "gil_average_wait_time_us" not in rpc._get_debug_info()

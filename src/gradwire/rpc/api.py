@@ -15,6 +15,7 @@ from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.calling import To
 from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.gil import GilMeter
 from gradwire.rpc.meeting_point import MeetingPointLost, agree_on_token, open_meeting_point
 from gradwire.rpc.options import (
     DEFAULT_RPC_TIMEOUT_SEC,
@@ -212,6 +213,16 @@ def get_rpc_timeout() -> float:
     return current_agent().caller.default_timeout_s
 
 
+def enable_gil_profiling(flag: bool) -> None:
+    """Switches on or off that this worker measures how long its threads wait for Python's global lock.
+
+    `_get_debug_info` then has the mean as ``gil_average_wait_time_us``.
+    """
+    reactor = current_agent().reactor
+    reactor.gil_meter = GilMeter() if flag else None
+    reactor.expect(0.0)
+
+
 def _set_rpc_timeout(seconds: float) -> None:
     current_agent().caller.default_timeout_s = float(seconds)
 
@@ -266,8 +277,12 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _get_debug_info() -> dict[str, str]:
     """Numbers about this worker, as text."""
-    statistics = current_agent().statistics()
-    return {name: str(getattr(statistics, name)) for name in statistics.__slots__}
+    agent = current_agent()
+    statistics = agent.statistics()
+    info = {name: str(getattr(statistics, name)) for name in statistics.__slots__}
+    if agent.reactor.gil_meter is not None:
+        info["gil_average_wait_time_us"] = f"{agent.reactor.gil_meter.average_us:.1f}"
+    return info
 
 
 def _close_at_exit() -> None:

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from gradwire.errors import ConnectionClosed
 from gradwire.rpc.bell import Bell
+from gradwire.rpc.gil import GilMeter
 
 _log = logging.getLogger("gradwire")
 
@@ -31,6 +32,7 @@ _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 _TICK_S = 0.002
 _AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
 _JOIN_S = 2.0
+_SAMPLE_S = 0.02
 
 _local = threading.local()  # .reactor: whose service thread this is
 
@@ -69,6 +71,7 @@ class Reactor:
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._busy: set[Watched] = set()
+        self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
         self._linger = threading.Lock()  # held by the thread that stays with its connection
         self._clock = _Clock(self)
 
@@ -292,6 +295,9 @@ class _Clock:
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
                 pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
+            if self._reactor.gil_meter is not None:
+                self._reactor.gil_meter.sample()
+                pause = min(pause, _SAMPLE_S)
             if self._bell.wait(pause):
                 active_until = time.monotonic() + _AWAKE_S
 
