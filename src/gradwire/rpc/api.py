@@ -169,13 +169,14 @@ def rpc_sync(
             never more than what that call has left.
 
     Raises:
+        ConfigurationError: The timeout is negative or not a number.
         CannotSend: An argument cannot travel.
         RpcTimeout: The deadline passed; `phase` says where the call was.
         WorkerLost: The worker died or cannot be reached.
         RemoteCallFailed: The function raised something whose type is not known here.
         Exception: What the function raised, as its own type.
     """
-    return current_agent().call(to, func, args or (), kwargs, timeout if timeout >= 0 else None)
+    return current_agent().call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
 
 
 def rpc_async(
@@ -188,11 +189,12 @@ def rpc_async(
     """As `rpc_sync`, but returns a `torch.futures.Future` at once; it also has ``cancel()``.
 
     Raises:
+        ConfigurationError: The timeout is negative or not a number.
         CannotSend: An argument cannot travel.
         RpcTimeout: No connection, or no room on it, before the deadline.
         WorkerLost: The worker cannot be reached.
     """
-    future = current_agent().submit(to, func, args or (), kwargs, timeout if timeout >= 0 else None)
+    future = current_agent().submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
     collecting = getattr(_local, "collecting", None)
     if collecting is not None:
         collecting.append(future)

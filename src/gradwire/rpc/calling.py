@@ -129,7 +129,7 @@ class Caller:
         if agent.is_closed:
             raise _closed(agent)
         name = to if type(to) is str else self.name_of(to)
-        timeout_s = agent.server.time_left(self.default_timeout_s if timeout_s is None else check_timeout(timeout_s))
+        timeout_s = agent.server.time_left(check_timeout(self.default_timeout_s if timeout_s is None else timeout_s))
         function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, self._shares_main(name))
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
