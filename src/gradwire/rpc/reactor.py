@@ -70,6 +70,7 @@ class Reactor:
         self._num_spawned = 0
         self._threads: set[threading.Thread] = set()
         self._closing = False
+        self.lacks_thread = False  # nobody may be left to read: the clock tries again to start one
         self._busy: set[Watched] = set()
         self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
         self._linger = threading.Lock()  # held by the thread that stays with its connection
@@ -188,11 +189,23 @@ class Reactor:
         try:
             thread.start()
         except RuntimeError as error:  # a limit of the system: go on with those there are, and try again later
-            _log.warning("%s: no further thread can be started: %s", self._name, error)
+            if not self.lacks_thread:
+                _log.warning("%s: no further thread can be started: %s", self._name, error)
+                self.lacks_thread = True
+                self._clock.wake()
             return
+        self.lacks_thread = False
         self._threads.add(thread)
         self._num_idle += 1
         self._num_spawned += 1
+
+    def replace_missing_thread(self) -> None:
+        """Tries again to start a thread that could not be started, unless another one has become free meanwhile."""
+        with self._lock:
+            if self._num_idle > 0 or self._closing:
+                self.lacks_thread = False
+            else:
+                self._spawn()
 
     def _serve(self) -> None:
         _local.reactor = self
@@ -295,6 +308,9 @@ class _Clock:
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
                 pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
+            if self._reactor.lacks_thread:
+                self._reactor.replace_missing_thread()
+                pause = min(pause, _AWAKE_S)
             if self._reactor.gil_meter is not None:
                 self._reactor.gil_meter.sample()
                 pause = min(pause, _SAMPLE_S)

@@ -123,7 +123,12 @@ class StoreDirectory(StaticDirectory):
         if not self._looking.acquire(False):
             return None  # somebody has been waiting for an answer
         thread = threading.Thread(target=read, name="gradwire-store-lookup", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of the system
+            self._looking.release()
+            _log.warning("the store is not asked: %s", error)
+            return None
         thread.join(_ANSWER_S)
         return found[0] if found else None
 
