@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 import torch
 
+from gradwire.errors import RpcError
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 
 Ints = InterruptibleFuture[int]
@@ -59,6 +60,19 @@ def test_what_then_raises_is_its_error() -> None:
     future.set_result(1)
     with pytest.raises(TypeError):
         chained.wait()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_then_callback_that_wants_to_end_the_program_leaves_nobody_waiting(kind: type[BaseException]) -> None:
+    def end(_: Ints) -> None:
+        raise kind("enough")
+
+    future = make_future()
+    derived = future.then(end)
+    future.set_result(1)
+    assert derived.done()
+    with pytest.raises(RpcError, match=f"{kind.__name__}: enough"):
+        derived.wait()
 
 
 def test_then_sees_the_error() -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,39 @@ def test_when_user_code_blocks_others_read_on(setting: Setting) -> None:
     setting.send(5)
     setting.wait_seen(5)
     assert sorted(setting.numbers) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_clock_takes_nothing_from_a_holder_that_went_on(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock sees a holder stuck in a frame; before it acts, the holder has left the frame and reads again."""
+    clock_decided, holder_reads, clock_acted, checked = (threading.Event() for _ in range(4))
+    take_over, next_frames = Reader._take_over, setting.reader._next_frames
+
+    def take_over_late(reader: Reader, *args: Any) -> None:
+        if clock_decided.is_set() or not threading.current_thread().name.endswith("-clock"):
+            take_over(reader, *args)
+            return
+        clock_decided.set()
+        holder_reads.wait(10)
+        take_over(reader, *args)
+        clock_acted.set()
+
+    def read_slowly(num_read: int) -> list[Frame] | None:
+        if clock_decided.is_set() and not holder_reads.is_set():
+            holder_reads.set()
+            checked.wait(10)
+        return next_frames(num_read)
+
+    monkeypatch.setattr(Reader, "_take_over", take_over_late)
+    monkeypatch.setattr(setting.reader, "_next_frames", read_slowly)
+    setting.on_frame = lambda number: number == 0 and clock_decided.wait(10)
+    setting.reader.start()
+    setting.send(0)
+    assert clock_acted.wait(10)
+    has_read = setting.reader.read_until(lambda: True, time.monotonic() + 10)
+    checked.set()
+    assert not has_read, "two threads read one connection"
+    setting.send(1)
+    setting.wait_seen(0, 1)
 
 
 def test_a_thread_that_waits_lets_others_read_at_once(setting: Setting) -> None:
@@ -208,6 +242,7 @@ def test_the_end_wakes_a_waiting_caller(setting: Setting) -> None:
     start = time.monotonic()
     setting.reader.read_until(lambda: False, start + 20)
     assert time.monotonic() - start < 10
+    wait_until(lambda: setting.ends, 10)  # the timer's thread may still be about to tell
     assert [str(error) for error in setting.ends] == ["over"]
     assert not setting.reader.read_until(lambda: False, start + 20)
 

@@ -67,6 +67,17 @@ def test_progress_is_no_stall() -> None:
     assert slots.on_stall() == ["d"]
 
 
+def test_work_is_no_stall() -> None:
+    slots: Slots[str] = Slots(1)
+    for name in "abcdef":
+        slots.on_request(name)
+    assert slots.on_stall() == []  # the first look
+    assert [slots.on_stall(), slots.on_stall()] == [["b"], ["c", "d"]]
+    assert [slots.on_stall(is_working=True) for _ in range(3)] == [[], [], []]
+    assert slots.on_stall() == ["e"]  # they wait again: one at first
+    assert slots.num_running == 5
+
+
 class Model:
     """Drives `Slots` as the server does, and keeps its own books."""
 
