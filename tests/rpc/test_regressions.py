@@ -28,9 +28,11 @@ from gradwire.errors import (
 from gradwire.rpc import Agent
 from gradwire.rpc._slots import Slots
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.rpc.local import LocalSource
 from gradwire.rpc.meeting_point import MeetingPoint
 from gradwire.rpc.store_directory import StoreDirectory
 from gradwire.testing._pairs import write_raw
+from gradwire.transports.stream import StreamConnection
 from rpc import handlers
 from rpc.fixtures import MakeAgents
 from rpc.puppets import Puppet, wait_until
@@ -329,6 +331,30 @@ def test_ctrl_c_gives_the_call_up(pair: list[Agent], to: str) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     helper.join(10)
+    _check_given_up(pair, to)
+
+
+@pytest.mark.parametrize("to", ["a", "b"])
+def test_ctrl_c_gives_up_a_call_that_has_just_been_sent(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    kind, name = (LocalSource, "start") if to == "a" else (StreamConnection, "send")
+    original = getattr(kind, name)
+
+    def send(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if "wait_gate" in str(getattr(args[1], "function", "")):
+            assert handlers.entered.acquire(timeout=10)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, name, send)
+    for start in (pair[0].call, pair[0].submit):
+        with pytest.raises(KeyboardInterrupt):
+            start(to, handlers.wait_gate)
+        _check_given_up(pair, to)
+
+
+def _check_given_up(pair: list[Agent], to: str) -> None:
     assert pair[0].caller.num_pending == 0
     agent = pair["ab".index(to)]
     sources = [agent.caller.local] if to == "a" else list(agent.server._incoming)

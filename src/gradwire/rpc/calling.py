@@ -83,18 +83,23 @@ class Caller:
             WorkerLost: The worker died or cannot be reached.
             Exception: Whatever the function raised.
         """
-        pending = self._start(to, function, args, kwargs, timeout_s, None)
+        started: list[PendingCall] = []  # filled before anything is sent: Ctrl-C may hit before `_start` returns
         try:
-            if not pending.is_done:
-                self.wait(pending)
-            if pending.error is not None:
-                raise pending.error
-            return pending.value
+            pending = self._start(to, function, args, kwargs, timeout_s, None, started)
+            try:
+                if not pending.is_done:
+                    self.wait(pending)
+                if pending.error is not None:
+                    raise pending.error
+                return pending.value
+            finally:
+                del pending  # an error knows this frame, and would know itself through it
         except KeyboardInterrupt:
-            self.cancel(pending)
+            if started:
+                self.cancel(started[0])
             raise
         finally:
-            del pending  # an error knows this frame, and would know itself through it
+            started.clear()
 
     def submit(
         self,
@@ -113,7 +118,12 @@ class Caller:
         """
         holder: list[PendingCall] = []
         future: CallFuture[Any] = CallFuture(lambda: self.wait(holder[0]), lambda: self.cancel(holder[0]))
-        holder.append(self._start(to, function, args, kwargs, timeout_s, future))
+        try:
+            self._start(to, function, args, kwargs, timeout_s, future, holder)
+        except KeyboardInterrupt:
+            if holder:
+                self.cancel(holder[0])
+            raise
         return future
 
     def _start(
@@ -124,6 +134,7 @@ class Caller:
         kwargs: dict[str, Any] | None,
         timeout_s: float | None,
         future: CallFuture[Any] | None,
+        started: list[PendingCall],
     ) -> PendingCall:
         agent = self._agent
         if agent.is_closed:
@@ -134,6 +145,7 @@ class Caller:
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
+        started.append(call)
         self.num_made += 1
         if name == agent.address.info.name:
             self.local.start(call, function_name, packed)
@@ -150,7 +162,7 @@ class Caller:
                 raise _closed(agent)
             # Another one for each attempt: whoever ends the connection may be about to end the first.
             call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
-            call.future, message.call_id = future, call.call_id
+            call.future, message.call_id, started[0] = future, call.call_id, call
         if future is not None:
             lane.reader.ensure_watched()
         return call
@@ -184,6 +196,11 @@ class Caller:
         except TimeoutError as error:
             self._give_up_sending(lane, call)
             raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send") from error
+        except KeyboardInterrupt:  # the callee may have all of it
+            self._give_up_sending(lane, call)
+            if not (lane.connection.is_closed or call.function.startswith("~")):
+                self._tell_to_drop(call, lambda phase: None)
+            raise
         except BaseException:
             self._give_up_sending(lane, call)
             raise
