@@ -355,7 +355,7 @@ def test_ctrl_c_gives_up_a_call_that_has_just_been_sent(
 
 
 def _check_given_up(pair: list[Agent], to: str) -> None:
-    assert pair[0].caller.num_pending == 0
+    assert wait_until(lambda: pair[0].caller.num_pending == 0)
     agent = pair["ab".index(to)]
     sources = [agent.caller.local] if to == "a" else list(agent.server._incoming)
     calls = lambda: [item for source in sources for item in source.requests.values()]  # noqa: E731

@@ -96,7 +96,7 @@ class Caller:
                 del pending  # an error knows this frame, and would know itself through it
         except KeyboardInterrupt:
             if started:
-                self.cancel(started[0])
+                self._cancel_elsewhere(started[0])
             raise
         finally:
             started.clear()
@@ -122,7 +122,7 @@ class Caller:
             self._start(to, function, args, kwargs, timeout_s, future, holder)
         except KeyboardInterrupt:
             if holder:
-                self.cancel(holder[0])
+                self._cancel_elsewhere(holder[0])
             raise
         return future
 
@@ -199,7 +199,7 @@ class Caller:
         except KeyboardInterrupt:  # the callee may have all of it
             self._give_up_sending(lane, call)
             if not (lane.connection.is_closed or call.function.startswith("~")):
-                self._tell_to_drop(call, lambda phase: None)
+                self._agent.reactor.run_soon(lambda: self._tell_to_drop(call, lambda phase: None))
             raise
         except BaseException:
             self._give_up_sending(lane, call)
@@ -347,6 +347,14 @@ class Caller:
         self._tell_to_drop(call, lambda phase: None)
         self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
         return True
+
+    def _cancel_elsewhere(self, call: PendingCall) -> None:
+        """As `cancel`, after Ctrl-C: a second one would cut the control lane off, and the callee think that we died."""
+
+        def cancel() -> None:
+            self.cancel(call)
+
+        self._agent.reactor.run_soon(cancel)
 
     def _tell_to_drop(self, call: PendingCall, on_phase: Callable[[str], None]) -> None:
         """Tells the callee that nobody waits for the call any more; it says how far the call got."""
