@@ -9,9 +9,12 @@ Every call ends exactly once: whoever takes it out of the table (`pop`, one dict
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
+
+from gradwire.errors import ConfigurationError
 
 _NO_DEADLINE: Final = float("inf")
 
@@ -65,6 +68,13 @@ class PendingCall:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
         return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
 
+    def mark_done(self) -> None:
+        """It has its result or error: wakes the thread that waits."""
+        self.is_done = True
+        if self.waiter is not None:
+            with contextlib.suppress(RuntimeError):  # released already
+                self.waiter.release()
+
     def timeout_text(self, phase: str, now: float) -> str:
         """What a timeout in that phase should say."""
         return (
@@ -115,3 +125,16 @@ class CallTable:
 
 
 new_call_id: Callable[[], int] = itertools.count(1).__next__  # atomic, and unique in this process
+
+
+def check_timeout(timeout_s: float) -> float:
+    """A timeout as calls carry it: 0 for none.
+
+    Raises:
+        ConfigurationError: It is negative or not a number.
+    """
+    if timeout_s == _NO_DEADLINE:
+        return 0.0
+    if not timeout_s >= 0:
+        raise ConfigurationError(f"a timeout must be 0 (none) or a positive number of seconds, not {timeout_s}")
+    return timeout_s

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
     CallCancelled,
-    ConfigurationError,
     ConnectionClosed,
     ConnectionLost,
     NotInitialized,
@@ -26,7 +25,7 @@ from gradwire.errors import (
     RpcTimeout,
     TransportError,
 )
-from gradwire.rpc._calls import PendingCall, new_call_id
+from gradwire.rpc._calls import PendingCall, check_timeout, new_call_id
 from gradwire.rpc.codec import describe_function
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
@@ -306,20 +305,17 @@ class Caller:
             else:
                 self._complete(call, future)
             return
-        call.is_done = True
-        if call.waiter is not None:
-            with contextlib.suppress(RuntimeError):
-                call.waiter.release()
+        call.mark_done()
         if call.on_done is not None:
             call.on_done(call)
 
     def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
         """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
         reactor = self._agent.reactor
-        if self._agent.is_closed:
-            return (
-                False  # no service thread is left, and a future that is never completed is worse than a callback here
-            )
+        if (
+            self._agent.is_closed
+        ):  # no service thread is left, and a future never completed is worse than a callback here
+            return False
         return reactor.is_clock_thread() or (future.has_callbacks and not reactor.is_service_thread())
 
     def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
@@ -335,10 +331,7 @@ class Caller:
         finally:
             call.value = call.future = None  # the future holds the value, and must not hold itself
             self._completing.discard(call)
-            call.is_done = True
-            if call.waiter is not None:
-                with contextlib.suppress(RuntimeError):
-                    call.waiter.release()
+            call.mark_done()
 
     def cancel(self, call: PendingCall) -> bool:
         """Gives a call up; the callee is told to drop it."""
@@ -455,16 +448,3 @@ class Caller:
 
 def _closed(agent: Agent) -> NotInitialized:
     return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")
-
-
-def check_timeout(timeout_s: float) -> float:
-    """A timeout as calls carry it: 0 for none.
-
-    Raises:
-        ConfigurationError: It is negative or not a number.
-    """
-    if timeout_s == _NEVER:
-        return 0.0
-    if not timeout_s >= 0:
-        raise ConfigurationError(f"a timeout must be 0 (none) or a positive number of seconds, not {timeout_s}")
-    return timeout_s
