@@ -22,6 +22,7 @@ from gradwire.errors import (
     AlreadyInitialized,
     CannotSend,
     ConfigurationError,
+    RpcError,
     RpcTimeout,
     WorkerLost,
 )
@@ -150,7 +151,7 @@ def test_close_completes_what_no_thread_came_to_complete(
     handlers.gate.set()
     a.close()
     assert derived.done()
-    with pytest.raises(RpcTimeout):
+    with pytest.raises(RpcError):
         derived.wait()
 
 

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
@@ -367,19 +368,17 @@ class Caller:
 
     def sweep(self, now: float) -> float:
         """Ends calls whose time is over, and lanes whose machine is gone; returns when to look again."""
-        wanted = _NEVER
-        tables = [self.local.calls]
-        for lane in self.lanes():
-            tables.append(lane.calls)
-            if not len(lane.calls):
-                continue
+        wanted, run_soon = _NEVER, self._agent.reactor.run_soon  # the clock itself must not wait for anybody
+        lanes = [lane for lane in self.lanes() if lane.calls]
+        for lane in lanes:
             if lane.connection.is_vanished():
-                lane.reader.end(ConnectionLost("the other machine does not acknowledge anything"))
+                vanished = ConnectionLost("the other machine does not acknowledge anything")
+                run_soon(partial(lane.reader.end, vanished))
             lane.reader.ensure_watched()  # Ctrl-C may have hit between sending a call and waiting for it
-        for table in tables:
+        for table in [self.local.calls, *(lane.calls for lane in lanes)]:
             expired, earliest = table.expire(now)
             for call in expired:
-                self._expire(call)
+                run_soon(partial(self._expire, call))
             wanted = min(wanted, earliest)
             if len(table):
                 wanted = min(wanted, now + _SWEEP_S)

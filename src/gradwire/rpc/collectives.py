@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +168,8 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            answer.set_exception(RpcTimeout(f"these workers did not take part in time: {names}", names, "run"))
+            error = RpcTimeout(f"these workers did not take part in time: {names}", names, "run")
+            self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
