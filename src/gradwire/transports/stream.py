@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
 from gradwire.config import KIB, MIB, Limits
@@ -200,7 +199,10 @@ class StreamConnection:
             if lease is not None:
                 parcel.leases.append(lease)
                 tensors.copy_into(parts[0], lease.target)
-                return msgspec.structs.replace(meta, slot=lease.slot)
+                # In full: `msgspec.structs.replace` costs three times as much.
+                return TensorMeta(
+                    meta.dtype, meta.shape, meta.num_bytes, meta.flags, meta.layout, meta.device, (), lease.slot
+                )
         for part in parts:
             parcel.add(part)
         return meta

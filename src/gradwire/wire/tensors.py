@@ -189,14 +189,15 @@ def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
     Raises:
         CannotSend: The part has no memory of its own.
     """
-    if target.nbytes != part.nbytes:
-        raise ValueError(f"copy_into: the part has {part.nbytes} bytes and the target {target.nbytes}")
-    if 0 < target.nbytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous():
+    num_bytes = part.nbytes
+    if target.nbytes != num_bytes:
+        raise ValueError(f"copy_into: the part has {num_bytes} bytes and the target {target.nbytes}")
+    if 0 < num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous():
         address = _address_of(part)
         if address:
-            ctypes.memmove(target.data_ptr(), address, target.nbytes)  # a third of what two views and a copy cost
+            ctypes.memmove(target.data_ptr(), address, num_bytes)  # a third of what two views and a copy cost
             return
-    if target.nbytes:
+    if num_bytes:
         try:
             target.view(part.dtype).view(part.shape).copy_(part)
         except RuntimeError as error:
