@@ -169,7 +169,7 @@ except KeyboardInterrupt:
         with Script(tmp_path, text, **streams, preexec_fn=_take_terminal) as script:
             shown = screen.read_until(", 11]")
             for _ in range(3):
-                screen.read_until("working")
+                shown += screen.read_until("working")  # what a worker prints may come after what it returns
                 os.write(keyboard, b"\x03")
                 screen.read_until('["alive", "alive"]')
             screen.read_until("last")
