@@ -164,7 +164,7 @@ class Caller:
             call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
             call.future, message.call_id, started[0] = future, call.call_id, call
         if future is not None:
-            lane.reader.ensure_watched()
+            lane.reader.expect_one_more()
         return call
 
     def _shares_main(self, name: str) -> bool:

@@ -106,8 +106,8 @@ class OpenLane:
         self.peer.on_lane_end(self, error)
 
 
-def _always() -> bool:
-    return True
+def _always() -> int:
+    return 1
 
 
 class Peer:
