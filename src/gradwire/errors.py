@@ -22,6 +22,11 @@ GradwireError
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
     WorkerStartFailed                    a worker process ended before it was ready
+  AutogradError (RuntimeError)
+    NoActiveContext                      not inside gradwire.autograd.context()
+    UnknownContext                       a context that was released or never existed here
+    BackwardFailed                       a backward pass ended without gradients, everywhere
+      UnsettledSend                      FAST mode: a message that no gradient comes back for
 
 Messages name the worker, the operation and the next step. Errors travel between workers as data (`ErrorInfo` in
 `gradwire.wire.messages`), never as pickles.
@@ -147,3 +152,45 @@ class RendezvousFailed(RpcError):
 
 class WorkerStartFailed(RpcError):
     """A worker process ended before it was ready; the message carries what it printed."""
+
+
+class AutogradError(GradwireError, RuntimeError):
+    """Distributed autograd cannot do that."""
+
+
+class NoActiveContext(AutogradError):
+    """The current code does not run inside `gradwire.autograd.context`."""
+
+
+class UnknownContext(AutogradError):
+    """A context that was released, or that this worker never had to do with; the message says which."""
+
+
+class BackwardFailed(AutogradError):
+    """A backward pass failed somewhere; no gradient of it is kept anywhere, and the next pass may work.
+
+    The error of the worker where it failed is the cause (`__cause__`), with its traceback.
+
+    Attributes:
+        worker: Where it failed.
+        operation: What that worker was doing.
+    """
+
+    def __init__(self, message: str, worker: str = "", operation: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.operation = operation
+
+
+class UnsettledSend(BackwardFailed):
+    """FAST mode only: a message was sent in the forward pass, and no gradient comes back for it.
+
+    Its result or argument has no part in the loss; SMART mode copes with that.
+
+    Attributes:
+        sends: One line for each such message: function, call site and worker.
+    """
+
+    def __init__(self, message: str, worker: str = "", operation: str = "", sends: tuple[str, ...] = ()) -> None:
+        super().__init__(message, worker, operation)
+        self.sends = sends

@@ -6,6 +6,10 @@ worker by adding a function to `gradwire.rpc.worker.attachments` here, so that r
 
 from __future__ import annotations
 
+import gradwire.autograd.worker
 from gradwire.rpc.worker import attachments, start_worker
 
 __all__ = ["attachments", "start_worker"]
+
+if gradwire.autograd.worker.attach not in attachments:
+    attachments.append(gradwire.autograd.worker.attach)

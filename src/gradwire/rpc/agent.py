@@ -28,6 +28,7 @@ from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.directory import Directory
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Interceptor
+from gradwire.rpc.notices import Notices
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.serving import Server
 from gradwire.transports.base import Listener, Transport
@@ -97,6 +98,8 @@ class Agent:
         self._is_closed = False
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
+        self.notices = Notices(self)
+        self.extensions: dict[str, Any] = {}  # what the layers above keep for this worker, by their name
         self.server.register_control("cancel", self.server.cancel)
 
     def __repr__(self) -> str:

@@ -173,11 +173,16 @@ class Codec:
                 function = _surround(interceptor, envelope, notes[interceptor.name], function)
         return function(*args, **kwargs)
 
+    @staticmethod
+    def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
+        """The tensors of a message that arrived."""
+        if not message.tensors:
+            return []
+        buffers = iter(frame.buffers)
+        return [tensors.rebuild(meta, buffers) for meta in message.tensors]
+
     def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:
-        values: list[torch.Tensor] = []
-        if message.tensors:
-            buffers = iter(frame.buffers)
-            values = [tensors.rebuild(meta, buffers) for meta in message.tensors]
+        values = self.rebuild_tensors(frame, message)
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self.incoming(Envelope(kind, peer, function), message.notes, values)

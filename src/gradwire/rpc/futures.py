@@ -6,19 +6,22 @@ does more: the waiting thread reads its answer itself, a service thread that wai
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from gradwire.errors import RpcError
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.incoming import while_waiting
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 _SLICE_S = 0.2
+_NO_DEVICES: list[torch.device] = []
 
 
 class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
@@ -49,9 +52,11 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         self.has_callbacks = True
         derived: InterruptibleFuture[S] = InterruptibleFuture()
 
+        surroundings = contextvars.copy_context()  # the callback runs in those of the code that added it
+
         def run(_: Any) -> None:
             try:
-                value = callback(self)
+                value = surroundings.run(callback, self)
             except Exception as error:
                 derived.set_exception(error)
             except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
@@ -65,16 +70,34 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Runs `callback(self)` when the future is completed."""
         self.has_callbacks = True
-        super().add_done_callback(lambda _: callback(self))
+        surroundings = contextvars.copy_context()
+        super().add_done_callback(lambda _: surroundings.run(callback, self))
+
+
+class CallKeeper(Protocol):
+    """Who made a call, and can wait for it and give it up."""
+
+    def wait(self, call: PendingCall) -> None:
+        """Blocks until the call has ended."""
+
+    def cancel(self, call: PendingCall) -> bool:
+        """Gives the call up; False if it had ended already."""
 
 
 class CallFuture(InterruptibleFuture[T]):
-    """The result of a call that may still be under way."""
+    """The result of a call that may still be under way.
 
-    def __init__(self, wait: Callable[[], None], cancel: Callable[[], bool]) -> None:
-        super().__init__()
-        self._wait = wait
-        self._cancel = cancel
+    Args:
+        keeper: Who makes the call.
+
+    Attributes:
+        call: The call, from the moment before it is sent.
+    """
+
+    def __init__(self, keeper: CallKeeper) -> None:
+        torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
+        self._keeper = keeper
+        self.call: PendingCall | None = None
 
     def wait(self) -> T:
         """Blocks until the result is there.
@@ -85,9 +108,10 @@ class CallFuture(InterruptibleFuture[T]):
             CallCancelled: `cancel` was called.
             Exception: Whatever the function raised, as its own type where that is known here.
         """
-        if not self.done():
-            self._wait()
-        return cast(T, torch.futures.Future.wait(self))
+        call = self.call
+        if call is not None and not (call.is_done or self.done()):
+            self._keeper.wait(call)
+        return cast(T, torch._C.Future.wait(self))
 
     def cancel(self) -> bool:
         """Gives the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
@@ -95,4 +119,4 @@ class CallFuture(InterruptibleFuture[T]):
         Returns:
             False if it had ended already.
         """
-        return self._cancel()
+        return self.call is not None and self._keeper.cancel(self.call)

@@ -22,6 +22,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.notices import NOTICE_ID
 from gradwire.rpc.reader import Reader, has_hold, release_hold
 from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
 from gradwire.transports.stream import StreamConnection
@@ -160,6 +161,11 @@ class Incoming:
             return
         if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
             raise DecodeError(f"a {type(message).__name__} message after the handshake")
+        if message.call_id == NOTICE_ID:
+            if self.lane != "control":
+                raise DecodeError("a message without an answer belongs on the control lane")
+            self._agent.notices.received(self.info, frame)
+            return
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)
         request.notes = message.notes
         self.last_call_id = max(self.last_call_id, message.call_id)

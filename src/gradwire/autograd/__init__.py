@@ -1,0 +1,39 @@
+"""Distributed autograd: gradients through calls to other workers."""
+
+from __future__ import annotations
+
+from gradwire.autograd.api import (
+    ContextId,
+    _current_context,
+    _get_debug_info,
+    _get_max_id,
+    _is_valid_context,
+    _new_context,
+    _release_context,
+    _retrieve_context,
+    backward,
+    context,
+    get_gradients,
+    grad,
+    is_available,
+)
+from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.worker import AutogradStatistics
+
+__all__ = [
+    "AutogradStatistics",
+    "ContextId",
+    "DistAutogradContext",
+    "_current_context",
+    "_get_debug_info",
+    "_get_max_id",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
+    "backward",
+    "context",
+    "get_gradients",
+    "grad",
+    "is_available",
+]

@@ -1,0 +1,330 @@
+r"""One backward pass on one worker: events in, actions out. No threads, no sockets, no tensors.
+
+The rules (``docs/architecture.md`` argues why they end):
+
+- A *send* is settled once, by a message that carries its gradient or says that there is none.
+- A *recv* fires once, when every source that reaches it is settled: with a gradient, or with nothing.
+- Sources (the roots, and sends) that share an interior node form a *component*. A component with one source runs when that
+  source is settled. One with several is a single run of the local engine, begun when the source created last is
+  settled; sends that are not settled by then are waited for inside, the one created last first.
+- The first message of a pass from one worker to another carries an introduction: which recvs it *has* from the other, and
+  for which sends it *expects* an answer. Whatever the two do not agree on (a call that failed before it arrived, a
+  reply that nobody took) is settled with nothing at once, so no send waits for a recv that is not there.
+- A worker that joins tells the destinations of its sends that the pass has begun, unless it has heard from them already or
+  will certainly write to them without their help: it holds a recv from them that is younger than its sends to them.
+
+Every wait points forward in the order in which messages were made, so no circle of waits can close.
+
+FAST mode leaves out introductions and answers without gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class Mode(enum.Enum):
+    """How a pass treats what no gradient reaches."""
+
+    SMART = "smart"
+    FAST = "fast"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A recorded message: a send (this worker sent it) or a recv (it arrived here)."""
+
+    message_id: int
+    peer: int
+    is_send: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What the first message of a pass to another worker says.
+
+    Attributes:
+        has: Messages from that worker that were recorded here.
+        expects: Messages to that worker that were recorded here.
+    """
+
+    has: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Sources that must run together.
+
+    Attributes:
+        sends: In the order in which they were made.
+        recvs: Those that any of its sources reaches.
+        has_roots: Whether the roots are among its sources.
+    """
+
+    sends: tuple[int, ...]
+    recvs: frozenset[int]
+    has_roots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun."""
+
+    peer: int
+    message_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunComponent:
+    """Run the local engine from the roots (if the component has them) and these sends."""
+
+    index: int
+    sends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything here is done; the root must hear from these workers, too."""
+
+    peers: tuple[int, ...]
+
+
+Action = Tell | RunComponent | Report
+
+
+class ComponentPhase(enum.Enum):
+    """Where a component is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Progress:
+    phase: ComponentPhase = ComponentPhase.WAITING
+    nothing: set[int] = field(default_factory=set)  # sends settled without a gradient
+
+
+class BackwardState:
+    """Decides what one worker does in one pass.
+
+    Args:
+        own: This worker's rank.
+        mode: SMART or FAST.
+        exchanges: What was recorded here in this context, in the order in which it was made.
+        components: What the local graph falls into; every send is in exactly one.
+        reached_by: Which recvs of a component can be reached from these sends (and from the roots, if it has them).
+        lost: Workers that were gone before the pass began.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        mode: Mode,
+        exchanges: Iterable[Exchange],
+        components: Sequence[Component],
+        reached_by: Callable[[int, Collection[int]], Collection[int]],
+        lost: Collection[int] = (),
+    ) -> None:
+        self._own = own
+        self._mode = mode
+        self._components = components
+        self._reached_by = reached_by
+        self._lost = set(lost)
+        self._sends: dict[int, int] = {}
+        self._recvs: dict[int, int] = {}
+        self._youngest: dict[int, bool] = {}  # by worker: whether the last message exchanged with it was a send
+        for exchange in exchanges:
+            (self._sends if exchange.is_send else self._recvs)[exchange.message_id] = exchange.peer
+            self._youngest[exchange.peer] = exchange.is_send
+        self._unsettled = dict.fromkeys(self._sends)
+        self._unfired = dict.fromkeys(self._recvs)
+        self._progress = [_Progress() for _ in components]
+        self._component_of = {send: index for index, item in enumerate(components) for send in item.sends}
+        self._num_open = len(components)
+        self._told: set[int] = set()
+        self._heard: set[int] = set()
+        self._has_reported = False
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def begin(self, heard: Collection[int] = ()) -> list[Action]:
+        """The worker joins the pass; `heard` are those whose message made it join and is handled next."""
+        actions: list[Action] = []
+        if self._mode is Mode.SMART:
+            reached = {recv for component in self._components for recv in component.recvs}
+            self._answer_nothing((recv for recv in self._recvs if recv not in reached), actions)
+            for peer in self._peers_to_wake(heard):
+                self._told.add(peer)
+                actions.append(Tell(peer))
+            absent = [
+                send
+                for send, peer in self._sends.items()
+                if peer in self._lost or (peer == self._own and send not in self._recvs)
+            ]
+            self._settle(dict.fromkeys(absent, False), actions)
+        for index, component in enumerate(self._components):
+            if component.has_roots:
+                self._review(index, actions)
+        return self._and_report(actions)
+
+    def message_received(
+        self, peer: int, introduction: Introduction | None, settled: Mapping[int, bool]
+    ) -> list[Action]:
+        """A message of the pass arrived: for each message id, whether it brings a gradient. Repeats do no harm."""
+        actions: list[Action] = []
+        self._heard.add(peer)
+        verdicts: dict[int, bool] = {}
+        if introduction is not None:
+            has = set(introduction.has)
+            verdicts = {send: False for send, to in self._sends.items() if to == peer and send not in has}
+            unknown = tuple(send for send in introduction.expects if send not in self._recvs)
+            if unknown:
+                self._told.add(peer)
+                actions.append(Tell(peer, unknown))
+        verdicts.update(settled)
+        self._settle(verdicts, actions)
+        return self._and_report(actions)
+
+    def recv_fired(self, recv: int) -> None:
+        """The local engine reached a recv, and its gradient (or none) is being sent."""
+        if self._unfired.pop(recv, recv) is None:
+            self._told.add(self._recvs[recv])
+
+    def component_finished(self, index: int) -> list[Action]:
+        """A run of the local engine has ended."""
+        actions: list[Action] = []
+        self._finish(index, actions)
+        return self._and_report(actions)
+
+    def worker_lost(self, peer: int) -> list[Action] | None:
+        """A worker died or left.
+
+        Returns:
+            None if it took part in the pass, which must fail then. Otherwise nothing it has can matter: whoever has a
+            gradient for it will find out.
+        """
+        if peer in self._told or peer in self._heard:
+            return None
+        self._lost.add(peer)
+        actions: list[Action] = []
+        waiting = [send for send in self._unsettled if self._sends[send] == peer]
+        self._settle(dict.fromkeys(waiting, False), actions)
+        return self._and_report(actions)
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    def introduction_to(self, peer: int) -> Introduction | None:
+        """What to put on the first message to a worker; None in FAST mode and for this worker itself."""
+        if self._mode is Mode.FAST or peer == self._own:
+            return None
+        return Introduction(
+            tuple(recv for recv, sender in self._recvs.items() if sender == peer),
+            tuple(send for send, to in self._sends.items() if to == peer),
+        )
+
+    def has_fired(self, recv: int) -> bool:
+        """Whether a recv of this pass has fired, or is not part of it."""
+        return recv not in self._unfired
+
+    def is_settled(self, send: int) -> bool:
+        """Whether a send of this pass needs no message any more."""
+        return send not in self._unsettled
+
+    def knows_send(self, send: int, peer: int) -> bool:
+        """Whether that send, to that worker, is part of the pass."""
+        return self._sends.get(send) == peer
+
+    @property
+    def unsettled(self) -> tuple[int, ...]:
+        """Sends that still wait for their message."""
+        return tuple(self._unsettled)
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether everything here is done."""
+        return self._has_reported
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Workers that this one has exchanged messages with in this pass."""
+        return tuple(sorted((self._told | self._heard) - {self._own}))
+
+    @property
+    def phases(self) -> tuple[ComponentPhase, ...]:
+        """Where each component is."""
+        return tuple(item.phase for item in self._progress)
+
+    def __repr__(self) -> str:
+        phases = ", ".join(phase.value for phase in self.phases)
+        return f"<BackwardState {self._mode.value}, {len(self._unsettled)} sends unsettled, components: {phases or 'none'}>"
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    def _peers_to_wake(self, heard: Collection[int]) -> list[int]:
+        """Workers that have our messages and might not learn of the pass without us."""
+        known = {self._own, *heard, *self._told, *self._lost}
+        waiting = dict.fromkeys(peer for peer in self._sends.values() if peer not in known)
+        return [peer for peer in waiting if self._youngest[peer]]
+
+    def _settle(self, verdicts: Mapping[int, bool], actions: list[Action]) -> None:
+        touched: dict[int, None] = {}
+        for send, has_gradient in verdicts.items():
+            if self._unsettled.pop(send, send) is not None:
+                continue  # a repeat, or made after this worker joined: it can have no part in the loss
+            index = self._component_of[send]
+            if not has_gradient:
+                self._progress[index].nothing.add(send)
+            touched[index] = None
+        for index in touched:
+            self._review(index, actions)
+
+    def _review(self, index: int, actions: list[Action]) -> None:
+        """Something changed for a component: may it run, need it not run at all, are some of its recvs cut off?"""
+        component, progress = self._components[index], self._progress[index]
+        if progress.phase is not ComponentPhase.WAITING:
+            return  # the run picks up by itself what is settled later
+        live = [send for send in component.sends if send not in progress.nothing]
+        if not live and not component.has_roots:
+            self._finish(index, actions)
+            return
+        if progress.nothing:
+            reached = self._reached_by(index, live)
+            self._answer_nothing((recv for recv in component.recvs if recv not in reached), actions)
+        if component.has_roots or live[-1] not in self._unsettled:
+            progress.phase = ComponentPhase.RUNNING
+            actions.append(RunComponent(index, tuple(live)))
+
+    def _finish(self, index: int, actions: list[Action]) -> None:
+        if self._progress[index].phase is ComponentPhase.DONE:
+            return
+        self._progress[index].phase = ComponentPhase.DONE
+        self._num_open -= 1
+        self._answer_nothing(self._components[index].recvs, actions)
+
+    def _answer_nothing(self, recvs: Iterable[int], actions: list[Action]) -> None:
+        """Fires recvs that no gradient will reach."""
+        if self._mode is Mode.FAST:
+            return
+        by_peer: dict[int, list[int]] = {}
+        for recv in recvs:
+            if recv in self._unfired:
+                del self._unfired[recv]
+                by_peer.setdefault(self._recvs[recv], []).append(recv)
+        own = by_peer.pop(self._own, None)
+        for peer, ids in by_peer.items():
+            if peer not in self._lost:
+                self._told.add(peer)
+                actions.append(Tell(peer, tuple(ids)))
+        if own:
+            self._settle(dict.fromkeys(own, False), actions)
+
+    def _and_report(self, actions: list[Action]) -> list[Action]:
+        if not (self._has_reported or self._unsettled or self._num_open):
+            self._has_reported = True
+            actions.append(Report(self.peers))
+        return actions

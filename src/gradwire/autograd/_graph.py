@@ -1,0 +1,149 @@
+"""Walks a worker's part of the autograd graph, once for each pass.
+
+It learns which recvs and leaves the sources (roots and sends) reach, and which sources must run together because they
+share an interior node. A leaf that two sources share does not tie them together, unless it has hooks: those must see the
+sum of the pass, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.autograd._backward_state import Component
+from gradwire.autograd.functions import AccumulateGrad, RecvNode
+
+Node = Any  # torch.autograd.graph.Node, whose attributes depend on what it is
+
+_ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made
+
+
+class LocalGraph:
+    """What the sources of one pass reach.
+
+    Args:
+        roots: Gradient functions of the roots; empty on workers that did not call backward.
+        sends: The node of each send, in the order in which they were made.
+        context_recvs: Recvs recorded in the context; others are no part of the pass.
+
+    Attributes:
+        components: Sources that must run together, with the recvs they reach.
+        leaves: For each component, the leaf tensors it reaches.
+    """
+
+    def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Collection[int]) -> None:
+        self._starts: list[list[Node]] = [list(roots), *([node] for node in sends.values())]
+        self._send_ids = list(sends)
+        self._context_recvs = context_recvs
+        self._owner: dict[Node, int] = {}
+        self._parent = list(range(len(self._starts)))
+        self._leaves: list[dict[int, torch.Tensor]] = [{} for _ in self._starts]
+        self._recvs: list[list[int]] = [[] for _ in self._starts]
+        for source in range(len(self._starts)):
+            self._walk(source)
+        self.components: list[Component] = []
+        self.leaves: list[list[torch.Tensor]] = []
+        self._collect()
+
+    def _walk(self, source: int) -> None:
+        owner, leaves = self._owner, self._leaves[source]
+        stack = list(self._starts[source])
+        while stack:
+            node = stack.pop()
+            known = owner.get(node)
+            if known is not None:
+                if known != source:
+                    self._join(known, source)
+                continue
+            kind = type(node)
+            if kind is AccumulateGrad:
+                leaf = node.variable
+                leaves[id(leaf)] = leaf
+                if has_hooks(leaf):
+                    owner[node] = source
+                continue
+            owner[node] = source
+            if kind is RecvNode:
+                if node.message_id in self._context_recvs:
+                    self._recvs[source].append(node.message_id)
+                continue
+            for following, _ in node.next_functions:
+                if following is not None:
+                    stack.append(following)
+
+    def _find(self, source: int) -> int:
+        while self._parent[source] != source:
+            self._parent[source] = self._parent[self._parent[source]]
+            source = self._parent[source]
+        return source
+
+    def _join(self, one: int, other: int) -> None:
+        first, second = sorted((self._find(one), self._find(other)))
+        self._parent[second] = first
+
+    def _collect(self) -> None:
+        groups: dict[int, list[int]] = {}
+        for source in range(len(self._starts)):
+            if source != _ROOTS or self._starts[_ROOTS]:
+                groups.setdefault(self._find(source), []).append(source)
+        self._component_of = {head: index for index, head in enumerate(groups)}
+        for sources in groups.values():
+            leaves: dict[int, torch.Tensor] = {}
+            for source in sources:
+                leaves.update(self._leaves[source])
+            self.leaves.append(list(leaves.values()))
+            self.components.append(
+                Component(
+                    tuple(self._send_ids[source - 1] for source in sources if source != _ROOTS),
+                    frozenset(recv for source in sources for recv in self._recvs[source]),
+                    _ROOTS in sources,
+                )
+            )
+
+    def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the wanted tensors that a component reaches."""
+        leaves = {id(leaf) for leaf in self.leaves[index]}
+        found = []
+        for tensor in wanted:
+            if tensor.grad_fn is None:
+                is_here = id(tensor) in leaves
+            else:
+                source = self._owner.get(tensor.grad_fn)
+                is_here = source is not None and self._component_of[self._find(source)] == index
+            if is_here:
+                found.append(tensor)
+        return found
+
+    def reached_by(self, index: int, sends: Collection[int]) -> set[int]:
+        """Recvs of a component that can be reached from these sends, and from the roots if it has them."""
+        wanted = set(sends)
+        stack = list(self._starts[_ROOTS]) if self.components[index].has_roots else []
+        stack += [self._starts[position][0] for position, send in enumerate(self._send_ids, 1) if send in wanted]
+        seen: set[Node] = set()
+        reached: set[int] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or type(node) is AccumulateGrad:
+                continue
+            seen.add(node)
+            if type(node) is RecvNode:
+                reached.add(node.message_id)
+                continue
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+        return reached
+
+    def make_room_below(self) -> None:
+        """Gives every node a sequence number above 0, so that gates, which have 0, come after all other ready work.
+
+        Numbers count from 0 in every thread, so few nodes have it.
+        """
+        for node in self._owner:
+            if node._sequence_nr() == 0:
+                node._set_sequence_nr(1)
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether hooks want to see the gradient of a leaf."""
+    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))

@@ -1,0 +1,104 @@
+"""When a pass is over, and when it never will be: the root's side. Pure.
+
+Every participant reports once, with the workers it exchanged messages with. The pass is over when everybody who can be
+reached along those from the root has reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+
+class Termination:
+    """Collects the reports of a pass.
+
+    Args:
+        root: Rank of the worker that called backward.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._reports: dict[int, frozenset[int]] = {}
+        self._root = root
+
+    def reported(self, worker: int, peers: Collection[int]) -> bool:
+        """A participant is done; whether everybody is. Repeats do no harm."""
+        self._reports.setdefault(worker, frozenset(peers))
+        return not self.missing
+
+    @property
+    def participants(self) -> frozenset[int]:
+        """Everybody known to take part."""
+        seen, todo = {self._root}, [self._root]
+        while todo:
+            for peer in self._reports.get(todo.pop(), ()):
+                if peer not in seen:
+                    seen.add(peer)
+                    todo.append(peer)
+        return frozenset(seen)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Those who have not reported yet."""
+        return self.participants - self._reports.keys()
+
+
+class WaitingSend(msgspec.Struct, frozen=True):
+    """A send without its gradient, as people are shown it.
+
+    Attributes:
+        message_id: The autograd message.
+        worker: Who sent it and waits.
+        peer: Who received it and should answer.
+        function: The function that was called, or whose result was sent.
+        site: Where in the user's code.
+        is_gate: Whether a run of the local engine stands still for it.
+    """
+
+    message_id: int
+    worker: str
+    peer: str
+    function: str
+    site: str
+    is_gate: bool = False
+
+    def __str__(self) -> str:
+        return f"send {self.message_id:#x} of {self.function} ({self.site}) on worker {self.worker} to {self.peer}"
+
+
+class PassSnapshot(msgspec.Struct, frozen=True):
+    """One participant's answer to the stall probe.
+
+    Attributes:
+        worker: Its name.
+        is_known: Whether it has joined the pass and not dropped it.
+        is_done: Whether it has reported.
+        num_running: Runs of its local engine that are not standing still.
+        num_sent: Messages of the pass that it sent.
+        num_received: Messages of the pass that it handled.
+        waiting: Its sends without gradient.
+        peers: Ranks of the workers it exchanged messages with.
+    """
+
+    worker: str
+    is_known: bool = False
+    is_done: bool = False
+    num_running: int = 0
+    num_sent: int = 0
+    num_received: int = 0
+    waiting: tuple[WaitingSend, ...] = ()
+    peers: tuple[int, ...] = ()
+
+
+def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapshot]) -> bool:
+    """Whether nothing can move any more, from two probes, one after the other, of every participant.
+
+    Nobody computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
+    under way while the second one was taken.
+    """
+    if before != now or all(item.is_done for item in now.values() if item.is_known):
+        return False
+    if any(item.num_running for item in now.values()):
+        return False
+    return sum(item.num_sent for item in now.values()) == sum(item.num_received for item in now.values())

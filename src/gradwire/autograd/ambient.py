@@ -1,0 +1,56 @@
+"""Which context the current code runs in.
+
+A context variable, so it goes where Python carries those: into asyncio tasks, into callbacks of futures (`gradwire.rpc`
+runs them in the context in which they were added), and into threads started inside. Python does the last by itself only from
+3.14 on, with ``thread_inherit_context``; before that, entering a context for the first time teaches
+`threading.Thread.start` to do the same.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import threading
+from typing import Any
+
+_current: contextvars.ContextVar[int] = contextvars.ContextVar("gradwire_autograd_context", default=0)
+_lock = threading.Lock()  # guards _carries_over
+_carries_over = bool(getattr(sys.flags, "thread_inherit_context", False))
+
+
+def current_context_id() -> int:
+    """The context that the current code runs in, or 0."""
+    return _current.get()
+
+
+def enter(context_id: int) -> contextvars.Token[int]:
+    """Makes a context the current one."""
+    return _current.set(context_id)
+
+
+def leave(token: contextvars.Token[int]) -> None:
+    """Goes back to the context before; in another thread or task than `enter`, to none."""
+    try:
+        _current.reset(token)
+    except ValueError:
+        _current.set(0)
+
+
+def carry_into_threads() -> None:
+    """From now on, a thread started inside a context runs in it."""
+    global _carries_over
+    with _lock:
+        if _carries_over:
+            return
+        _carries_over = True
+        start = threading.Thread.start
+
+        @functools.wraps(start)
+        def start_inside(self: threading.Thread) -> Any:
+            # Only threads started inside a context: all others are left alone.
+            if _current.get():
+                self.run = functools.partial(contextvars.copy_context().run, self.run)  # type: ignore[method-assign]
+            return start(self)
+
+        threading.Thread.start = start_inside  # type: ignore[method-assign]

@@ -1,0 +1,223 @@
+"""The functions that people call: PyTorch's names, and more.
+
+    with gradwire.autograd.context() as ctx:
+        loss = rpc_sync("worker1", forward, args=(x,)).sum()
+        ctx.backward(loss)
+        gradients = ctx.gradients()
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from gradwire.autograd import ambient, worker
+from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.messages import PassOptions
+from gradwire.autograd.passes import check_roots
+from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
+
+DEFAULT_TIMEOUT_S = 600.0
+"""How long a backward pass may take."""
+
+ModeName = Literal["smart", "fast"]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+def is_available() -> bool:
+    """Whether distributed autograd can be used on this platform."""
+    from gradwire import rpc
+
+    return rpc.is_available()
+
+
+class ContextId(int):
+    """The id of a context, with what can be done in it. Travels to other workers as the plain number."""
+
+    def backward(self, roots: Tensors, retain_graph: bool = False, **options: Any) -> None:
+        """As `gradwire.autograd.backward` in this context."""
+        backward(self, roots, retain_graph, **options)
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """As `gradwire.autograd.get_gradients` of this context."""
+        return get_gradients(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class context:
+    """A forward and a backward pass, with everything that other workers do for them.
+
+    Calls made inside, by this thread and by whatever it starts, are recorded; gradients gather in the context on every worker,
+    apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is freed on every worker it
+    has touched. Contexts nest.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+
+    def __init__(self) -> None:
+        self._id: ContextId | None = None
+        self._token: contextvars.Token[int] | None = None
+
+    def __enter__(self) -> ContextId:
+        self._here = worker.here()
+        self._id = ContextId(self._here.container.new_context().context_id)
+        ambient.carry_into_threads()
+        self._token = ambient.enter(int(self._id))
+        return self._id
+
+    def __exit__(self, *_: object) -> None:
+        assert self._id is not None and self._token is not None
+        ambient.leave(self._token)
+        self._here.release(self._id)
+
+
+def backward(
+    context_id: int,
+    roots: Tensors,
+    retain_graph: bool = False,
+    *,
+    gradients: Tensors | None = None,
+    create_graph: bool = False,
+    inputs: Tensors | None = None,
+    mode: ModeName = "smart",
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Computes gradients of the roots, through calls to other workers, and adds them to the context on each of them.
+
+    Nothing is added anywhere unless the whole pass succeeds. ``.grad`` is left alone.
+
+    Args:
+        context_id: What `context` gave.
+        roots: Tensors on this worker, usually one loss.
+        retain_graph: Keep the graph, so that another pass can go through it.
+        gradients: One for each root; may be left out for scalars.
+        create_graph: Record the pass itself, for gradients of gradients.
+        inputs: Gather gradients only for these tensors, which are on this worker.
+        mode: ``"smart"`` copes with results and arguments that have no part in the roots; ``"fast"`` does not look for
+            them, and fails if there are any.
+        timeout: Seconds that the pass may take.
+
+    Raises:
+        AutogradError: A root cannot be one.
+        UnknownContext: The context was released, or never existed here.
+        BackwardFailed: Something failed on this or another worker, or the time was over.
+        UnsettledSend: FAST mode: a message got no gradient.
+    """
+    here = worker.here()
+    found = check_roots(roots, gradients, inputs)
+    options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
+    here.engine.backward(here.container.retrieve(context_id), found, options)
+
+
+def grad(
+    context_id: int,
+    outputs: Tensors,
+    inputs: Tensors,
+    grad_outputs: Tensors | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    *,
+    mode: ModeName = "smart",
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of outputs with respect to inputs, both on this worker, through calls to others; the context keeps none.
+
+    Args:
+        context_id: What `context` gave.
+        outputs: What to differentiate.
+        inputs: With respect to what.
+        grad_outputs: One for each output; may be left out for scalars.
+        retain_graph: Keep the graph; as `create_graph` if not given.
+        create_graph: Record the pass itself.
+        allow_unused: Return None for inputs that the outputs do not depend on.
+        mode: As in `backward`.
+        timeout: As in `backward`.
+
+    Raises:
+        AutogradError: An output cannot be one, or an input has no part in them.
+        UnknownContext: The context was released, or never existed here.
+        BackwardFailed: Something failed on this or another worker, or the time was over.
+    """
+    here = worker.here()
+    found = check_roots(outputs, grad_outputs, inputs)
+    assert found.inputs is not None
+    options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
+    table = here.engine.backward(here.container.retrieve(context_id), found, options, joins_context=False)
+    results = tuple(table.get(tensor) for tensor in found.inputs)
+    if not allow_unused and any(result is None for result in results):
+        number = results.index(None)
+        raise AutogradError(f"the outputs do not depend on input {number}; pass allow_unused=True to get None for it")
+    return results
+
+
+def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout: float) -> PassOptions:
+    if mode not in ("smart", "fast"):
+        raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
+    if not timeout > 0:
+        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return PassOptions(mode == "fast", retain, create, skips_leaves, torch.is_anomaly_enabled(), float(timeout))
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients that have gathered in a context on this worker, by leaf tensor.
+
+    Raises:
+        UnknownContext: The context was released, or this worker has no part in it.
+        RpcTimeout: A pass is done here, and whoever began it does not say whether it counts.
+    """
+    here = worker.here()
+    return here.engine.gradients_of(here.container.retrieve(context_id), DEFAULT_TIMEOUT_S)
+
+
+# -- what PyTorch offers for looking inside -------------------------------------------------------------------------------
+
+
+def _new_context() -> DistAutogradContext:
+    """Makes a context and enters it, until `_release_context`."""
+    made = worker.here().container.new_context()
+    ambient.carry_into_threads()
+    ambient.enter(made.context_id)
+    return made
+
+
+def _release_context(context_id: int) -> None:
+    worker.here().container.retrieve(context_id)
+    worker.here().release(context_id)
+    if ambient.current_context_id() == context_id:
+        ambient.enter(0)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return worker.here().container.retrieve(context_id)
+
+
+def _is_valid_context(context_id: int) -> None:
+    worker.here().container.retrieve(context_id)
+
+
+def _current_context() -> DistAutogradContext:
+    context_id = ambient.current_context_id()
+    if not context_id:
+        raise NoActiveContext(
+            "Current thread doesn't have a valid autograd context. Wrap the code in `with gradwire.autograd.context()`"
+        )
+    return worker.here().container.retrieve(context_id)
+
+
+def _get_max_id() -> int:
+    return worker.here().container.max_id
+
+
+def _get_debug_info() -> dict[str, str]:
+    numbers = worker.here().statistics()
+    return {
+        "num_current_backward_passes": str(numbers.num_passes_under_way),
+        "num_autograd_contexts": str(numbers.num_contexts),
+    }

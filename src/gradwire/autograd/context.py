@@ -1,0 +1,188 @@
+"""One context on one worker: the messages recorded in it, its passes and its gradients."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.autograd._backward_state import Exchange
+from gradwire.autograd.functions import Gradients, make_recv, make_send
+from gradwire.errors import AutogradError
+
+if TYPE_CHECKING:
+    from gradwire.autograd.passes import BackwardPass
+
+_PACKAGE = "gradwire"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A line of the user's code, formatted only when somebody asks."""
+
+    code: CodeType | None
+    line: int
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "unknown line"
+        return f"{PurePath(self.code.co_filename).name}:{self.line}, in {self.code.co_name}"
+
+
+def find_call_site() -> CallSite:
+    """The innermost line outside of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
+            return CallSite(frame.f_code, frame.f_lineno)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return CallSite(None, 0)
+
+
+class RecordedSend:
+    """A message that left, with the gradient edges of its tensors.
+
+    Attributes:
+        peer: Rank of the receiver.
+        function: The called function, or the one whose result it is.
+        site: Where in the user's code it was made.
+        output: Handle on the node; see `SendFunction`.
+    """
+
+    __slots__ = ("_metadata", "function", "message_id", "output", "peer", "site")
+
+    def __init__(
+        self, message_id: int, peer: int, function: str, site: CallSite, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self.message_id = message_id
+        self.peer = peer
+        self.function = function
+        self.site = site
+        self._metadata = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self.output = make_send(message_id, tensors)
+
+    @property
+    def no_gradients(self) -> Gradients:
+        """As many as tensors were sent, all undefined."""
+        return (None,) * len(self._metadata)
+
+    def check(self, gradients: Gradients) -> None:
+        """Refuses gradients that cannot be those of the tensors that were sent.
+
+        Raises:
+            AutogradError: Their number, a shape or a dtype is wrong, or none is defined.
+        """
+        what = f"gradients for send {self.message_id:#x} of {self.function} ({self.site})"
+        if len(gradients) != len(self._metadata):
+            raise AutogradError(f"{len(gradients)} {what}, which sent {len(self._metadata)} tensors")
+        if all(gradient is None for gradient in gradients):
+            raise AutogradError(f"all {what} are undefined; that there is none must be said as such")
+        for number, (gradient, (shape, dtype)) in enumerate(zip(gradients, self._metadata, strict=True)):
+            if gradient is None:
+                continue
+            if gradient.shape != shape:
+                raise AutogradError(f"{what}: number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
+            if gradient.dtype != dtype:
+                raise AutogradError(f"{what}: number {number} has dtype {gradient.dtype}, not {dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRecv:
+    """A message that arrived.
+
+    Attributes:
+        peer: Rank of the sender.
+        function: The called function, or the one whose result it is.
+        node: The gradient function of the received tensors.
+    """
+
+    message_id: int
+    peer: int
+    function: str
+    node: Any
+
+
+class DistAutogradContext:
+    """What one worker keeps for one context.
+
+    Attributes:
+        gradients: By leaf tensor; what committed passes have gathered.
+        passes: Those that are not over.
+        known_workers: Ranks of the workers this one exchanged messages with inside the context.
+    """
+
+    def __init__(self, context_id: int) -> None:
+        self.context_id = context_id
+        self.lock = threading.Lock()  # guards everything below
+        self.changed = threading.Condition(self.lock)  # told when a pass is decided or the context released
+        self.sends: dict[int, RecordedSend] = {}
+        self.recvs: dict[int, RecordedRecv] = {}
+        self.exchanges: list[Exchange] = []
+        self.known_workers: set[int] = set()
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[int, BackwardPass] = {}
+        self.ended_passes: set[int] = set()  # their late messages are ignored
+        self.released: str | None = None  # where it was released
+
+    def __repr__(self) -> str:
+        state = f"released {self.released}" if self.released else f"{len(self.passes)} passes under way"
+        return f"<DistAutogradContext {self.context_id}: {len(self.sends)} sends, {len(self.recvs)} recvs, {state}>"
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    def record_send(
+        self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
+    ) -> None:
+        """Records tensors that leave in a message; with grad mode on."""
+        send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
+        with self.lock:
+            self.sends[message_id] = send
+            self.exchanges.append(Exchange(message_id, peer, is_send=True))
+            self.known_workers.add(peer)
+
+    def record_recv(
+        self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Records tensors that arrived in a message; returns those to use in their place."""
+        outputs = make_recv(self.context_id, message_id, tensors)
+        with self.lock:
+            self.recvs[message_id] = RecordedRecv(message_id, peer, function, outputs[0].grad_fn)
+            self.exchanges.append(Exchange(message_id, peer, is_send=False))
+            self.known_workers.add(peer)
+        return outputs
+
+    def touch(self, peer: int) -> None:
+        """A message of the context goes to or comes from a worker, which must hear of the context's end, too."""
+        if peer not in self.known_workers:
+            with self.lock:
+                self.known_workers.add(peer)
+
+    @property
+    def has_undecided_pass(self) -> bool:
+        """Whether a pass is done here and its root has not said yet whether it counts."""
+        return any(item.is_undecided for item in list(self.passes.values()))
+
+    # -- PyTorch's names -----------------------------------------------------------------------------------------
+
+    def _context_id(self) -> int:
+        return self.context_id
+
+    def _send_functions(self) -> Mapping[int, Any]:
+        with self.lock:
+            return {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
+
+    def _recv_functions(self) -> Mapping[int, Any]:
+        with self.lock:
+            return {message_id: recv.node for message_id, recv in self.recvs.items()}
+
+    def _known_worker_ids(self) -> set[int]:
+        with self.lock:
+            return set(self.known_workers)

@@ -1,0 +1,579 @@
+r"""Drives backward passes: sends what the pure state decides, handles what arrives, ends every pass everywhere.
+
+    root                              participant                      participant
+     backward()
+       join, run locally
+       PropagateGradients  --------->  join, run  ---------------->     join, run
+                           <---------  ...        <----------------     ...
+                           <- ReportDone (with peers) ---------------- ReportDone
+       everybody reported
+       CommitPass          --------->  gradients join the context
+                           ------------------------------------------>
+
+Anything that fails sends AbortPass to the root, which tells everybody; each passes it on to those it has written to. A message
+of a pass that is over is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
+from gradwire.autograd._termination import PassSnapshot, is_stalled
+from gradwire.autograd.container import DistAutogradContainer, creator_of
+from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
+from gradwire.autograd.functions import Gradients
+from gradwire.autograd.gradients import GradientTable, add_gradient
+from gradwire.autograd.messages import (
+    NO_ID,
+    AbortPass,
+    CommitPass,
+    GradientItem,
+    PassOptions,
+    PropagateGradients,
+    ReleaseContext,
+    ReportDone,
+    parse,
+)
+from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
+from gradwire.errors import (
+    AutogradError,
+    BackwardFailed,
+    GradwireError,
+    RpcError,
+    RpcTimeout,
+    UnknownContext,
+    UnsettledSend,
+    WorkerLost,
+)
+from gradwire.rpc.incoming import while_waiting
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire import failures
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+_log = logging.getLogger("gradwire")
+
+_PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before asking who waits for whom
+_PROBE_TIMEOUT_S = 2.0
+_SLICE_S = 0.2
+_NO_SITE = CallSite(None, 0)
+
+
+class DistEngine:
+    """The backward passes of one worker.
+
+    Args:
+        agent: The worker.
+        container: Its contexts.
+
+    Attributes:
+        lost: Ranks of workers whose end was noticed and that were not heard of since.
+    """
+
+    def __init__(self, agent: Agent, container: DistAutogradContainer) -> None:
+        self._agent = agent
+        self._container = container
+        self.lost: set[int] = set()
+        self.num_passes = 0
+        notices = agent.notices
+        notices.register("autograd.propagate", self._on_propagate)
+        notices.register("autograd.report", self._on_report)
+        notices.register("autograd.abort", self._on_abort)
+        notices.register("autograd.commit", self._on_commit)
+        agent.server.register_control("autograd.probe", self._on_probe)
+        agent.on_worker_lost(self._on_worker_lost)
+
+    @property
+    def _own(self) -> int:
+        return self._container.worker
+
+    def name_of(self, rank: int) -> str:
+        """A worker's name."""
+        return self._agent.directory.find(rank).info.name
+
+    # -- the root --------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, context: DistAutogradContext, roots: Roots, options: PassOptions, *, joins_context: bool = True
+    ) -> GradientTable:
+        """Runs a pass from here and waits until it is over everywhere.
+
+        Args:
+            context: Whose pass.
+            roots: Where it begins.
+            options: How.
+            joins_context: Whether the gradients join the context; they are returned in any case.
+
+        Raises:
+            BackwardFailed: It failed somewhere, and is dropped everywhere.
+        """
+        with context.lock:
+            if context.released:
+                raise UnknownContext(
+                    f"Could not find autograd context with id: {context.context_id}. "
+                    f"It was released {context.released}"
+                )
+            pass_id = self._container.new_message_id()
+            current = BackwardPass(self._own, pass_id, context, options, self._fire, roots)
+            context.passes[pass_id] = current
+        self.num_passes += 1
+        try:
+            with current.lock:
+                actions = current.join((), self.lost)
+            self._perform(current, actions)
+            self._wait_over(current)
+        except BaseException as error:  # Ctrl-C, or an error of this very worker
+            self._fail(current, error, "backward")
+            raise
+        with current.lock:
+            if current.error is not None:
+                error, current.error = current.error, None
+                raise error
+            gradients, current.gradients = current.gradients, {}
+        if joins_context:
+            with context.lock:
+                for leaf, gradient in gradients.items():
+                    add_gradient(context.gradients, leaf, gradient)
+        return gradients
+
+    def _wait_over(self, current: BackwardPass) -> None:
+        snapshots: dict[int, PassSnapshot] = {}
+        next_probe = time.monotonic() + _PROBE_AFTER_S[current.options.is_fast]
+        with while_waiting():
+            while True:
+                with current.lock:
+                    if current.is_over:
+                        return
+                    now = time.monotonic()
+                    current.lock.wait(max(0.0, min(_SLICE_S, next_probe - now, current.deadline - now)))
+                    if current.is_over:
+                        return
+                now = time.monotonic()
+                if now >= current.deadline:
+                    self._time_out(current)
+                elif now >= next_probe:
+                    before, snapshots = snapshots, self.probe(current)
+                    if is_stalled(before, snapshots):
+                        self._stall(current, snapshots)
+                    next_probe = time.monotonic() + _PROBE_AFTER_S[current.options.is_fast]
+
+    def _time_out(self, current: BackwardPass) -> None:
+        waiting = _waiting_lines(self.probe(current))
+        text = f"the backward pass was not over after {current.options.timeout_s:g} s"
+        self._fail(current, RpcTimeout(f"{text}; {waiting}", self._agent.info.name, "run"), "waiting for the pass to end")
+
+    def _stall(self, current: BackwardPass, snapshots: dict[int, PassSnapshot]) -> None:
+        worker = next((item.worker for item in snapshots.values() if item.waiting), self._agent.info.name)
+        lines = tuple(str(send) for item in snapshots.values() for send in item.waiting)
+        if current.options.is_fast:
+            text = (
+                f"no gradient comes back for {'; '.join(lines)}: its result or argument has no part in the loss, which FAST "
+                f'mode cannot cope with; use mode="smart", the default'
+            )
+            self._fail(current, UnsettledSend(text, worker, "waiting for gradients", lines), "waiting for gradients")
+        else:
+            text = f"nothing moves any more: {_waiting_lines(snapshots)}; please report this"
+            self._fail(current, BackwardFailed(text, worker, "waiting for gradients"), "waiting for gradients")
+
+    def probe(self, current: BackwardPass) -> dict[int, PassSnapshot]:
+        """Asks everybody known to take part in a pass what they wait for."""
+        found = {self._own: current.snapshot(self._agent.info.name, self.name_of)}
+        if current.termination is not None:
+            with current.lock:
+                found_peers = set(current.termination.participants)
+        else:
+            found_peers = set()
+        todo = (found_peers | set(found[self._own].peers)) - {self._own}
+        while todo:
+            answers = self.ask(todo, "autograd.probe", (current.context.context_id, current.pass_id))
+            found.update({rank: _read_snapshot(answer) for rank, answer in answers.items()})
+            todo = {peer for item in found.values() for peer in item.peers} - found.keys() - self.lost
+        return found
+
+    def ask(self, ranks: Iterable[int], operation: str, args: tuple[Any, ...]) -> dict[int, Any]:
+        """Asks workers at once; those that do not answer in time or are gone give None."""
+        answers: dict[int, Any] = {}
+        pending: dict[int, torch.futures.Future[Any]] = {}
+        for rank in ranks:
+            answers[rank] = None
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            with contextlib.suppress(GradwireError):
+                self._agent.control(self.name_of(rank), operation, args, _PROBE_TIMEOUT_S, future.set_result)
+                pending[rank] = future
+        for rank, future in pending.items():
+            call = future.wait()
+            answers[rank] = call.value if call.error is None else None
+        return answers
+
+    def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
+        context = self._container.find(context_id)
+        current = context.passes.get(pass_id) if context is not None else None
+        name = self._agent.info.name
+        return _write_snapshot(current.snapshot(name, self.name_of) if current is not None else PassSnapshot(name))
+
+    # -- what the state decides ----------------------------------------------------------------------------------------
+
+    def _perform(self, current: BackwardPass, actions: Iterable[Action]) -> None:
+        runs: list[RunComponent] = []
+        for action in actions:
+            if isinstance(action, Tell):
+                items = tuple(GradientItem(message_id) for message_id in action.message_ids)
+                self._attempt(current, "telling others", functools.partial(self._post, current, action.peer, items))
+            elif isinstance(action, RunComponent):
+                runs.append(action)
+            else:
+                self._report(current, action)
+        for run in runs[1:]:  # components run side by side
+            self._agent.reactor.run_soon(functools.partial(self._run, current, run))
+        if runs:
+            self._run(current, runs[0])
+
+    def _run(self, current: BackwardPass, action: RunComponent) -> None:
+        def run() -> None:
+            current.run(action)
+            with current.lock:
+                if current.is_over:
+                    return
+                actions = current.state.component_finished(action.index)
+            self._perform(current, actions)
+
+        self._attempt(current, "running the local backward", run)
+
+    def _attempt(self, current: BackwardPass, operation: str, step: Callable[[], None]) -> None:
+        """Does something for a pass; what goes wrong ends the pass."""
+        try:
+            step()
+        except PassDropped:
+            pass
+        except Exception as error:
+            self._fail(current, error, operation)
+
+    def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
+        """A recv was reached by the local engine."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            if recv.peer not in self.lost:
+                self._post(current, recv.peer, (GradientItem(recv.message_id),))
+            return
+        recorded_id, recorded = NO_ID, ()
+        if current.options.create_graph:
+            recorded = tuple(number for number, gradient in enumerate(present) if gradient.requires_grad)
+            if recorded:
+                recorded_id = self._container.new_message_id()
+                tensors = [present[number] for number in recorded]
+                current.context.record_send(recorded_id, recv.peer, f"gradient of {recv.function}", tensors, _NO_SITE)
+        defined = tuple(gradient is not None for gradient in gradients)
+        item = GradientItem(recv.message_id, defined, recorded_id, recorded)
+        self._post(current, recv.peer, (item,), [gradient.detach() for gradient in present])
+
+    def _post(
+        self,
+        current: BackwardPass,
+        peer: int,
+        items: tuple[GradientItem, ...],
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        with current.lock:
+            if current.is_over:
+                raise PassDropped
+            introduction = None
+            if peer not in current.introduced:
+                current.introduced.add(peer)
+                introduction = current.state.introduction_to(peer)
+            current.counters.num_sent += 1
+        note = PropagateGradients(
+            current.context.context_id,
+            current.pass_id,
+            current.options,
+            items,
+            (introduction.has, introduction.expects) if introduction is not None else None,
+        )
+        if peer == self._own:
+            values = list(tensors)
+            self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
+        else:
+            self._agent.notices.send(self.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
+
+    def _report(self, current: BackwardPass, report: Report) -> None:
+        def step() -> None:
+            current.run_hooks()
+            with current.lock:
+                if current.is_over:
+                    return
+                current.phase = PassPhase.DONE
+            root = creator_of(current.pass_id)
+            if root == self._own:
+                self._take_report(current, self._own, report.peers)
+            else:
+                note = ReportDone(current.context.context_id, current.pass_id, report.peers)
+                self._agent.notices.send(self.name_of(root), "autograd.report", note, (), current.deadline)
+
+        self._attempt(current, "reporting to the root", step)
+
+    # -- what arrives ----------------------------------------------------------------------------------------------------
+
+    def _on_propagate(self, sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
+        message = parse(note, PropagateGradients)
+        self.lost.discard(sender.id)
+        current = self._find_or_join(message, sender)
+        if current is None:
+            return
+
+        def step() -> None:
+            answers = _read_items(current.context, sender, message.items, tensors)
+            with current.lock:
+                if current.is_over:
+                    return
+                actions = [] if current.is_joined else current.join((sender.id,), self.lost)
+                current.counters.num_received += 1
+                settled = {
+                    message_id: gradients is not None
+                    for message_id, gradients in answers.items()
+                    if current.accept(message_id, sender.id, gradients)
+                }
+                introduction = Introduction(*message.introduction) if message.introduction is not None else None
+                actions += current.state.message_received(sender.id, introduction, settled)
+                current.lock.notify_all()
+            self._perform(current, actions)
+
+        self._attempt(current, f"taking gradients from {sender.name}", step)
+
+    def _find_or_join(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
+        """The pass a message belongs to, begun here if need be; None if it is over."""
+        context = self._container.get_or_create(message.context_id)
+        if context is None:
+            where = self._container.where_released(message.context_id)
+            error = UnknownContext(f"context {message.context_id} was released {where or 'long ago'}")
+            self._refuse(message, sender, error)
+            return None
+        context.touch(sender.id)
+        with context.lock:
+            if message.pass_id in context.ended_passes or context.released:
+                return None
+            current = context.passes.get(message.pass_id)
+            if current is None:
+                current = BackwardPass(self._own, message.pass_id, context, message.options, self._fire)
+                context.passes[message.pass_id] = current
+                self.num_passes += 1
+            return current
+
+    def _refuse(self, message: PropagateGradients, sender: WorkerInfo, error: Exception) -> None:
+        """Gradients for a context that is over here: the root must know."""
+        failure = self._failure(error, "taking gradients")
+        abort = AbortPass(message.context_id, message.pass_id, self._describe(failure))
+        self._tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
+
+    def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        message = parse(note, ReportDone)
+        current = self._find_pass(message.context_id, message.pass_id)
+        if current is not None:
+            self._take_report(current, sender.id, message.peers)
+
+    def _take_report(self, current: BackwardPass, worker: int, peers: tuple[int, ...]) -> None:
+        with current.lock:
+            if current.is_over or current.termination is None or not current.termination.reported(worker, peers):
+                return
+            others = current.termination.participants - {self._own}
+        self._tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+        self._end(current, PassPhase.COMMITTED)
+
+    def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        message = parse(note, CommitPass)
+        current = self._find_pass(message.context_id, message.pass_id)
+        if current is not None and creator_of(message.pass_id) == sender.id:
+            self._end(current, PassPhase.COMMITTED)
+
+    def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        message = parse(note, AbortPass)
+        current = self._find_pass(message.context_id, message.pass_id)
+        if current is not None:
+            self._drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, {sender.id})
+            return
+        context = self._container.find(message.context_id)
+        if context is not None:
+            with context.lock:
+                context.ended_passes.add(message.pass_id)
+
+    def _find_pass(self, context_id: int, pass_id: int) -> BackwardPass | None:
+        context = self._container.find(context_id)
+        return context.passes.get(pass_id) if context is not None else None
+
+    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
+        rank, name = address.info.id, address.info.name
+        self.lost.add(rank)
+        for context in self._container:
+            for current in list(context.passes.values()):
+                # Elsewhere: this thread may hold a connection, and telling the others may take a while.
+                self._agent.reactor.run_soon(functools.partial(self._without_worker, current, rank, name, reason))
+
+    def _without_worker(self, current: BackwardPass, rank: int, name: str, reason: str) -> None:
+        with current.lock:
+            if current.is_over or not current.is_joined:
+                return
+            actions = None if creator_of(current.pass_id) == rank else current.state.worker_lost(rank)
+            if current.termination is not None and rank in current.termination.participants:
+                actions = None
+            current.lock.notify_all()
+        if actions is None:
+            self._fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "taking part in the pass", name)
+        else:
+            self._perform(current, actions)
+
+    # -- the end of a pass -----------------------------------------------------------------------------------------------
+
+    def _fail(self, current: BackwardPass, error: BaseException, operation: str, worker: str | None = None) -> None:
+        """Something went wrong here: the pass ends, and everybody is told."""
+        if current.is_over:
+            return
+        failure = self._failure(error, operation, worker)
+        abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
+        self._drop(current, failure, abort, set())
+
+    def _failure(self, error: BaseException, operation: str, worker: str | None = None) -> BackwardFailed:
+        if isinstance(error, BackwardFailed):
+            return error
+        name = worker or self._agent.info.name
+        text = f"the backward pass failed on worker {name} while {operation}: {type(error).__name__}: {error}"
+        failure = BackwardFailed(text, name, operation)
+        failure.__cause__ = error
+        return failure
+
+    def _describe(self, failure: BaseException) -> Any:
+        return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)
+
+    def _drop(self, current: BackwardPass, error: BaseException, abort: AbortPass, told: set[int]) -> None:
+        """Ends a pass without gradients, and passes that on to whoever has to do with it here."""
+        with current.lock:
+            others = {creator_of(current.pass_id)}
+            if current.is_joined:
+                others |= set(current.state.peers)
+            if current.termination is not None:
+                others |= current.termination.participants
+                current.error = error
+        if self._end(current, PassPhase.ABORTED):
+            self._tell_all(others - told - {self._own}, "autograd.abort", abort)
+
+    def _end(self, current: BackwardPass, phase: PassPhase) -> bool:
+        """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
+        context = current.context
+        with context.lock, current.lock:
+            if current.is_over:
+                return False
+            current.phase = phase
+            if current.termination is None:
+                if phase is PassPhase.COMMITTED and not context.released:
+                    for leaf, gradient in current.gradients.items():
+                        add_gradient(context.gradients, leaf, gradient)
+                current.forget()
+            context.passes.pop(current.pass_id, None)
+            context.ended_passes.add(current.pass_id)
+            context.changed.notify_all()
+            current.lock.notify_all()
+        return True
+
+    def _tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
+        for rank in ranks:
+            if rank != self._own and rank not in self.lost:
+                with contextlib.suppress(RpcError):  # whoever is gone needs not be told
+                    self._agent.notices.send(self.name_of(rank), name, note)
+
+    # -- contexts ------------------------------------------------------------------------------------------------------
+
+    def release(self, context_id: int, where: str, told: Iterable[int] = ()) -> bool:
+        """Ends a context here and on every worker it has touched; False if it was not here."""
+        context = self._container.release(context_id, where)
+        if context is None:
+            return False
+        for current in list(context.passes.values()):
+            self._fail(current, UnknownContext(f"the context was released {where}"), "its context was released")
+        others = context.known_workers - {self._own, *told}
+        if others:
+            self._tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
+        return True
+
+    def gradients_of(self, context: DistAutogradContext, timeout_s: float) -> GradientTable:
+        """What committed passes have gathered here. A pass that is done here but not yet decided is waited for.
+
+        Raises:
+            RpcTimeout: It was not decided in time.
+            UnknownContext: The context was released meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        if context.has_undecided_pass:
+            with while_waiting(), context.lock:
+                while context.has_undecided_pass and not context.released:
+                    if time.monotonic() > deadline:
+                        raise RpcTimeout("a backward pass is done here, but its root does not say that it is over")
+                    context.changed.wait(_SLICE_S)
+        with context.lock:
+            if context.released:
+                raise UnknownContext(
+                    f"Could not find autograd context with id: {context.context_id}. "
+                    f"It was released {context.released}"
+                )
+            return dict(context.gradients)
+
+
+def _read_items(
+    context: DistAutogradContext, sender: WorkerInfo, items: tuple[GradientItem, ...], tensors: list[torch.Tensor]
+) -> dict[int, Gradients | None]:
+    """The answers of a message, each with its own tensors.
+
+    Raises:
+        AutogradError: There are not as many as it says.
+    """
+    answers: dict[int, Gradients | None] = {}
+    rest = list(tensors)
+    for item in items:
+        if item.defined is None:
+            answers[item.message_id] = None
+            continue
+        number = sum(item.defined)
+        if number > len(rest):
+            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
+        mine, rest = rest[:number], rest[number:]
+        if item.recorded_id != NO_ID:
+            mine = _record_gradients(context, sender, item, mine)
+        following = iter(mine)
+        answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
+    return answers
+
+
+def _record_gradients(
+    context: DistAutogradContext, sender: WorkerInfo, item: GradientItem, gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """With `create_graph`: gradients that arrive are part of the graph, too."""
+    if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
+        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
+    chosen = [gradients[number] for number in item.recorded]
+    outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
+    gradients = list(gradients)
+    for number, output in zip(item.recorded, outputs, strict=True):
+        gradients[number] = output
+    return gradients
+
+
+def _waiting_lines(snapshots: dict[int, PassSnapshot]) -> str:
+    lines = [str(send) for item in snapshots.values() for send in item.waiting]
+    busy = [item.worker for item in snapshots.values() if item.num_running]
+    if lines:
+        return "no gradient has come for " + "; ".join(lines) + (f"; busy: {', '.join(busy)}" if busy else "")
+    return f"busy: {', '.join(busy)}" if busy else "nobody says what they wait for"
+
+
+def _write_snapshot(snapshot: PassSnapshot) -> Any:
+    return msgspec.to_builtins(snapshot)
+
+
+def _read_snapshot(answer: Any) -> PassSnapshot:
+    return msgspec.convert(answer, PassSnapshot) if answer is not None else PassSnapshot("?")

@@ -1,0 +1,157 @@
+"""The nodes that stand in the local autograd graph for messages: send, recv, and the gate that waits for a gradient.
+
+    worker A                                        worker B
+    tensors --> SendFunction      === message ==>   RecvFunction --> tensors
+    (backward: returns what came)  <== gradients =  (backward: sends what it gets)
+
+A send's node has the sent tensors' gradient edges behind it. A recv's node has the received tensors in front of it: they
+are ordinary non-leaf tensors, which may be changed in place. Both know only their message's id; what to do in backward is
+the business of the run that is under way in the current thread (`LocalRun`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gradwire.errors import AutogradError
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class LocalRun(Protocol):
+    """A run of the local engine, as the nodes see it."""
+
+    def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
+        """A recv was reached."""
+
+    def gradients_of(self, message_id: int) -> Gradients:
+        """What a send hands on: the gradients that came for it."""
+
+    def wait_settled(self, message_id: int) -> None:
+        """Blocks until a message for a send has come."""
+
+
+class _Local(threading.local):
+    run: LocalRun | None = None  # what the engine runs in this thread
+
+
+_local = _Local()
+ANCHOR = torch.zeros((), requires_grad=True)
+"""Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
+
+
+class running:
+    """Makes a run the one that the nodes of this thread report to."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._outer, _local.run = _local.run, self._run
+
+    def __exit__(self, *_: object) -> None:
+        _local.run = self._outer
+
+
+class SendFunction(torch.autograd.Function):
+    """Stands for a message that left. Its one output has no elements; it is only a handle on the node."""
+
+    @staticmethod
+    def forward(ctx: Any, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.message_id = message_id
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *_run_here("a send").gradients_of(ctx.message_id)
+
+
+class RecvFunction(torch.autograd.Function):
+    """Stands for a message that arrived. Its outputs are the very tensors that came: nothing is copied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, context_id: int, message_id: int, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.context_id = context_id
+        ctx.message_id = message_id
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+        _run_here("a tensor that came from another worker").fire(ctx.context_id, ctx.message_id, gradients)
+        return None, None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """Holds a run up until a send is settled; behind it are that send and the gate of the send made before it.
+
+    Gates have the lowest sequence number, so the engine does everything else that is ready before it waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, message_id: int, *behind: torch.Tensor) -> torch.Tensor:
+        ctx.message_id = message_id
+        ctx.num_behind = len(behind)
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, ...]:
+        _run_here("a gate").wait_settled(ctx.message_id)
+        return (None,) * (ctx.num_behind + 1)
+
+
+def _run_here(what: str) -> LocalRun:
+    run = _local.run
+    if run is None:
+        raise AutogradError(
+            f"local autograd reached {what}: use gradwire.autograd.backward(context_id, [loss]) instead of loss.backward()"
+        )
+    return run
+
+
+def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Records a send; the result's `grad_fn` is its node. Call it with grad mode on."""
+    output: torch.Tensor = SendFunction.apply(message_id, *tensors)  # type: ignore[no-untyped-call]
+    return output
+
+
+def make_recv(context_id: int, message_id: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Records a recv, whatever the grad mode; the tensors (leaves that nobody else holds) become its outputs."""
+    plain = [tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor for tensor in tensors]
+    for tensor in plain:
+        tensor.requires_grad_(False)
+    with torch.enable_grad():
+        outputs: tuple[torch.Tensor, ...] = RecvFunction.apply(  # type: ignore[no-untyped-call]
+            ANCHOR, context_id, message_id, plain
+        )
+    return outputs
+
+
+def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Chains gates for sends (in the order in which they were made); only the last one's is ready at first."""
+    with torch.enable_grad():
+        chain: list[torch.Tensor] = []
+        for message_id, output in sends:
+            gate: torch.Tensor = Gate.apply(message_id, *chain, output)  # type: ignore[no-untyped-call]
+            gate.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+            chain = [gate]
+    return chain[0]
+
+
+def _kinds() -> tuple[type, type]:
+    leaf = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        accumulate: Any = leaf.view_as(leaf).grad_fn
+        recv = make_recv(0, 0, [torch.zeros(())])[0].grad_fn
+    return type(accumulate.next_functions[0][0]), type(recv)
+
+
+AccumulateGrad, RecvNode = _kinds()

@@ -1,0 +1,58 @@
+"""What happens to the gradients of leaves: kept apart, added up, shown to hooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+GradientTable = dict[torch.Tensor, torch.Tensor]
+
+_hook_lock = threading.Lock()  # guards `.grad` of leaves while their hooks look at it
+
+
+def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    """A gradient that shares no memory with those seen before, nor with itself, so that it may be changed in place."""
+    if gradient.layout is not torch.strided or not gradient.numel():
+        return gradient
+    address = gradient.data_ptr()
+    if address in seen or 0 in gradient.stride():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    seen.add(address)
+    return gradient
+
+
+def add_gradient(table: GradientTable, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds to what a table has for a leaf, out of place: others may hold what was there."""
+    known = table.get(leaf)
+    if known is None:
+        table[leaf] = gradient
+    elif known.layout is not torch.strided and gradient.layout is torch.strided:
+        table[leaf] = gradient + known  # dense + sparse works, sparse + dense does not
+    else:
+        table[leaf] = known + gradient
+
+
+def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tensor]) -> None:
+    """Shows the total of a pass to the hooks of `Tensor.register_post_accumulate_grad_hook`, as `leaf.grad`.
+
+    A hook that sets `leaf.grad` to None has consumed the gradient; one that replaces it has changed it. What was in `.grad`
+    before is there again afterwards.
+    """
+    for leaf in leaves:
+        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
+        if not hooks or leaf not in table:
+            continue
+        with _hook_lock:
+            before, leaf.grad = leaf.grad, table[leaf]
+            try:
+                for hook in list(hooks.values()):
+                    hook(leaf)
+                after = leaf.grad
+            finally:
+                leaf.grad = before
+        if after is None:
+            del table[leaf]
+        else:
+            table[leaf] = after

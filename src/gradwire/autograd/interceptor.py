@@ -1,0 +1,92 @@
+"""Attaches distributed autograd to calls: records sends and recvs, and carries the context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.autograd import ambient, anomalies
+from gradwire.autograd.container import DistAutogradContainer
+from gradwire.autograd.engine import DistEngine
+from gradwire.autograd.messages import NO_ID, RecordedCall, parse
+from gradwire.errors import DecodeError
+from gradwire.rpc.interceptors import Envelope, Interceptor
+
+
+class AutogradInterceptor(Interceptor):
+    """Sees every message of one worker.
+
+    Args:
+        container: The worker's contexts.
+        engine: Its engine.
+    """
+
+    name = "autograd"
+
+    def __init__(self, container: DistAutogradContainer, engine: DistEngine) -> None:
+        self._container = container
+        self._engine = engine
+
+    def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
+        """Records a send, if the message is made inside a context with grad mode on and has tensors that require grad."""
+        if envelope.kind == "call":
+            context_id = ambient.current_context_id()
+        elif envelope.note is not None:
+            context_id = parse(envelope.note, RecordedCall).context_id
+        else:
+            return None
+        if not context_id or not torch.is_grad_enabled():
+            return None
+        context = self._container.find(context_id)
+        if context is None:
+            return None
+        peer = envelope.peer.id
+        self._engine.lost.discard(peer)
+        context.touch(peer)
+        recorded = [tensor for tensor in tensors if tensor.requires_grad]
+        message_id = NO_ID
+        if recorded:
+            message_id = self._container.new_message_id()
+            context.record_send(message_id, peer, envelope.function, recorded)
+        elif envelope.kind == "reply":
+            return None
+        return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())
+
+    def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Records a recv: the tensors that were recorded by the sender become outputs of its node.
+
+        Raises:
+            DecodeError: The note does not fit the message.
+        """
+        message = parse(note, RecordedCall)
+        context = self._container.get_or_create(message.context_id)
+        if context is None:  # released meanwhile: a late message does not revive it
+            return tensors
+        context.touch(envelope.peer.id)
+        if message.message_id == NO_ID:
+            return tensors
+        places = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        if len(places) != message.num_tensors or not places:
+            raise DecodeError(
+                f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad arrived"
+            )
+        chosen = [tensors[number] for number in places]
+        outputs = context.record_recv(message.message_id, envelope.peer.id, envelope.function, chosen)
+        values = list(tensors)
+        for number, output in zip(places, outputs, strict=True):
+            values[number] = output
+        return values
+
+    @contextlib.contextmanager
+    def running(self, envelope: Envelope, note: Any) -> Iterator[None]:
+        """The called function runs in the caller's context."""
+        message = parse(note, RecordedCall)
+        token = ambient.enter(message.context_id)
+        try:
+            with anomalies.enabled(message.detects_anomalies):
+                yield
+        finally:
+            ambient.leave(token)

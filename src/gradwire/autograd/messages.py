@@ -1,0 +1,132 @@
+"""What workers tell each other about contexts and backward passes; tensors travel beside these.
+
+    PropagateGradients   the gradient (or none) for messages that were sent in the forward pass; the first one from a worker
+                         introduces it, and with no gradients at all it only says that the pass has begun
+    ReportDone           to the root: everything here is done
+    AbortPass            something failed: to the root, and from there to everybody
+    CommitPass           from the root: the gradients of the pass join the context
+    ReleaseContext       the context is over
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from gradwire.errors import DecodeError
+from gradwire.wire.messages import ErrorInfo
+
+NO_ID = 0
+"""Stands for no message: real ids carry a counter that begins at 1."""
+
+
+class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Goes with every call and reply made inside a context.
+
+    Attributes:
+        context_id: The context.
+        message_id: The send that was recorded, or `NO_ID`.
+        num_tensors: Tensors of the message that require grad and were recorded.
+        detects_anomalies: Whether the caller looks for anomalies.
+    """
+
+    context_id: int
+    message_id: int = NO_ID
+    num_tensors: int = 0
+    detects_anomalies: bool = False
+
+
+class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What all participants must know about a pass.
+
+    Attributes:
+        is_fast: FAST mode.
+        retain_graph: Keep the graph for another pass.
+        create_graph: Record the pass itself.
+        skips_leaves: Gather gradients only for the `inputs` that the root asked for.
+        detects_anomalies: Whether anomaly mode was on at the root.
+        timeout_s: How long the pass may take, from when a worker joins it.
+    """
+
+    is_fast: bool = False
+    retain_graph: bool = False
+    create_graph: bool = False
+    skips_leaves: bool = False
+    detects_anomalies: bool = False
+    timeout_s: float = 600.0
+
+
+class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The answer for one message of the forward pass.
+
+    Attributes:
+        message_id: Which.
+        defined: For each of its tensors, whether a gradient is among the tensors of this message; None for no gradient
+            at all.
+        recorded_id: With `create_graph`, the id under which this answer itself was recorded, or `NO_ID`.
+        recorded: Which of the gradients were recorded, by position among those that travel.
+    """
+
+    message_id: int
+    defined: tuple[bool, ...] | None = None
+    recorded_id: int = NO_ID
+    recorded: tuple[int, ...] = ()
+
+
+class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Gradients on their way back; see the module's docstring."""
+
+    context_id: int
+    pass_id: int
+    options: PassOptions
+    items: tuple[GradientItem, ...] = ()
+    introduction: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A participant is done."""
+
+    context_id: int
+    pass_id: int
+    peers: tuple[int, ...]
+
+
+class AbortPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A pass failed."""
+
+    context_id: int
+    pass_id: int
+    error: ErrorInfo
+
+
+class CommitPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A pass is complete."""
+
+    context_id: int
+    pass_id: int
+
+
+class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A context is over; `where` says who ended it."""
+
+    context_id: int
+    where: str
+
+
+Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext
+M = TypeVar("M")
+
+
+def parse(note: Any, kind: type[M]) -> M:
+    """A note that arrived, checked.
+
+    Raises:
+        DecodeError: It is not of that kind.
+    """
+    if isinstance(note, kind):  # from this worker to itself
+        return note
+    try:
+        return msgspec.convert(note, kind)
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"not a valid {kind.__name__}: {error}") from error

@@ -1,0 +1,341 @@
+"""One backward pass on one worker: what the pure state decides about, and the runs of the local engine.
+
+`BackwardState` decides, `DistEngine` sends and receives; here are the tensors, the gates and the engine between them.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradwire.autograd import anomalies
+from gradwire.autograd._backward_state import Action, BackwardState, Mode, RunComponent
+from gradwire.autograd._graph import LocalGraph
+from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
+from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
+from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
+from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
+from gradwire.autograd.messages import PassOptions
+from gradwire.errors import AutogradError, RpcTimeout
+from gradwire.rpc.incoming import while_waiting
+
+_HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handle; nobody reads it
+_SLICE_S = 0.2  # Ctrl-C is heard between two waits
+
+
+class PassPhase(enum.Enum):
+    """Where a pass is on this worker."""
+
+    RUNNING = "running"
+    DONE = "done here, not yet everywhere"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class PassDropped(Exception):
+    """The pass was aborted while the local engine ran; ends the run quietly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where a pass begins, on the worker that called backward.
+
+    Attributes:
+        tensors: The roots.
+        gradients: One for each.
+        inputs: Collect gradients only for these; None for all leaves.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    gradients: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """For the stall probe."""
+
+    num_sent: int = 0
+    num_received: int = 0
+    num_running: int = 0
+    gates: set[int] = field(default_factory=set)  # sends that a run stands still for
+
+
+class BackwardPass:
+    """One pass on one worker. `join` first; the engine holds `lock` meanwhile.
+
+    Args:
+        own: This worker's rank.
+        pass_id: Carries the root's rank.
+        context: Whose pass it is; its lock is held by the caller.
+        options: What the root asked for.
+        roots: On the root only.
+        fire: Called with a recv that was reached, and its gradients.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        pass_id: int,
+        context: DistAutogradContext,
+        options: PassOptions,
+        fire: Callable[[BackwardPass, RecordedRecv, Gradients], None],
+        roots: Roots | None = None,
+    ) -> None:
+        self._own = own
+        self.pass_id = pass_id
+        self.context = context
+        self.options = options
+        self._fire = fire
+        self._roots = roots or Roots()
+        self.lock = threading.Condition(threading.Lock())  # guards everything below; told when anything is settled
+        self.phase = PassPhase.RUNNING
+        self.deadline = time.monotonic() + options.timeout_s
+        self.sends: dict[int, RecordedSend] = dict(context.sends)
+        self.recvs: dict[int, RecordedRecv] = dict(context.recvs)
+        self._exchanges = list(context.exchanges)
+        self.introduced: set[int] = set()
+        self.gradients: GradientTable = {}
+        self._arrived: dict[int, Gradients] = {}
+        self.counters = Counters()
+        self.termination = Termination(own) if roots is not None else None
+        self.error: BaseException | None = None
+        self.graph: LocalGraph
+        self.state: BackwardState
+
+    def __repr__(self) -> str:
+        return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {getattr(self, 'state', 'not joined')}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was decided."""
+        return self.phase in (PassPhase.COMMITTED, PassPhase.ABORTED)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is done here, but maybe not everywhere."""
+        return self.phase is PassPhase.DONE
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether `join` was called."""
+        return hasattr(self, "state")
+
+    def join(self, heard: Collection[int], lost: Collection[int]) -> list[Action]:
+        """Walks the local graph and begins; under `lock`."""
+        nodes = [tensor.grad_fn for tensor in self._roots.tensors]
+        sends = {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
+        self.graph = LocalGraph(nodes, sends, self.recvs)
+        mode = Mode.FAST if self.options.is_fast else Mode.SMART
+        self.state = BackwardState(
+            self._own, mode, self._exchanges, self.graph.components, self.graph.reached_by, lost
+        )
+        return self.state.begin(heard)
+
+    def accept(self, message_id: int, sender: int, gradients: Gradients | None) -> bool:
+        """Takes what came for a send; False if it is no news. Under `lock`.
+
+        Raises:
+            AutogradError: Gradients that cannot be for that send.
+        """
+        if not self.state.knows_send(message_id, sender):
+            if gradients is None:
+                return False  # made after this worker joined, so it has no part in the loss
+            raise AutogradError(
+                f"worker {sender} sent a gradient for message {message_id:#x}, which this worker has not sent to it in this "
+                f"context; was this worker restarted?"
+            )
+        if self.state.is_settled(message_id):
+            return False
+        if gradients is not None:
+            self.sends[message_id].check(gradients)
+            self._arrived[message_id] = gradients
+        return True
+
+    # -- one run of the local engine ---------------------------------------------------------------------------------
+
+    def run(self, action: RunComponent) -> None:
+        """Runs the local engine through a component.
+
+        Raises:
+            PassDropped: The pass was aborted meanwhile.
+            Exception: Whatever a node or a hook raised.
+        """
+        component, roots = self.graph.components[action.index], self._roots
+        with self.lock:
+            waiting = [send for send in action.sends if not self.state.is_settled(send)]
+            ready = [send for send in action.sends if send not in waiting]
+            self.counters.num_running += 1
+        outputs = [self.sends[send].output for send in ready]
+        if waiting:
+            self.graph.make_room_below()
+            outputs.append(make_gates([(send, self.sends[send].output) for send in waiting]))
+        gradients: list[torch.Tensor] = [_HANDLE_GRADIENT] * len(outputs)
+        if component.has_roots:
+            outputs += roots.tensors
+            gradients += roots.gradients
+        try:
+            self._run_engine(outputs, gradients, self._inputs_of(action.index))
+        finally:
+            with self.lock:
+                self.counters.num_running -= 1
+
+    def _inputs_of(self, index: int) -> list[torch.Tensor]:
+        wanted, leaves = self._roots.inputs, self.graph.leaves[index]
+        if wanted is not None:
+            return self.graph.inputs_in(index, wanted)
+        return [] if self.options.skips_leaves else leaves
+
+    def _run_engine(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
+        options = self.options
+        with running(self), anomalies.detecting(options.detects_anomalies):
+            results = torch.autograd.grad(
+                outputs,
+                [*inputs, ANCHOR],
+                gradients,
+                retain_graph=options.retain_graph or options.create_graph,
+                create_graph=options.create_graph,
+                allow_unused=True,
+            )
+        seen = {gradient.data_ptr() for gradient in self._roots.gradients}
+        found = [(leaf, gradient) for leaf, gradient in zip(inputs, results, strict=False) if gradient is not None]
+        if not options.create_graph:
+            found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
+        with self.lock:
+            for leaf, gradient in found:
+                add_gradient(self.gradients, leaf, gradient)
+
+    def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
+        """The engine reached a recv: its gradients go to whoever sent the message."""
+        recv = self.recvs.get(message_id)
+        if context_id != self.context.context_id or recv is None:
+            raise AutogradError(
+                f"the loss depends on a tensor that came from another worker in context {context_id}, but this is a pass of "
+                f"context {self.context.context_id}; detach it, or do both in one context"
+            )
+        with self.lock:
+            if self.is_over:
+                raise PassDropped
+            if self.state.has_fired(message_id):
+                return
+            self.state.recv_fired(message_id)
+        self._fire(self, recv, gradients)
+
+    def gradients_of(self, message_id: int) -> Gradients:
+        """What came for a send; all None if it was settled with nothing."""
+        with self.lock:
+            if self.is_over:
+                raise PassDropped
+            found = self._arrived.get(message_id)
+        return found if found is not None else self.sends[message_id].no_gradients
+
+    def wait_settled(self, message_id: int) -> None:
+        """The local engine stands still until a send is settled."""
+        with self.lock:
+            if not self.is_over and self.state.is_settled(message_id):
+                return
+            self.counters.gates.add(message_id)
+            self.counters.num_running -= 1
+        try:
+            with while_waiting(), self.lock:
+                while not self.is_over and not self.state.is_settled(message_id):
+                    if time.monotonic() > self.deadline:
+                        raise RpcTimeout(f"no gradient came for {self.describe_send(self.sends[message_id])} in time")
+                    self.lock.wait(_SLICE_S)
+                if self.is_over:
+                    raise PassDropped
+        finally:
+            with self.lock:
+                self.counters.gates.discard(message_id)
+                self.counters.num_running += 1
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def run_hooks(self) -> None:
+        """Everything here is done: hooks see the totals. What they raise fails the pass."""
+        run_post_accumulate_hooks(self.gradients, list(self.gradients))
+
+    def forget(self) -> None:
+        """Drops what the pass held; under `lock`."""
+        self._arrived.clear()
+        self._roots = Roots()
+        self.gradients = {}
+        if self.is_joined:
+            del self.graph
+
+    # -- what it waits for --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def describe_send(send: RecordedSend) -> str:
+        """A send, for messages to people."""
+        return f"send {send.message_id:#x} of {send.function} ({send.site})"
+
+    def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
+        """The answer to the stall probe."""
+        with self.lock:
+            if not self.is_joined:
+                return PassSnapshot(worker)
+            counters = self.counters
+            waiting = []
+            for message_id in self.state.unsettled:
+                send = self.sends[message_id]
+                is_gate = message_id in counters.gates
+                waiting.append(
+                    WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
+                )
+            return PassSnapshot(
+                worker,
+                not self.is_over,
+                self.state.has_reported,
+                counters.num_running,
+                counters.num_sent,
+                counters.num_received,
+                tuple(waiting),
+                self.state.peers,
+            )
+
+
+def check_roots(roots: Any, gradients: Any, inputs: Any) -> Roots:
+    """The roots of a pass, with a gradient for each.
+
+    Raises:
+        AutogradError: A root cannot be one; says why.
+    """
+    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    if not tensors:
+        raise AutogradError("No tensors provided for gradient computation.")
+    given = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients or (None,) * len(tensors))
+    if len(given) != len(tensors):
+        raise AutogradError(f"{len(given)} gradients were given for {len(tensors)} roots")
+    found = []
+    for number, (tensor, gradient) in enumerate(zip(tensors, given, strict=True)):
+        if not isinstance(tensor, torch.Tensor):
+            raise AutogradError(f"root {number} is a {type(tensor).__name__}, not a tensor")
+        if not tensor.requires_grad:
+            raise AutogradError(f"requires_grad not set on root {number} of shape {tuple(tensor.shape)}")
+        if gradient is None and tensor.numel() != 1:
+            raise AutogradError(
+                f"root {number} of shape {tuple(tensor.shape)} is not a scalar, all roots need to be scalar "
+                f"unless gradients are given"
+            )
+        if tensor.grad_fn is None:
+            raise AutogradError(f"root {number} does not have a valid gradient function: it is a leaf")
+        if gradient is None:
+            gradient = torch.ones_like(tensor, memory_format=torch.preserve_format)
+        elif gradient.shape != tensor.shape:
+            raise AutogradError(
+                f"the gradient of root {number} has shape {tuple(gradient.shape)}, not {tuple(tensor.shape)}"
+            )
+        found.append(gradient)
+    wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
+        raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
+    return Roots(tensors, tuple(found), wanted)

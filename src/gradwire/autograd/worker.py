@@ -1,0 +1,104 @@
+"""Distributed autograd of one worker: its contexts, its engine, and what joins them to the calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.autograd.container import DistAutogradContainer, creator_of
+from gradwire.autograd.context import find_call_site
+from gradwire.autograd.engine import DistEngine
+from gradwire.autograd.interceptor import AutogradInterceptor
+from gradwire.autograd.messages import ReleaseContext, parse
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import current_agent
+from gradwire.rpc.incoming import current_request
+from gradwire.types import WorkerAddress, WorkerInfo
+
+_EXTENSION = "autograd"
+
+
+@dataclass(frozen=True, slots=True)
+class AutogradStatistics:
+    """A snapshot of one worker's distributed autograd."""
+
+    num_contexts: int
+    num_passes_under_way: int
+    num_passes: int
+    num_sends: int
+    num_recvs: int
+
+
+class DistAutograd:
+    """What distributed autograd keeps for one worker.
+
+    Args:
+        agent: The worker.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation)
+        self.engine = DistEngine(agent, self.container)
+        agent.interceptors.append(AutogradInterceptor(self.container, self.engine))
+        agent.notices.register("autograd.release", self._on_release)
+        agent.on_worker_lost(self._on_worker_lost)
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self._agent.info.name
+
+    def release(self, context_id: int) -> bool:
+        """Ends a context, here and on every worker it has touched; False if it was not here."""
+        return self.engine.release(context_id, f"on worker {self.worker} at {find_call_site()}")
+
+    def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        message = parse(note, ReleaseContext)
+        self.engine.release(message.context_id, message.where, {sender.id})
+
+    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
+        """Contexts end with the worker that made them."""
+        where = f"because worker {address.info.name}, which made it, is lost: {reason}"
+        orphans = [item.context_id for item in self.container if creator_of(item.context_id) == address.info.id]
+
+        def release() -> None:
+            for context_id in orphans:
+                self.engine.release(context_id, where, {address.info.id})
+
+        if orphans:
+            self._agent.reactor.run_soon(release)
+
+    def statistics(self) -> AutogradStatistics:
+        """What it does right now."""
+        contexts = list(self.container)
+        return AutogradStatistics(
+            len(contexts),
+            sum(len(item.passes) for item in contexts),
+            self.engine.num_passes,
+            sum(len(item.sends) for item in contexts),
+            sum(len(item.recvs) for item in contexts),
+        )
+
+
+def attach(agent: Agent) -> None:
+    """Gives a new worker distributed autograd."""
+    agent.extensions[_EXTENSION] = DistAutograd(agent)
+
+
+def of(agent: Agent) -> DistAutograd:
+    """The distributed autograd of a worker."""
+    found: DistAutograd = agent.extensions[_EXTENSION]
+    return found
+
+
+def here() -> DistAutograd:
+    """That of the worker whose call the current thread serves, or of this process.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    request = current_request()
+    return of(request.source.server.agent if request is not None else current_agent())
