@@ -83,6 +83,15 @@ class PendingCall:
         )
 
 
+class CallHolder:
+    """Knows a call from before it is sent: Ctrl-C may hit before whoever starts it could return it."""
+
+    __slots__ = ("call",)
+
+    def __init__(self) -> None:
+        self.call: PendingCall | None = None
+
+
 class CallTable:
     """The calls under way on one connection."""
 

@@ -26,7 +26,7 @@ from gradwire.errors import (
     RpcTimeout,
     TransportError,
 )
-from gradwire.rpc._calls import PendingCall, check_timeout, new_call_id
+from gradwire.rpc._calls import CallHolder, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.codec import describe_function
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
@@ -83,9 +83,9 @@ class Caller:
             WorkerLost: The worker died or cannot be reached.
             Exception: Whatever the function raised.
         """
-        started: list[PendingCall] = []  # filled before anything is sent: Ctrl-C may hit before `_start` returns
+        holder = CallHolder()
         try:
-            pending = self._start(to, function, args, kwargs, timeout_s, None, started)
+            pending = self._start(to, function, args, kwargs, timeout_s, holder)
             try:
                 if not pending.is_done:
                     self.wait(pending)
@@ -95,11 +95,11 @@ class Caller:
             finally:
                 del pending  # an error knows this frame, and would know itself through it
         except KeyboardInterrupt:
-            if started:
-                self._cancel_elsewhere(started[0])
+            if holder.call is not None:
+                self._cancel_elsewhere(holder.call)
             raise
         finally:
-            started.clear()
+            holder.call = None
 
     def submit(
         self,
@@ -116,13 +116,12 @@ class Caller:
             RpcTimeout: No connection, or no room on it, before the deadline.
             WorkerLost: The worker cannot be reached.
         """
-        holder: list[PendingCall] = []
-        future: CallFuture[Any] = CallFuture(lambda: self.wait(holder[0]), lambda: self.cancel(holder[0]))
+        future: CallFuture[Any] = CallFuture(self)
         try:
-            self._start(to, function, args, kwargs, timeout_s, future, holder)
+            self._start(to, function, args, kwargs, timeout_s, future, future)
         except KeyboardInterrupt:
-            if holder:
-                self._cancel_elsewhere(holder[0])
+            if future.call is not None:
+                self._cancel_elsewhere(future.call)
             raise
         return future
 
@@ -133,26 +132,28 @@ class Caller:
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout_s: float | None,
-        future: CallFuture[Any] | None,
-        started: list[PendingCall],
+        holder: CallHolder | CallFuture[Any],
+        future: CallFuture[Any] | None = None,
     ) -> PendingCall:
         agent = self._agent
         if agent.is_closed:
             raise _closed(agent)
         name = to if type(to) is str else self.name_of(to)
-        timeout_s = agent.server.time_left(check_timeout(self.default_timeout_s if timeout_s is None else timeout_s))
+        timeout_s = check_timeout(self.default_timeout_s if timeout_s is None else timeout_s)
+        if current_request() is not None:
+            timeout_s = agent.server.time_left(timeout_s)
         function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, self._shares_main(name))
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
-        started.append(call)
+        holder.call = call
         self.num_made += 1
         if name == agent.address.info.name:
             self.local.start(call, function_name, packed)
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         while True:
-            lane = self._room_on(self.peer(name), call)
+            lane = self._room_on(self._peers.get(name) or self.peer(name), call)
             if agent.interceptors and not message.notes:
                 envelope = Envelope("call", lane.address.info, label)
                 message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
@@ -162,7 +163,7 @@ class Caller:
                 raise _closed(agent)
             # Another one for each attempt: whoever ends the connection may be about to end the first.
             call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
-            call.future, message.call_id, started[0] = future, call.call_id, call
+            call.future, message.call_id, holder.call = future, call.call_id, call
         if future is not None:
             lane.reader.expect_one_more()
         return call
@@ -321,9 +322,7 @@ class Caller:
 
     def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
         try:
-            if future.done():  # before Ctrl-C hit
-                pass
-            elif call.error is not None:
+            if call.error is not None:
                 future.set_exception(call.error)
             else:
                 future.set_result(call.value)

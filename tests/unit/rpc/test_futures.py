@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradwire.errors import RpcError
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 
 Ints = InterruptibleFuture[int]
@@ -116,21 +117,42 @@ def test_ctrl_c_interrupts_a_wait() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+class Keeper:
+    """Ends a call as soon as somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waits: list[PendingCall] = []
+        self.answers = iter([True, False])
+
+    def wait(self, call: PendingCall) -> None:
+        self.waits.append(call)
+        call.future.set_result("answer")
+
+    def cancel(self, call: PendingCall) -> bool:
+        return next(self.answers)
+
+
+def make_call_future(keeper: Keeper) -> CallFuture[str]:
+    future: CallFuture[str] = CallFuture(keeper)
+    future.call = PendingCall(1, "w", "f", 0.0, 0.0)
+    future.call.future = future
+    return future
+
+
 def test_a_call_future_waits_in_its_own_way() -> None:
-    waits: list[int] = []
-
-    def wait() -> None:
-        waits.append(1)
-        future.set_result("answer")
-
-    future: CallFuture[str] = CallFuture(wait, lambda: False)
+    keeper = Keeper()
+    future = make_call_future(keeper)
+    assert isinstance(future, torch.futures.Future)
     assert future.wait() == "answer"
     assert future.wait() == "answer"
-    assert waits == [1]
+    assert keeper.waits == [future.call]
 
 
 def test_cancelling_asks_the_caller_s_agent() -> None:
-    answers = iter([True, False])
-    future: CallFuture[int] = CallFuture(lambda: None, lambda: next(answers))
+    future = make_call_future(Keeper())
     assert future.cancel()
     assert not future.cancel()
+
+
+def test_a_call_that_was_never_made_cannot_be_cancelled() -> None:
+    assert not CallFuture(Keeper()).cancel()
