@@ -54,12 +54,13 @@ def is_available() -> bool:
 class Slot:
     """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
 
-    __slots__ = ("capacity", "last_lent", "loan", "memory", "slot_id", "state", "target")
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "slot_id", "state", "target")
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
         self.memory = _map_shared(fd, PAGE + capacity)
-        self.state = ctypes.c_uint8.from_address(self.memory.data_ptr())
+        self.address = self.memory.data_ptr() + PAGE
+        self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
         self.last_lent = 0.0
         self.target = self.memory[PAGE:]
@@ -74,7 +75,7 @@ class Slot:
 
     def borrow(self, num_bytes: int) -> Buffer:
         """The slot's first bytes. When they are garbage collected, the slot is free."""
-        buffer = bytes_type(num_bytes).from_address(self.memory.data_ptr() + PAGE)
+        buffer = bytes_type(num_bytes).from_address(self.address)
         buffer._memory = self.memory  # the mapping lives as long as the buffer
         self.loan = SlotLoan(buffer, _on_slot_freed)
         self.loan.slot, self.loan.process_id = self, os.getpid()
@@ -82,7 +83,7 @@ class Slot:
 
     def retire(self) -> None:
         """Free the pages and tell the receiver that the slot will not be lent again."""
-        _advise(self.memory.data_ptr() + PAGE, self.capacity, _MADV_REMOVE)
+        _advise(self.address, self.capacity, _MADV_REMOVE)
         self.state.value = RETIRED
 
 

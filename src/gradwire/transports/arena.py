@@ -29,8 +29,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
@@ -88,7 +88,7 @@ class ArenaStatistics:
     num_refused: int = 0
 
 
-class Lease(NamedTuple):
+class Lease(msgspec.Struct, frozen=True):
     """A slot for one message. If that is not sent, give the lease to `LendingArena.cancel`.
 
     Attributes:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,6 +56,7 @@ class StreamConnection:
         self._slots = slots
         self._arena = LendingArena(options.limits.arena_bytes) if slots is not None else None
         self._shared_from = options.shared_memory_from
+        self._max_bytes, self._max_tensors = options.limits.frame_bytes, options.limits.num_tensors
         self.label = label
         self.decoder = framing.FrameDecoder(
             options.limits,
@@ -118,7 +119,8 @@ class StreamConnection:
             ConnectionClosed: This side had closed the connection.
         """
         if not values:
-            self._check_size(len(body), 0)
+            if len(body) > self._max_bytes:
+                self._refuse(len(body), 0)
             head = framing.encode(message, len(body))
             if len(body) >= _JOIN_BELOW:
                 self._write([head, body], (), deadline)
@@ -126,11 +128,13 @@ class StreamConnection:
                 self._write([head + body], (), deadline)
             return
         assert isinstance(message, Call | Reply)
-        self._check_size(len(body), len(values))
+        if len(values) > self._max_tensors:
+            self._refuse(0, len(values))
         parcel = _Parcel(body)
         try:
             message.tensors = tuple([self._place(value, parcel) for value in values])
-            self._check_size(parcel.num_bytes, len(values))
+            if parcel.num_bytes > self._max_bytes:
+                self._refuse(parcel.num_bytes, 0)
             parcel.buffers[0] = framing.encode(message, parcel.num_bytes)
             if parcel.leases:
                 self._write(parcel.buffers, parcel.descriptors(), deadline)
@@ -149,19 +153,17 @@ class StreamConnection:
         if parcel.leases:
             parcel.close_descriptors()
 
-    def _check_size(self, num_bytes: int, num_tensors: int) -> None:
+    def _refuse(self, num_bytes: int, num_tensors: int) -> NoReturn:
         """Refuses here what the other side would refuse there, where it would cost the connection."""
-        limits = self._options.limits
-        if num_bytes > limits.frame_bytes:
+        if num_tensors:
             raise LimitExceeded(
-                f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({limits.frame_bytes:,}); send it in "
-                f"pieces or raise the limit on both workers"
-            )
-        if num_tensors > limits.num_tensors:
-            raise LimitExceeded(
-                f"a message with {num_tensors:,} tensors exceeds Limits.num_tensors ({limits.num_tensors:,}); stack them, "
+                f"a message with {num_tensors:,} tensors exceeds Limits.num_tensors ({self._max_tensors:,}); stack them, "
                 f"or raise the limit on both workers"
             )
+        raise LimitExceeded(
+            f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({self._max_bytes:,}); send it in "
+            f"pieces or raise the limit on both workers"
+        )
 
     def _hold_back(self, frame: bytes) -> bool:
         with self._write_lock:

@@ -54,11 +54,13 @@ class UnixChannel(PlainChannel):
         return num_bytes
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
-        if not descriptors:
-            return PlainChannel.write(self, buffers, ())
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         try:
-            return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
+            if descriptors:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
+            if len(buffers) == 1:
+                return self._socket.send(buffers[0])
+            return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
         except BlockingIOError:
             return None
         except OSError as error:

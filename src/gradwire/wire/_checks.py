@@ -26,7 +26,6 @@ from gradwire.wire.messages import (
     Proof,
     Refused,
     Reply,
-    TensorMeta,
     Welcome,
 )
 from gradwire.wire.tensors import validate
@@ -117,13 +116,8 @@ def _check_payload(message: Call | Reply, limits: Limits) -> int:
     if message.notes:
         _check_notes(message.notes, limits)
     tensors = message.tensors
-    return num_bytes + _check_tensors(tensors, limits) if tensors else num_bytes
-
-
-def _check_tensors(tensors: tuple[TensorMeta, ...], limits: Limits) -> int:
     if len(tensors) > limits.num_tensors:
         raise LimitExceeded(f"a message with {len(tensors)} tensors; at most {limits.num_tensors} are accepted")
-    num_bytes = 0
     for meta in tensors:
         num_bytes += validate(meta, limits)
     return num_bytes

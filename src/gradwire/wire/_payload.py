@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from gradwire.errors import DecodeError
 from gradwire.wire.messages import Call, Message, Reply, SlotRef
 from gradwire.wire.tensors import iter_parts
@@ -15,7 +17,7 @@ _SMALL_BYTES = 64 << 10  # below this a copy is made without asking for memory f
 Segment = tuple[int, SlotRef | None]
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """One decoded frame.
 
     Attributes:
@@ -48,8 +50,6 @@ class Memory(NamedTuple):
 
     def copy(self, data: bytes | bytearray | memoryview, offset: int, num_bytes: int) -> Any:
         """A buffer with bytes that have arrived already."""
-        if num_bytes < _SMALL_BYTES:
-            return bytearray(data[offset : offset + num_bytes])
         buffer = self.fresh(num_bytes)
         memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
         return buffer
@@ -85,11 +85,13 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
         return Frame(message, body, buffers)
     for num_bytes, slot in plan(message):
         if slot is not None:
-            buffer = memory.shared(slot, num_bytes)
+            buffers.append(memory.shared(slot, num_bytes))
+            continue
+        if num_bytes < _SMALL_BYTES:
+            buffers.append(bytearray(data[end : end + num_bytes]))
         else:
-            buffer = memory.copy(data, end, num_bytes)
-            end += num_bytes
-        buffers.append(buffer)
+            buffers.append(memory.copy(data, end, num_bytes))
+        end += num_bytes
     return Frame(message, body, buffers)
 
 
