@@ -13,17 +13,20 @@ from gradwire.autograd.api import (
     _retrieve_context,
     backward,
     context,
+    explain,
     get_gradients,
     grad,
     is_available,
 )
 from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.probing import Explanation
 from gradwire.autograd.worker import AutogradStatistics
 
 __all__ = [
     "AutogradStatistics",
     "ContextId",
     "DistAutogradContext",
+    "Explanation",
     "_current_context",
     "_get_debug_info",
     "_get_max_id",
@@ -33,6 +36,7 @@ __all__ = [
     "_retrieve_context",
     "backward",
     "context",
+    "explain",
     "get_gradients",
     "grad",
     "is_available",

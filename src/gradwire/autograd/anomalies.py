@@ -1,8 +1,8 @@
 """Anomaly mode across workers: forward tracebacks are kept where the forward code ran, and shown where backward failed.
 
-`torch.autograd.detect_anomaly` is a switch for a whole process. It travels with calls and passes, and is on here while any of
-them is under way. When a node fails, torch prints where its forward was called as a warning; here that text becomes part
-of the error, which the caller of backward gets.
+`torch.autograd.detect_anomaly` is a switch for a whole process. It travels with calls and passes, and is on here while any
+of them is under way. When a node fails, torch prints where its forward was called as a warning; here that text becomes
+part of the error, which the caller of backward gets.
 """
 
 from __future__ import annotations

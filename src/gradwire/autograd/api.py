@@ -1,9 +1,9 @@
 """The functions that people call: PyTorch's names, and more.
 
-    with gradwire.autograd.context() as ctx:
-        loss = rpc_sync("worker1", forward, args=(x,)).sum()
-        ctx.backward(loss)
-        gradients = ctx.gradients()
+with gradwire.autograd.context() as ctx:
+    loss = rpc_sync("worker1", forward, args=(x,)).sum()
+    ctx.backward(loss)
+    gradients = ctx.gradients()
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from gradwire.autograd import ambient, worker
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.messages import PassOptions
 from gradwire.autograd.passes import check_roots
+from gradwire.autograd.probing import Explanation
 from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
+from gradwire.rpc.api import is_available as rpc_is_available
 
 DEFAULT_TIMEOUT_S = 600.0
 """How long a backward pass may take."""
@@ -29,9 +31,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 def is_available() -> bool:
     """Whether distributed autograd can be used on this platform."""
-    from gradwire import rpc
-
-    return rpc.is_available()
+    return rpc_is_available()
 
 
 class ContextId(int):
@@ -40,6 +40,10 @@ class ContextId(int):
     def backward(self, roots: Tensors, retain_graph: bool = False, **options: Any) -> None:
         """As `gradwire.autograd.backward` in this context."""
         backward(self, roots, retain_graph, **options)
+
+    def explain(self) -> Explanation:
+        """As `gradwire.autograd.explain` of this context."""
+        return explain(self)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """As `gradwire.autograd.get_gradients` of this context."""
@@ -52,9 +56,9 @@ class ContextId(int):
 class context:
     """A forward and a backward pass, with everything that other workers do for them.
 
-    Calls made inside, by this thread and by whatever it starts, are recorded; gradients gather in the context on every worker,
-    apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is freed on every worker it
-    has touched. Contexts nest.
+    Calls made inside, by this thread and by whatever it starts, are recorded; gradients gather in the context on every
+    worker, apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is freed on
+    every worker it has touched. Contexts nest.
 
     Raises:
         NotInitialized: This process is no worker.
@@ -72,7 +76,8 @@ class context:
         return self._id
 
     def __exit__(self, *_: object) -> None:
-        assert self._id is not None and self._token is not None
+        assert self._id is not None
+        assert self._token is not None
         ambient.leave(self._token)
         self._here.release(self._id)
 
@@ -173,7 +178,19 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         RpcTimeout: A pass is done here, and whoever began it does not say whether it counts.
     """
     here = worker.here()
-    return here.engine.gradients_of(here.container.retrieve(context_id), DEFAULT_TIMEOUT_S)
+    return here.gradients_of(here.container.retrieve(context_id), DEFAULT_TIMEOUT_S)
+
+
+def explain(context_id: int) -> Explanation:
+    """Who waits for whom in a context, across workers: print it, or take its `as_json`.
+
+    May be called from another thread while a backward pass is under way.
+
+    Raises:
+        UnknownContext: The context was released, or this worker has no part in it.
+    """
+    here = worker.here()
+    return here.engine.prober.explain(here.container.retrieve(context_id))
 
 
 # -- what PyTorch offers for looking inside -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from gradwire.autograd._backward_state import Exchange
 from gradwire.autograd.functions import Gradients, make_recv, make_send
-from gradwire.errors import AutogradError
+from gradwire.errors import AutogradError, UnknownContext
 
 if TYPE_CHECKING:
     from gradwire.autograd.passes import BackwardPass
@@ -164,6 +164,17 @@ class DistAutogradContext:
         if peer not in self.known_workers:
             with self.lock:
                 self.known_workers.add(peer)
+
+    def check_alive(self) -> None:
+        """Raises if the context is over.
+
+        Raises:
+            UnknownContext: It was released; says where.
+        """
+        if self.released:
+            raise UnknownContext(
+                f"Could not find autograd context with id: {self.context_id}. It was released {self.released}"
+            )
 
     @property
     def has_undecided_pass(self) -> bool:

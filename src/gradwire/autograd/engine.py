@@ -10,8 +10,8 @@ r"""Drives backward passes: sends what the pure state decides, handles what arri
        CommitPass          --------->  gradients join the context
                            ------------------------------------------>
 
-Anything that fails sends AbortPass to the root, which tells everybody; each passes it on to those it has written to. A message
-of a pass that is over is ignored.
+Anything that fails sends AbortPass to the root, which tells everybody; each passes it on to those it has written to. A
+message of a pass that is over is ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
 from gradwire.autograd._termination import PassSnapshot, is_stalled
+from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.container import DistAutogradContainer, creator_of
-from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
+from gradwire.autograd.context import DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import (
@@ -39,15 +39,13 @@ from gradwire.autograd.messages import (
     GradientItem,
     PassOptions,
     PropagateGradients,
-    ReleaseContext,
     ReportDone,
     parse,
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
+from gradwire.autograd.probing import Prober, waiting_text
 from gradwire.errors import (
-    AutogradError,
     BackwardFailed,
-    GradwireError,
     RpcError,
     RpcTimeout,
     UnknownContext,
@@ -64,9 +62,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gradwire")
 
 _PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before asking who waits for whom
-_PROBE_TIMEOUT_S = 2.0
 _SLICE_S = 0.2
-_NO_SITE = CallSite(None, 0)
 
 
 class DistEngine:
@@ -85,21 +81,17 @@ class DistEngine:
         self._container = container
         self.lost: set[int] = set()
         self.num_passes = 0
+        self.prober = Prober(agent, container, self.lost)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate)
         notices.register("autograd.report", self._on_report)
         notices.register("autograd.abort", self._on_abort)
         notices.register("autograd.commit", self._on_commit)
-        agent.server.register_control("autograd.probe", self._on_probe)
         agent.on_worker_lost(self._on_worker_lost)
 
     @property
     def _own(self) -> int:
         return self._container.worker
-
-    def name_of(self, rank: int) -> str:
-        """A worker's name."""
-        return self._agent.directory.find(rank).info.name
 
     # -- the root --------------------------------------------------------------------------------------------------
 
@@ -118,11 +110,7 @@ class DistEngine:
             BackwardFailed: It failed somewhere, and is dropped everywhere.
         """
         with context.lock:
-            if context.released:
-                raise UnknownContext(
-                    f"Could not find autograd context with id: {context.context_id}. "
-                    f"It was released {context.released}"
-                )
+            context.check_alive()
             pass_id = self._container.new_message_id()
             current = BackwardPass(self._own, pass_id, context, options, self._fire, roots)
             context.passes[pass_id] = current
@@ -132,14 +120,14 @@ class DistEngine:
                 actions = current.join((), self.lost)
             self._perform(current, actions)
             self._wait_over(current)
-        except BaseException as error:  # Ctrl-C, or an error of this very worker
-            self._fail(current, error, "backward")
+        except BaseException as problem:  # Ctrl-C
+            self.fail(current, problem, "backward")
             raise
         with current.lock:
-            if current.error is not None:
-                error, current.error = current.error, None
-                raise error
+            failure, current.error = current.error, None
             gradients, current.gradients = current.gradients, {}
+        if failure is not None:
+            raise failure
         if joins_context:
             with context.lock:
                 for leaf, gradient in gradients.items():
@@ -162,15 +150,17 @@ class DistEngine:
                 if now >= current.deadline:
                     self._time_out(current)
                 elif now >= next_probe:
-                    before, snapshots = snapshots, self.probe(current)
+                    before, snapshots = snapshots, self.prober.probe(current)
                     if is_stalled(before, snapshots):
                         self._stall(current, snapshots)
                     next_probe = time.monotonic() + _PROBE_AFTER_S[current.options.is_fast]
 
     def _time_out(self, current: BackwardPass) -> None:
-        waiting = _waiting_lines(self.probe(current))
+        waiting = waiting_text(self.prober.probe(current))
         text = f"the backward pass was not over after {current.options.timeout_s:g} s"
-        self._fail(current, RpcTimeout(f"{text}; {waiting}", self._agent.info.name, "run"), "waiting for the pass to end")
+        self.fail(
+            current, RpcTimeout(f"{text}; {waiting}", self._agent.info.name, "run"), "waiting for the pass to end"
+        )
 
     def _stall(self, current: BackwardPass, snapshots: dict[int, PassSnapshot]) -> None:
         worker = next((item.worker for item in snapshots.values() if item.waiting), self._agent.info.name)
@@ -180,46 +170,10 @@ class DistEngine:
                 f"no gradient comes back for {'; '.join(lines)}: its result or argument has no part in the loss, which FAST "
                 f'mode cannot cope with; use mode="smart", the default'
             )
-            self._fail(current, UnsettledSend(text, worker, "waiting for gradients", lines), "waiting for gradients")
+            self.fail(current, UnsettledSend(text, worker, "waiting for gradients", lines), "waiting for gradients")
         else:
-            text = f"nothing moves any more: {_waiting_lines(snapshots)}; please report this"
-            self._fail(current, BackwardFailed(text, worker, "waiting for gradients"), "waiting for gradients")
-
-    def probe(self, current: BackwardPass) -> dict[int, PassSnapshot]:
-        """Asks everybody known to take part in a pass what they wait for."""
-        found = {self._own: current.snapshot(self._agent.info.name, self.name_of)}
-        if current.termination is not None:
-            with current.lock:
-                found_peers = set(current.termination.participants)
-        else:
-            found_peers = set()
-        todo = (found_peers | set(found[self._own].peers)) - {self._own}
-        while todo:
-            answers = self.ask(todo, "autograd.probe", (current.context.context_id, current.pass_id))
-            found.update({rank: _read_snapshot(answer) for rank, answer in answers.items()})
-            todo = {peer for item in found.values() for peer in item.peers} - found.keys() - self.lost
-        return found
-
-    def ask(self, ranks: Iterable[int], operation: str, args: tuple[Any, ...]) -> dict[int, Any]:
-        """Asks workers at once; those that do not answer in time or are gone give None."""
-        answers: dict[int, Any] = {}
-        pending: dict[int, torch.futures.Future[Any]] = {}
-        for rank in ranks:
-            answers[rank] = None
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            with contextlib.suppress(GradwireError):
-                self._agent.control(self.name_of(rank), operation, args, _PROBE_TIMEOUT_S, future.set_result)
-                pending[rank] = future
-        for rank, future in pending.items():
-            call = future.wait()
-            answers[rank] = call.value if call.error is None else None
-        return answers
-
-    def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
-        context = self._container.find(context_id)
-        current = context.passes.get(pass_id) if context is not None else None
-        name = self._agent.info.name
-        return _write_snapshot(current.snapshot(name, self.name_of) if current is not None else PassSnapshot(name))
+            text = f"nothing moves any more: {waiting_text(snapshots)}; please report this"
+            self.fail(current, BackwardFailed(text, worker, "waiting for gradients"), "waiting for gradients")
 
     # -- what the state decides ----------------------------------------------------------------------------------------
 
@@ -256,25 +210,17 @@ class DistEngine:
         except PassDropped:
             pass
         except Exception as error:
-            self._fail(current, error, operation)
+            self.fail(current, error, operation)
 
     def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
         """A recv was reached by the local engine."""
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
+        if all(gradient is None for gradient in gradients):
             if recv.peer not in self.lost:
                 self._post(current, recv.peer, (GradientItem(recv.message_id),))
             return
-        recorded_id, recorded = NO_ID, ()
-        if current.options.create_graph:
-            recorded = tuple(number for number, gradient in enumerate(present) if gradient.requires_grad)
-            if recorded:
-                recorded_id = self._container.new_message_id()
-                tensors = [present[number] for number in recorded]
-                current.context.record_send(recorded_id, recv.peer, f"gradient of {recv.function}", tensors, _NO_SITE)
-        defined = tuple(gradient is not None for gradient in gradients)
-        item = GradientItem(recv.message_id, defined, recorded_id, recorded)
-        self._post(current, recv.peer, (item,), [gradient.detach() for gradient in present])
+        recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
+        item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
+        self._post(current, recv.peer, (item,), tensors)
 
     def _post(
         self,
@@ -302,7 +248,7 @@ class DistEngine:
             values = list(tensors)
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            self._agent.notices.send(self.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
+            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
 
     def _report(self, current: BackwardPass, report: Report) -> None:
         def step() -> None:
@@ -316,7 +262,7 @@ class DistEngine:
                 self._take_report(current, self._own, report.peers)
             else:
                 note = ReportDone(current.context.context_id, current.pass_id, report.peers)
-                self._agent.notices.send(self.name_of(root), "autograd.report", note, (), current.deadline)
+                self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
 
         self._attempt(current, "reporting to the root", step)
 
@@ -330,7 +276,7 @@ class DistEngine:
             return
 
         def step() -> None:
-            answers = _read_items(current.context, sender, message.items, tensors)
+            answers = unpack_answers(current.context, sender, message.items, tensors)
             with current.lock:
                 if current.is_over:
                     return
@@ -371,7 +317,7 @@ class DistEngine:
         """Gradients for a context that is over here: the root must know."""
         failure = self._failure(error, "taking gradients")
         abort = AbortPass(message.context_id, message.pass_id, self._describe(failure))
-        self._tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
+        self.tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
 
     def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, ReportDone)
@@ -384,7 +330,7 @@ class DistEngine:
             if current.is_over or current.termination is None or not current.termination.reported(worker, peers):
                 return
             others = current.termination.participants - {self._own}
-        self._tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+        self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
         self._end(current, PassPhase.COMMITTED)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
@@ -425,13 +371,13 @@ class DistEngine:
                 actions = None
             current.lock.notify_all()
         if actions is None:
-            self._fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "taking part in the pass", name)
+            self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "taking part in the pass", name)
         else:
             self._perform(current, actions)
 
     # -- the end of a pass -----------------------------------------------------------------------------------------------
 
-    def _fail(self, current: BackwardPass, error: BaseException, operation: str, worker: str | None = None) -> None:
+    def fail(self, current: BackwardPass, error: BaseException, operation: str, worker: str | None = None) -> None:
         """Something went wrong here: the pass ends, and everybody is told."""
         if current.is_over:
             return
@@ -461,7 +407,7 @@ class DistEngine:
                 others |= current.termination.participants
                 current.error = error
         if self._end(current, PassPhase.ABORTED):
-            self._tell_all(others - told - {self._own}, "autograd.abort", abort)
+            self.tell_all(others - told - {self._own}, "autograd.abort", abort)
 
     def _end(self, current: BackwardPass, phase: PassPhase) -> bool:
         """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
@@ -481,99 +427,9 @@ class DistEngine:
             current.lock.notify_all()
         return True
 
-    def _tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
+    def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
+        """Sends a notice to several workers; those that are gone need not be told."""
         for rank in ranks:
             if rank != self._own and rank not in self.lost:
-                with contextlib.suppress(RpcError):  # whoever is gone needs not be told
-                    self._agent.notices.send(self.name_of(rank), name, note)
-
-    # -- contexts ------------------------------------------------------------------------------------------------------
-
-    def release(self, context_id: int, where: str, told: Iterable[int] = ()) -> bool:
-        """Ends a context here and on every worker it has touched; False if it was not here."""
-        context = self._container.release(context_id, where)
-        if context is None:
-            return False
-        for current in list(context.passes.values()):
-            self._fail(current, UnknownContext(f"the context was released {where}"), "its context was released")
-        others = context.known_workers - {self._own, *told}
-        if others:
-            self._tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
-        return True
-
-    def gradients_of(self, context: DistAutogradContext, timeout_s: float) -> GradientTable:
-        """What committed passes have gathered here. A pass that is done here but not yet decided is waited for.
-
-        Raises:
-            RpcTimeout: It was not decided in time.
-            UnknownContext: The context was released meanwhile.
-        """
-        deadline = time.monotonic() + timeout_s
-        if context.has_undecided_pass:
-            with while_waiting(), context.lock:
-                while context.has_undecided_pass and not context.released:
-                    if time.monotonic() > deadline:
-                        raise RpcTimeout("a backward pass is done here, but its root does not say that it is over")
-                    context.changed.wait(_SLICE_S)
-        with context.lock:
-            if context.released:
-                raise UnknownContext(
-                    f"Could not find autograd context with id: {context.context_id}. "
-                    f"It was released {context.released}"
-                )
-            return dict(context.gradients)
-
-
-def _read_items(
-    context: DistAutogradContext, sender: WorkerInfo, items: tuple[GradientItem, ...], tensors: list[torch.Tensor]
-) -> dict[int, Gradients | None]:
-    """The answers of a message, each with its own tensors.
-
-    Raises:
-        AutogradError: There are not as many as it says.
-    """
-    answers: dict[int, Gradients | None] = {}
-    rest = list(tensors)
-    for item in items:
-        if item.defined is None:
-            answers[item.message_id] = None
-            continue
-        number = sum(item.defined)
-        if number > len(rest):
-            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
-        mine, rest = rest[:number], rest[number:]
-        if item.recorded_id != NO_ID:
-            mine = _record_gradients(context, sender, item, mine)
-        following = iter(mine)
-        answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
-    return answers
-
-
-def _record_gradients(
-    context: DistAutogradContext, sender: WorkerInfo, item: GradientItem, gradients: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """With `create_graph`: gradients that arrive are part of the graph, too."""
-    if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
-        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
-    chosen = [gradients[number] for number in item.recorded]
-    outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
-    gradients = list(gradients)
-    for number, output in zip(item.recorded, outputs, strict=True):
-        gradients[number] = output
-    return gradients
-
-
-def _waiting_lines(snapshots: dict[int, PassSnapshot]) -> str:
-    lines = [str(send) for item in snapshots.values() for send in item.waiting]
-    busy = [item.worker for item in snapshots.values() if item.num_running]
-    if lines:
-        return "no gradient has come for " + "; ".join(lines) + (f"; busy: {', '.join(busy)}" if busy else "")
-    return f"busy: {', '.join(busy)}" if busy else "nobody says what they wait for"
-
-
-def _write_snapshot(snapshot: PassSnapshot) -> Any:
-    return msgspec.to_builtins(snapshot)
-
-
-def _read_snapshot(answer: Any) -> PassSnapshot:
-    return msgspec.convert(answer, PassSnapshot) if answer is not None else PassSnapshot("?")
+                with contextlib.suppress(RpcError):
+                    self._agent.notices.send(self.prober.name_of(rank), name, note)

@@ -105,7 +105,8 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, ...]:
         _run_here("a gate").wait_settled(ctx.message_id)
-        return (None,) * (ctx.num_behind + 1)
+        nothing: tuple[None, ...] = (None,) * (ctx.num_behind + 1)
+        return nothing
 
 
 def _run_here(what: str) -> LocalRun:
@@ -146,7 +147,7 @@ def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     return chain[0]
 
 
-def _kinds() -> tuple[type, type]:
+def _kinds() -> tuple[Any, Any]:
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         accumulate: Any = leaf.view_as(leaf).grad_fn

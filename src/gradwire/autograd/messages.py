@@ -1,11 +1,11 @@
 """What workers tell each other about contexts and backward passes; tensors travel beside these.
 
-    PropagateGradients   the gradient (or none) for messages that were sent in the forward pass; the first one from a worker
-                         introduces it, and with no gradients at all it only says that the pass has begun
-    ReportDone           to the root: everything here is done
-    AbortPass            something failed: to the root, and from there to everybody
-    CommitPass           from the root: the gradients of the pass join the context
-    ReleaseContext       the context is over
+PropagateGradients   the gradient (or none) for messages that were sent in the forward pass; the first one from a worker
+                     introduces it, and with no gradients at all it only says that the pass has begun
+ReportDone           to the root: everything here is done
+AbortPass            something failed: to the root, and from there to everybody
+CommitPass           from the root: the gradients of the pass join the context
+ReleaseContext       the context is over
 """
 
 from __future__ import annotations

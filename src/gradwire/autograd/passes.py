@@ -133,9 +133,7 @@ class BackwardPass:
         sends = {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
         self.graph = LocalGraph(nodes, sends, self.recvs)
         mode = Mode.FAST if self.options.is_fast else Mode.SMART
-        self.state = BackwardState(
-            self._own, mode, self._exchanges, self.graph.components, self.graph.reached_by, lost
-        )
+        self.state = BackwardState(self._own, mode, self._exchanges, self.graph.components, self.graph.reached_by, lost)
         return self.state.begin(heard)
 
     def accept(self, message_id: int, sender: int, gradients: Gradients | None) -> bool:
@@ -206,7 +204,11 @@ class BackwardPass:
                 allow_unused=True,
             )
         seen = {gradient.data_ptr() for gradient in self._roots.gradients}
-        found = [(leaf, gradient) for leaf, gradient in zip(inputs, results, strict=False) if gradient is not None]
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gradient: torch.Tensor | None  # unlike torch's annotation says
+        for leaf, gradient in zip(inputs, results, strict=False):
+            if gradient is not None:
+                found.append((leaf, gradient))
         if not options.create_graph:
             found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
         with self.lock:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradwire.autograd.container import DistAutogradContainer, creator_of
-from gradwire.autograd.context import find_call_site
+from gradwire.autograd.context import DistAutogradContext, find_call_site
 from gradwire.autograd.engine import DistEngine
+from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
 from gradwire.autograd.messages import ReleaseContext, parse
+from gradwire.errors import RpcTimeout, UnknownContext
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
-from gradwire.rpc.incoming import current_request
+from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.types import WorkerAddress, WorkerInfo
 
 _EXTENSION = "autograd"
+_SLICE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,40 @@ class DistAutograd:
 
     def release(self, context_id: int) -> bool:
         """Ends a context, here and on every worker it has touched; False if it was not here."""
-        return self.engine.release(context_id, f"on worker {self.worker} at {find_call_site()}")
+        return self._release(context_id, f"on worker {self.worker} at {find_call_site()}", set())
+
+    def _release(self, context_id: int, where: str, told: set[int]) -> bool:
+        context = self.container.release(context_id, where)
+        if context is None:
+            return False
+        for current in list(context.passes.values()):
+            self.engine.fail(current, UnknownContext(f"the context was released {where}"), "waiting")
+        others = context.known_workers - told
+        if others:
+            self.engine.tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
+        return True
 
     def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, ReleaseContext)
-        self.engine.release(message.context_id, message.where, {sender.id})
+        self._release(message.context_id, message.where, {sender.id})
+
+    def gradients_of(self, context: DistAutogradContext, timeout_s: float) -> GradientTable:
+        """What committed passes have gathered here. A pass that is done here but not yet decided is waited for.
+
+        Raises:
+            RpcTimeout: It was not decided in time.
+            UnknownContext: The context was released meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        if context.has_undecided_pass:
+            with while_waiting(), context.lock:
+                while context.has_undecided_pass:
+                    if time.monotonic() > deadline:
+                        raise RpcTimeout("a backward pass is done here, but its root does not say that it is over")
+                    context.changed.wait(_SLICE_S)
+        with context.lock:
+            context.check_alive()
+            return dict(context.gradients)
 
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
         """Contexts end with the worker that made them."""
@@ -66,7 +99,7 @@ class DistAutograd:
 
         def release() -> None:
             for context_id in orphans:
-                self.engine.release(context_id, where, {address.info.id})
+                self._release(context_id, where, {address.info.id})
 
         if orphans:
             self._agent.reactor.run_soon(release)

@@ -1,0 +1,70 @@
+"""Gradients as they travel: an item for each message that is answered, and the tensors beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
+from gradwire.autograd.functions import Gradients
+from gradwire.autograd.messages import NO_ID, GradientItem
+from gradwire.errors import AutogradError
+from gradwire.types import WorkerInfo
+
+_NO_SITE = CallSite(None, 0)
+
+
+def pack_answer(
+    context: DistAutogradContext, recv: RecordedRecv, gradients: Gradients, recorded_id: int = NO_ID
+) -> tuple[GradientItem, list[torch.Tensor]]:
+    """The gradients of a recv, at least one of them defined; recorded as a send of their own under that id, if given."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    defined = tuple(gradient is not None for gradient in gradients)
+    recorded: tuple[int, ...] = ()
+    if recorded_id != NO_ID:
+        recorded = tuple(number for number, gradient in enumerate(present) if gradient.requires_grad)
+        if recorded:
+            chosen = [present[number] for number in recorded]
+            context.record_send(recorded_id, recv.peer, f"the gradient of {recv.function}", chosen, _NO_SITE)
+        else:
+            recorded_id = NO_ID
+    item = GradientItem(recv.message_id, defined, recorded_id, recorded)
+    return item, [gradient.detach() for gradient in present]
+
+
+def unpack_answers(
+    context: DistAutogradContext, sender: WorkerInfo, items: tuple[GradientItem, ...], tensors: list[torch.Tensor]
+) -> dict[int, Gradients | None]:
+    """The answers of a message, each with its own tensors.
+
+    Raises:
+        AutogradError: There are not as many as it says.
+    """
+    answers: dict[int, Gradients | None] = {}
+    rest = list(tensors)
+    for item in items:
+        if item.defined is None:
+            answers[item.message_id] = None
+            continue
+        number = sum(item.defined)
+        if number > len(rest):
+            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
+        mine, rest = rest[:number], rest[number:]
+        if item.recorded_id != NO_ID:
+            mine = _record_gradients(context, sender, item, mine)
+        following = iter(mine)
+        answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
+    return answers
+
+
+def _record_gradients(
+    context: DistAutogradContext, sender: WorkerInfo, item: GradientItem, gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """With `create_graph`: gradients that arrive are part of the graph, too."""
+    if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
+        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
+    chosen = [gradients[number] for number in item.recorded]
+    outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
+    gradients = list(gradients)
+    for number, output in zip(item.recorded, outputs, strict=True):
+        gradients[number] = output
+    return gradients
