@@ -9,6 +9,7 @@ gradwire uses torch's names, so one class drives both.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from models import OneProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed.rpc"])  # the slow import is paid once, not once for each process
@@ -46,9 +49,10 @@ def memory_bytes() -> dict[str, int]:
 
 
 class RpcPeer:
-    """Two workers, ``driver`` here and ``server`` in a process of its own."""
+    """Two workers, ``driver`` here and ``server`` in a process of its own; more servers for those that name more."""
 
     module = ""
+    server_names: tuple[str, ...] = ("server",)
 
     def options(self, rpc: Any, folder: Path) -> Any:
         raise NotImplementedError
@@ -57,8 +61,10 @@ class RpcPeer:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         folder = Path(self._folder.name)
         self.prepare(folder)
-        self.server = CONTEXT.Process(target=_serve, args=(type(self), folder), daemon=True)
-        self.server.start()
+        ranks = range(1, len(self.server_names) + 1)
+        self.servers = [CONTEXT.Process(target=_serve, args=(type(self), rank, folder), daemon=True) for rank in ranks]
+        for server in self.servers:
+            server.start()
         self.rpc = self.join_cluster("driver", 0, folder)
 
     def prepare(self, folder: Path) -> None:
@@ -67,8 +73,14 @@ class RpcPeer:
     def join_cluster(self, name: str, rank: int, folder: Path) -> Any:
         torch.set_num_threads(1)
         rpc = importlib.import_module(self.module)
-        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=self.options(rpc, folder))
+        world_size = 1 + len(self.server_names)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=self.options(rpc, folder))
         return rpc
+
+    @functools.cached_property
+    def autograd(self) -> Any:
+        """The system's distributed autograd."""
+        return importlib.import_module(self.module.removesuffix("rpc") + "autograd")
 
     def call(self, function: Any, *args: Any) -> Any:
         return self.rpc.rpc_sync("server", function, args=args)
@@ -84,12 +96,14 @@ class RpcPeer:
 
     def close(self) -> None:
         self.rpc.shutdown()
-        self.server.join(JOIN_TIMEOUT_S)
+        for server in self.servers:
+            server.join(JOIN_TIMEOUT_S)
         self._folder.cleanup()
 
 
-def _serve(peer_class: type[RpcPeer], folder: Path) -> None:
-    peer_class().join_cluster("server", 1, folder).shutdown()  # shutdown waits until the driver leaves
+def _serve(peer_class: type[RpcPeer], rank: int, folder: Path) -> None:
+    name = peer_class.server_names[rank - 1]
+    peer_class().join_cluster(name, rank, folder).shutdown()  # shutdown waits until the driver leaves
 
 
 class TorchRpc(RpcPeer):
@@ -100,7 +114,8 @@ class TorchRpc(RpcPeer):
 
     def options(self, rpc: Any, folder: Path) -> Any:
         os.environ["TP_SOCKET_IFNAME"] = "lo"
-        warnings.filterwarnings("ignore", category=UserWarning)  # torch's own deprecations, printed at shutdown
+        for category in (UserWarning, DeprecationWarning):  # torch's own, printed at shutdown and by its optimizer
+            warnings.filterwarnings("ignore", category=category)
         return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous", **self.transport)
 
 
@@ -120,6 +135,12 @@ class Gradwire(RpcPeer):
 
     def transport(self, folder: Path) -> dict[str, Any]:
         return {}
+
+
+class GradwirePair(Gradwire):
+    """gradwire as it comes, with two servers."""
+
+    server_names = ("server", "server2")
 
 
 class GradwireTcp(Gradwire):
@@ -154,8 +175,9 @@ class Floor:
         self._socket, theirs = socket.socketpair()
         out, self._back = (torch.zeros(LARGEST, dtype=torch.uint8).share_memory_() for _ in range(2))
         self._out = memoryview(out.numpy())  # a slice of it is copied by memmove, without torch's dispatch
-        self.server = CONTEXT.Process(target=_serve_floor, args=(theirs, out, self._back, self.cores[1]), daemon=True)
-        self.server.start()
+        server = CONTEXT.Process(target=_serve_floor, args=(theirs, out, self._back, self.cores[1]), daemon=True)
+        server.start()
+        self.servers = [server]
         theirs.close()
         os.sched_setaffinity(0, self.cores[0])
 
@@ -177,7 +199,7 @@ class Floor:
 
     def close(self) -> None:
         self._socket.close()
-        self.server.join(JOIN_TIMEOUT_S)
+        self.servers[0].join(JOIN_TIMEOUT_S)
 
 
 class BulkFloor(Floor):
@@ -196,4 +218,5 @@ def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Te
         sock.send(request)
 
 
-PEERS = {peer.__name__: peer for peer in (TorchRpc, TorchRpcTcp, Gradwire, GradwireTcp, GradwireTls, Floor, BulkFloor)}
+SYSTEMS = (TorchRpc, TorchRpcTcp, Gradwire, GradwirePair, GradwireTcp, GradwireTls, Floor, BulkFloor, OneProcess)
+PEERS = {system.__name__: system for system in SYSTEMS}

@@ -56,7 +56,7 @@ def print_hottest(title: str, file: Path) -> None:
 
 def profile_lines(peer: Any, seconds: float, tensor: torch.Tensor | None, is_gil_only: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        files = {pid: Path(folder) / str(pid) for pid in (os.getpid(), peer.server.pid)}
+        files = {pid: Path(folder) / str(pid) for pid in (os.getpid(), peer.servers[0].pid)}
         spies = [record(pid, seconds, file, is_gil_only) for pid, file in files.items()]
         call_for(peer, seconds + 1, tensor)  # longer than the recording, so that all of it is busy
         if any(spy.wait(60) for spy in spies):

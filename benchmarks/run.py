@@ -10,7 +10,6 @@ import platform
 import signal
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works without an installed package, too
 
+from autograd_cases import AUTOGRAD_CASES, AutogradCase, Side, time_steps
 from cases import CASES, MIB, Case, echo_memory, idle_peers, time_round
+from rows import autograd_row, call_row
 from turns import Driver, SystemFailed
 
 COLUMNS = ("case", "torch", "gradwire", "ratio", "bar", "met", "beside")
@@ -43,7 +44,18 @@ class Bench:
                 seconds = self.run(name, time_round, case, round_no)
                 if seconds is not None:
                     rounds[name].append(seconds)
-        return make_row(case, rounds)
+        return call_row(case, rounds)
+
+    def measure_autograd(self, case: AutogradCase) -> dict[str, Any]:
+        """The same for autograd, where a system may have two works to compare."""
+        rounds: dict[Side, list[float]] = {side: [] for side in case.sides}
+        works = case.works_by_peer()
+        for round_no in range(3 if self.is_quick else 7):
+            for name in list(works)[:: -1 if round_no % 2 else 1]:
+                seconds = self.run(name, time_steps, works[name], case.num_steps, round_no)
+                for work, value in zip(works[name], seconds or (), strict=False):
+                    rounds[Side(name, work)].append(value)
+        return autograd_row(case, rounds)
 
     def measure_echo_memory(self) -> dict[str, Any]:
         """Whether many echoes of 1 MiB leave memory flat on both sides."""
@@ -83,37 +95,6 @@ class Bench:
             driver.close()
 
 
-def make_row(case: Case, rounds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of the rounds. Ratios are taken within each round, between neighbours in time, then their median."""
-    seconds = {name: median(times) for name, times in rounds.items() if times}
-    show = (lambda s: f"{1 / s:,.0f}/s") if case.operation == "async" else _duration
-    row: dict[str, Any] = {"case": case.name, "bar": f">= {case.bar}x", "seconds": seconds, "rounds": rounds}
-    row |= {role: show(seconds[name]) for role, name in case.roles.items() if name in seconds}
-    if case.gradwire not in seconds:
-        return row
-    if case.torch in seconds:
-        row["torch_ratio"] = _ratio(rounds[case.torch], rounds[case.gradwire])
-        row["ratio"], row["met"] = f"{row['torch_ratio']:.1f}x", row["torch_ratio"] >= case.bar
-    if case.beside in ("Floor", "BulkFloor") and case.beside in seconds:
-        row["floor_ratio"] = _ratio(rounds[case.gradwire], rounds[case.beside])
-        row["beside"] = f"floor {row['beside']}, gradwire {row['floor_ratio']:.1f}x"
-        if case.floor_bar:
-            row["beside"] += f" (bar <= {case.floor_bar}x)"
-            row["met"] = row.get("met", True) and row["floor_ratio"] <= case.floor_bar
-    elif case.beside in seconds:
-        row["tls_ratio"] = _ratio(rounds[case.beside], rounds[case.gradwire])
-        row["beside"] = f"with TLS {row['beside']}, {row['tls_ratio']:.2f}x"
-    return row
-
-
-def _ratio(these: list[float], those: list[float]) -> float:
-    return median(a / b for a, b in zip(these, those, strict=False))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
-
-
 def _cells(row: dict[str, Any]) -> list[str]:
     met = {True: "yes", False: "NO"}
     return [met.get(row.get(name), "-") if name == "met" else row.get(name, "-") for name in COLUMNS]
@@ -150,6 +131,7 @@ def main() -> int:
     rows = []
     try:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
+        rows += [bench.measure_autograd(case) for case in AUTOGRAD_CASES if arguments.only in case.name]
         if arguments.only in "memory":
             rows += [bench.measure_echo_memory(), bench.measure_idle_peers()]
     finally:

@@ -1,7 +1,7 @@
 """One driver process for each system, and only one of them awake at a time.
 
 torch's shared-memory transport polls: measured idle, its driver and its server each use a whole core. Whoever is
-measured beside it would be measured on a machine without free cores, so a system's two processes are stopped
+measured beside it would be measured on a machine without free cores, so a system's processes are stopped
 (SIGSTOP) while it is not its turn.
 """
 
@@ -35,7 +35,7 @@ class Driver:
         theirs.close()
         self._pids = [self._process.pid]
         try:
-            self._pids.insert(0, self._result(CALL_TIMEOUT_S))  # the server wakes first and sleeps last
+            self._pids[:0] = self._result(CALL_TIMEOUT_S)  # servers wake first
         except SystemFailed:
             self.close()
             raise
@@ -89,7 +89,7 @@ def _drive(peer_name: str, pipe: Connection) -> None:
     peer = PEERS[peer_name]()
     try:
         peer.start()
-        pipe.send((True, peer.server.pid))
+        pipe.send((True, [server.pid for server in peer.servers]))
         while command := pipe.recv():
             function, args = command
             pipe.send((True, function(peer, *args)))

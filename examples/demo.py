@@ -1,125 +1,263 @@
-"""Three workers on this machine, a few remote computations, and a table of latencies. This is what `make demo` runs."""
+"""Trains a model that is split over three worker processes. This is what `make demo` runs.
+
+    python examples/demo.py --epochs 4
+
+The images are digits that the program draws itself: a small font, turned, shifted, scaled and covered with noise. The driver
+keeps the data and the loss, each worker keeps one third of the network with its own optimizer:
+
+      driver            worker0              worker1              worker2
+      images  ------->  convolution
+              <-------  activations
+      ------------------------------------>  convolution
+              <----------------------------  activations
+      --------------------------------------------------------->  two linear layers
+      loss    <-------------------------------------------------  scores
+
+Inside `gradwire.autograd.context` the calls record themselves, so one `backward` on the driver leaves the gradients of every
+layer on the worker that has it. At the end the program compares such gradients with those of one process.
+"""
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor, nn
 
 import gradwire as gw
-from gradwire import rpc
 
-console = Console(soft_wrap=True)
-
-
-def monte_carlo_pi(seed: int, num_points: int = 400_000) -> float:
-    """An estimate of pi from random points."""
-    points = torch.rand(num_points, 2, generator=torch.Generator().manual_seed(seed))
-    return float((points.square().sum(1) <= 1).double().mean() * 4)
-
-
-def block_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """One block of a matrix product."""
-    return left @ right
-
-
-def ask_neighbour(neighbour: str, depth: int) -> list[str]:
-    """Two workers that call each other, nested; the names of all that took part."""
-    me = rpc.get_worker_info().name
-    return [me] if depth == 0 else [me, *rpc.rpc_sync(neighbour, ask_neighbour, (me, depth - 1))]
+NUM_TRAIN, NUM_TEST, BATCH_SIZE = 8000, 1000, 100
+SIDE = 16  # pixels
+NOISE = 0.2
+PHASES = ("forward calls", "backward", "optimizer", "other")
+FONT = (  # 0 to 9, seven rows of five pixels each
+    "01110 10001 10011 10101 11001 10001 01110",
+    "00100 01100 00100 00100 00100 00100 01110",
+    "01110 10001 00001 00110 01000 10000 11111",
+    "11111 00010 00100 00010 00001 10001 01110",
+    "00010 00110 01010 10010 11111 00010 00010",
+    "11111 10000 11110 00001 00001 10001 01110",
+    "00110 01000 10000 11110 10001 10001 01110",
+    "11111 00001 00010 00100 01000 01000 01000",
+    "01110 10001 10001 01110 10001 10001 01110",
+    "01110 10001 10001 01111 00001 00010 01100",
+)
+console = Console(soft_wrap=True, highlight=False)
 
 
-def divide(a: float, b: float) -> float:
-    """Raises where it runs, and again where it was called from."""
-    return a / b
+# The data.
 
 
-def echo(value: Any) -> Any:
-    """Returns what it gets."""
-    return value
+def draw_digits(num_images: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images [num_images, 1, SIDE, SIDE] and the digit on each; the same for the same seed."""
+    random = torch.Generator().manual_seed(seed)
+    font = torch.tensor([[[float(pixel) for pixel in row] for row in glyph.split()] for glyph in FONT])
+    digits = torch.randint(10, (num_images,), generator=random)
+    angle, scale, dx, dy = torch.rand(4, num_images, generator=random).mul(2).sub(1)  # each between -1 and 1
+    angle, scale = angle * 0.25, 1.4 + 0.2 * scale
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    maps = torch.stack((cos * 1.4, -sin, dx * 0.3, sin, cos, dy * 0.3), dim=1).view(-1, 2, 3)  # 1.4: higher than wide
+    grid = nn.functional.affine_grid(maps, [num_images, 1, SIDE, SIDE], align_corners=False)
+    images = nn.functional.grid_sample(font[digits].unsqueeze(1), grid, align_corners=False)
+    return images + NOISE * torch.randn(images.shape, generator=random), digits
 
 
-def show_computations(cluster: gw.Cluster) -> None:
-    """Remote functions: spread over workers, with tensors, nested, and with an error."""
-    workers = cluster.workers
-
-    estimates = cluster.map(monte_carlo_pi, range(12))
-    console.print(f"pi from 12 x 400,000 points on {len(workers)} workers: [bold]{statistics.mean(estimates):.4f}[/]")
-
-    a, b = torch.randn(600, 300), torch.randn(300, 400)
-    parts = [worker.submit(block_product, part, b) for worker, part in zip(workers, a.chunk(len(workers)), strict=True)]
-    product = torch.cat([part.wait() for part in parts])
-    torch.testing.assert_close(product, a @ b)
-    console.print(f"a 600 x 300 x 400 matrix product in {len(parts)} blocks: [bold]equal to one process[/]")
-
-    chain = workers[0].call(ask_neighbour, workers[1].name, 6)
-    console.print(f"calls nested six deep: [bold]{' > '.join(chain)}[/]")
-
-    try:
-        workers[2].call(divide, 1.0, 0.0)
-    except ZeroDivisionError as error:
-        where = getattr(error.__cause__, "worker", "?")
-        console.print(f"an error on {where} arrives as itself: [bold]{error!r}[/]")
+# The network, and what runs on the workers. Each keeps its stage between calls.
 
 
-def measure(call: Callable[[], Any], repeat: int) -> list[float]:
-    """Seconds of each of `repeat` calls, after a warm-up."""
-    for _ in range(max(3, repeat // 10)):
-        call()
-    times = []
-    for _ in range(repeat):
+def make_stage(number: int) -> nn.Sequential:
+    """One third of the network, with the same weights wherever it is made."""
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        if number < 2:
+            num_in, num_out = ((1, 16), (16, 32))[number]
+            return nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        return nn.Sequential(nn.Flatten(), nn.Linear(2 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def place_stage(number: int, dtype: torch.dtype = torch.float32) -> None:
+    """Makes this worker the home of a stage."""
+    global _stage, _optimizer
+    _stage = make_stage(number).to(dtype)
+    _optimizer = torch.optim.Adam(_stage.parameters(), lr=3e-3)
+
+
+def forward(x: Tensor) -> Tensor:
+    """What this worker's stage makes of its input."""
+    return _stage(x)
+
+
+def read_gradients(context_id: int) -> list[Tensor]:
+    """This stage's gradients: they are in the context, not in `.grad`, so that many drivers could use one stage."""
+    gradients = gw.autograd.get_gradients(context_id)
+    return [gradients[parameter] for parameter in _stage.parameters()]
+
+
+def step(context_id: int) -> None:
+    """Lets this worker's optimizer use the gradients of a context."""
+    for parameter, gradient in zip(_stage.parameters(), read_gradients(context_id), strict=True):
+        parameter.grad = gradient
+    _optimizer.step()
+
+
+# The driver.
+
+
+def predict(cluster: gw.Cluster, x: Tensor) -> Tensor:
+    """The scores [batch, 10] of images: through all workers, one after the other."""
+    for worker in cluster.workers:
+        x = worker.call(forward, x)
+    return x
+
+
+def train_batch(cluster: gw.Cluster, x: Tensor, digits: Tensor, clock: Clock) -> float:
+    """One step on one batch; returns its loss."""
+    with gw.autograd.context() as ctx:
+        with clock.phase("forward calls"):
+            loss = nn.functional.cross_entropy(predict(cluster, x), digits)
+        with clock.phase("backward"):
+            ctx.backward(loss)
+        with clock.phase("optimizer"):
+            torch.futures.wait_all([worker.submit(step, int(ctx)) for worker in cluster.workers])
+    return loss.item()
+
+
+def train(cluster: gw.Cluster, num_epochs: int) -> dict[str, float]:
+    """Several times through the data, each time in another order; returns where the time went."""
+    images, digits = draw_digits(NUM_TRAIN, seed=0)
+    torch.futures.wait_all([worker.submit(place_stage, worker.rank) for worker in cluster.workers])
+    random = torch.Generator().manual_seed(1)
+    clock = Clock()
+    with show_progress(num_epochs * NUM_TRAIN) as advance:
+        for epoch in range(num_epochs):
+            start, total = time.perf_counter(), 0.0
+            for batch in torch.randperm(NUM_TRAIN, generator=random).split(BATCH_SIZE):
+                loss = train_batch(cluster, images[batch], digits[batch], clock)
+                advance(len(batch), loss)
+                total += loss * len(batch)
+            speed = NUM_TRAIN / (time.perf_counter() - start)
+            console.print(f"epoch {epoch + 1} of {num_epochs}: loss {total / NUM_TRAIN:.3f}, {speed:,.0f} samples/s")
+    return clock.stop()
+
+
+def gradient_difference(cluster: gw.Cluster, dtype: torch.dtype) -> float:
+    """The largest difference of any gradient of one step between the three workers and one process."""
+    torch.futures.wait_all([worker.submit(place_stage, worker.rank, dtype) for worker in cluster.workers])
+    images, digits = draw_digits(BATCH_SIZE, seed=3)
+    with gw.autograd.context() as ctx:
+        ctx.backward(nn.functional.cross_entropy(predict(cluster, images.to(dtype)), digits))
+        ours = [gradient for worker in cluster.workers for gradient in worker.call(read_gradients, int(ctx))]
+    model = nn.Sequential(*map(make_stage, range(len(cluster.workers)))).to(dtype)
+    nn.functional.cross_entropy(model(images.to(dtype)), digits).backward()
+    theirs = [parameter.grad for parameter in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+# What is shown.
+
+
+class Clock:
+    """Adds up the seconds that the driver spends in each phase."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time inside of the block."""
         start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return sorted(times)
+        yield
+        self._seconds[name] += time.perf_counter() - start
+
+    def stop(self) -> dict[str, float]:
+        """Seconds by phase; what was not inside of any is ``other``."""
+        total = time.perf_counter() - self._start
+        return {name: self._seconds[name] for name in PHASES[:-1]} | {"other": total - self._seconds.total()}
 
 
-def show_latencies(cluster: gw.Cluster) -> None:
-    """How long a call takes, there and back."""
-    worker = cluster.workers[0]
-    table = Table(title="there and back, one caller", title_justify="left")
-    for column in ("call", "median", "fastest", "slowest of 95 %"):
-        table.add_column(column, justify="left" if column == "call" else "right")
+@contextlib.contextmanager
+def show_progress(num_samples: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal, nothing elsewhere; the block gets a function to call after each batch."""
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_samples, text="")
+        start = time.perf_counter()
 
-    def add(name: str, call: Callable[[], Any], repeat: int) -> None:
-        times = measure(call, repeat)
-        chosen = (statistics.median(times), times[0], times[int(len(times) * 0.95)])
-        table.add_row(name, *(f"{seconds * 1e6:,.0f} us" for seconds in chosen))
+        def advance(num: int, loss: float) -> None:
+            progress.advance(task, num)
+            speed = progress.tasks[task].completed / (time.perf_counter() - start)
+            progress.update(task, text=f"loss {loss:.3f}  {speed:,.0f} samples/s")
 
-    add("no arguments", lambda: worker.call(time.monotonic), 1000)
-    for label, size in (
-        ("64 B", 16),
-        ("4 KiB", 1 << 10),
-        ("256 KiB", 1 << 16),
-        ("4 MiB", 1 << 20),
-        ("64 MiB", 1 << 24),
-    ):
-        tensor = torch.zeros(size)
-        add(f"{label} tensor", lambda tensor=tensor: worker.call(torch.detach, tensor), 300 if size < 1 << 20 else 20)
+        yield advance
+
+
+def show_time(seconds: dict[str, float], num_steps: int) -> None:
+    """Where the time went, as the driver saw it."""
+    table = Table("where the time went", "seconds", "ms per step", "share", "", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    total = sum(seconds.values())
+    for name, value in seconds.items():
+        share = value / total
+        table.add_row(name, f"{value:.2f}", f"{value / num_steps * 1e3:.2f}", f"{share:.0%}", "■" * round(30 * share))
     console.print(table)
 
-    start = time.perf_counter()
-    futures = [worker.submit(time.monotonic) for _ in range(5000)]
-    for future in futures:
-        future.wait()
-    console.print(f"calls without waiting in between: [bold]{5000 / (time.perf_counter() - start):,.0f} per second[/]")
+
+def show_images(images: Tensor, captions: list[str]) -> None:
+    """Images beside each other, two pixels in a character."""
+    table = Table.grid(padding=(0, 3))
+    blocks = (" ", "▄", "▀", "█")
+    pictures = []
+    for image in (images[:, 0] > 0.4).int():
+        rows = (image[0::2] * 2 + image[1::2]).tolist()  # upper and lower pixel
+        pictures.append("\n".join("".join(blocks[pair] for pair in row) for row in rows))
+    table.add_row(*pictures)
+    table.add_row(*captions, style="dim")
+    console.print(table)
+
+
+def show_results(cluster: gw.Cluster) -> float:
+    """How well images are read that the training never saw; returns the share that is read right."""
+    images, digits = draw_digits(NUM_TEST, seed=2)
+    with torch.no_grad():
+        found = predict(cluster, images).argmax(dim=1)
+    chosen = torch.cat([(found == digits).nonzero()[:3], (found != digits).nonzero()[:1]]).flatten()  # one mistake
+    captions = [f"{digits[i]}, read as {found[i]}" for i in chosen]
+    show_images(images[chosen], captions)
+    return (found == digits).double().mean().item()
 
 
 def main() -> None:
-    """Starts the cluster, shows what it can do, and ends it."""
+    """Starts the workers, trains, and shows what came of it."""
+    parser = argparse.ArgumentParser(description="Trains a model that is split over three worker processes.")
+    parser.add_argument("--epochs", type=int, default=5, help="times through the data (default: 5)")
+    num_epochs = parser.parse_args().epochs
+    torch.set_num_threads(1)  # as many as each worker has
     start = time.perf_counter()
     with gw.Cluster.local(3) as cluster:
-        console.print(f"three workers after {time.perf_counter() - start:.1f} s")
-        show_computations(cluster)
-        show_latencies(cluster)
-        console.print(cluster.status())
-    console.print("[green]all workers have ended[/]")
+        console.print(f"three workers after {time.perf_counter() - start:.1f} s; {NUM_TRAIN:,} images to learn from\n")
+        seconds = train(cluster, num_epochs)
+        console.print()
+        show_time(seconds, num_epochs * NUM_TRAIN // BATCH_SIZE)
+        console.print()
+        accuracy = show_results(cluster)
+        single, double = (gradient_difference(cluster, dtype) for dtype in (torch.float32, torch.float64))
+    console.print("\ngradients of one step, three workers against one process, largest difference:")
+    console.print(f"  float32 {single:.1e}, float64 {double:.1e}\n")
+    if single > 1e-6 or double > 1e-15:
+        raise SystemExit("demo: the gradients differ")
+    console.print(f"demo: [bold green]{accuracy:.1%} of {NUM_TEST:,} new images are read right[/]")
 
 
 if __name__ == "__main__":
-    main()
+    from demo import main as imported_main  # so that the workers import this file, too, and keep its globals
+
+    imported_main()

@@ -295,6 +295,9 @@ class BackwardState:
         if progress.nothing:
             reached = self._reached_by(index, live)
             self._answer_nothing((recv for recv in component.recvs if recv not in reached), actions)
+            if progress.phase is not ComponentPhase.WAITING:
+                return  # one of those was a message to itself, whose send is in this very component: decided meanwhile
+            live = [send for send in live if send not in progress.nothing]
         if component.has_roots or live[-1] not in self._unsettled:
             progress.phase = ComponentPhase.RUNNING
             actions.append(RunComponent(index, tuple(live)))

@@ -151,7 +151,7 @@ def grad(
         BackwardFailed: Something failed on this or another worker, or the time was over.
     """
     here = worker.here()
-    found = check_roots(outputs, grad_outputs, inputs)
+    found = check_roots(outputs, grad_outputs, inputs, runs_hooks=False)
     assert found.inputs is not None
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
     table = here.engine.backward(here.container.retrieve(context_id), found, options, joins_context=False)

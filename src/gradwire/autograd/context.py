@@ -141,7 +141,7 @@ class DistAutogradContext:
     def record_send(
         self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
     ) -> None:
-        """Records tensors that leave in a message; with grad mode on."""
+        """Records tensors that leave in a message."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
         with self.lock:
             self.sends[message_id] = send

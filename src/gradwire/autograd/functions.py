@@ -119,8 +119,9 @@ def _run_here(what: str) -> LocalRun:
 
 
 def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Records a send; the result's `grad_fn` is its node. Call it with grad mode on."""
-    output: torch.Tensor = SendFunction.apply(message_id, *tensors)  # type: ignore[no-untyped-call]
+    """Records a send, whatever the grad mode; the result's `grad_fn` is its node."""
+    with torch.enable_grad():
+        output: torch.Tensor = SendFunction.apply(message_id, *tensors)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -31,14 +31,14 @@ class AutogradInterceptor(Interceptor):
         self._engine = engine
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
-        """Records a send, if the message is made inside a context with grad mode on and has tensors that require grad."""
+        """Records a send for tensors that require grad, in calls made with grad mode on and in replies."""
         if envelope.kind == "call":
             context_id = ambient.current_context_id()
-        elif envelope.note is not None:
+            if not context_id or not torch.is_grad_enabled():
+                return None
+        elif envelope.note is not None:  # whatever the mode of the thread that happens to send the reply
             context_id = parse(envelope.note, RecordedCall).context_id
         else:
-            return None
-        if not context_id or not torch.is_grad_enabled():
             return None
         context = self._container.find(context_id)
         if context is None:

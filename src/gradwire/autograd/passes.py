@@ -50,11 +50,13 @@ class Roots:
         tensors: The roots.
         gradients: One for each.
         inputs: Collect gradients only for these; None for all leaves.
+        runs_hooks: Whether post-accumulate hooks run: they do for `backward`, not for `grad`.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] | None = None
+    runs_hooks: bool = True
 
 
 @dataclass(slots=True)
@@ -263,7 +265,8 @@ class BackwardPass:
 
     def run_hooks(self) -> None:
         """Everything here is done: hooks see the totals. What they raise fails the pass."""
-        run_post_accumulate_hooks(self.gradients, list(self.gradients))
+        if self._roots.runs_hooks:
+            run_post_accumulate_hooks(self.gradients, list(self.gradients))
 
     def forget(self) -> None:
         """Drops what the pass held; under `lock`."""
@@ -305,7 +308,7 @@ class BackwardPass:
             )
 
 
-def check_roots(roots: Any, gradients: Any, inputs: Any) -> Roots:
+def check_roots(roots: Any, gradients: Any, inputs: Any, *, runs_hooks: bool = True) -> Roots:
     """The roots of a pass, with a gradient for each.
 
     Raises:
@@ -340,4 +343,4 @@ def check_roots(roots: Any, gradients: Any, inputs: Any) -> Roots:
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
         raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
-    return Roots(tensors, tuple(found), wanted)
+    return Roots(tensors, tuple(found), wanted, runs_hooks)

@@ -69,6 +69,9 @@ class Agent:
         directory: Who else is there.
         transports: By scheme.
         on_close: Called at the end, to remove what the worker left on disk.
+
+    Attributes:
+        is_closed: Whether `close` has begun.
     """
 
     def __init__(
@@ -94,8 +97,8 @@ class Agent:
         self._listeners: list[Listener] = []
         self._membership = Membership()
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
-        self._lock = threading.Lock()  # guards _membership and _is_closed
-        self._is_closed = False
+        self._lock = threading.Lock()  # guards _membership and is_closed
+        self.is_closed = False
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
@@ -103,7 +106,7 @@ class Agent:
         self.server.register_control("cancel", self.server.cancel)
 
     def __repr__(self) -> str:
-        return f"<Agent {self.info.name} rank {self.info.id} {'closed' if self._is_closed else 'open'}>"
+        return f"<Agent {self.info.name} rank {self.info.id} {'closed' if self.is_closed else 'open'}>"
 
     @property
     def info(self) -> WorkerInfo:
@@ -114,11 +117,6 @@ class Agent:
     def identity(self) -> Identity:
         """What this worker says of itself in handshakes."""
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` has begun."""
-        return self._is_closed
 
     def start(self) -> None:
         """Begins to listen and to serve.
@@ -207,7 +205,7 @@ class Agent:
         """A worker is gone: everything that waits for it fails, and the layers above are told, once."""
         name = address.info.name
         with self._lock:
-            if self._is_closed or not self._membership.on_ended(address):
+            if self.is_closed or not self._membership.on_ended(address):
                 return
         if not was_orderly:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
@@ -244,7 +242,7 @@ class Agent:
             RpcTimeout: Not everybody came in time; this worker has left all the same.
         """
         try:
-            if graceful and not self._is_closed:
+            if graceful and not self.is_closed:
                 self._wait_for_others_to_leave(time.monotonic() + timeout_s if timeout_s > 0 else float("inf"))
         finally:
             self.close()
@@ -265,9 +263,9 @@ class Agent:
     def close(self) -> None:
         """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()
@@ -279,7 +277,7 @@ class Agent:
 
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
-        self._is_closed = True
+        self.is_closed = True
         streams = [lane.connection for lane in self.caller.lanes()] + self.server.connections()
         for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
             with contextlib.suppress(OSError):

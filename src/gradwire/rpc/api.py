@@ -176,7 +176,7 @@ def rpc_sync(
         RemoteCallFailed: The function raised something whose type is not known here.
         Exception: What the function raised, as its own type.
     """
-    return current_agent().call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    return current_agent().caller.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
 
 
 def rpc_async(
@@ -194,7 +194,9 @@ def rpc_async(
         RpcTimeout: No connection, or no room on it, before the deadline.
         WorkerLost: The worker cannot be reached.
     """
-    future = current_agent().submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    future = current_agent().caller.submit(
+        to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout
+    )
     collecting = getattr(_local, "collecting", None)
     if collecting is not None:
         collecting.append(future)

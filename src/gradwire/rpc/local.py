@@ -44,7 +44,7 @@ class LocalSource:
     def start(self, call: PendingCall, function: str, packed: objects.Packed) -> None:
         """Queues a call to oneself."""
         notes = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
-        captured = packed._replace(tensors=self._copies(packed.tensors))
+        captured = objects.Packed(packed.codec, packed.body, self._copies(packed.tensors))
         timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
         request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
         request.notes = notes

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gradwire")
 _LANE_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
+_ANSWERS = (Reply, Failure)
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
@@ -68,10 +69,10 @@ class OpenLane:
 
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message
-        if isinstance(message, Goodbye):
+        if not isinstance(message, _ANSWERS):
+            assert isinstance(message, Goodbye)
             self.goodbye = message.reason
             return
-        assert isinstance(message, Reply | Failure)
         call = self.calls.get(message.call_id)
         if call is None:
             return  # cancelled or timed out here; the answer is late

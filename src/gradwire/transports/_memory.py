@@ -54,7 +54,7 @@ def is_available() -> bool:
 class Slot:
     """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
 
-    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "slot_id", "state", "target")
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "size", "slot_id", "state", "target")
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
@@ -63,14 +63,14 @@ class Slot:
         self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
         self.last_lent = 0.0
-        self.target = self.memory[PAGE:]
+        self.size, self.target = capacity, self.memory[PAGE:]
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Mark the slot as lent; returns the bytes to fill."""
         self.state.value = LENT
         self.last_lent = time.monotonic()
-        if self.target.numel() != num_bytes:  # messages repeat their sizes, and making a view costs 3 us
-            self.target = self.memory[PAGE : PAGE + num_bytes]
+        if self.size != num_bytes:  # messages repeat their sizes, and making a view costs 3 us
+            self.size, self.target = num_bytes, self.memory[PAGE : PAGE + num_bytes]
         return self.target
 
     def borrow(self, num_bytes: int) -> Buffer:

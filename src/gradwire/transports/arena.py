@@ -166,8 +166,9 @@ class LendingArena:
             return ArenaStatistics(num_slots, num_lent, self._bytes_mapped, self._num_created, self._num_refused)
 
     def _lend(self, num_bytes: int, capacity: int) -> Lease | None:
-        free = self._free.setdefault(capacity, [])
-        lent = self._lent.setdefault(capacity, deque())
+        if capacity not in self._lent:
+            self._free[capacity], self._lent[capacity] = [], deque()
+        free, lent = self._free[capacity], self._lent[capacity]
         fd = None
         slot = free.pop() if free else _pop_freed(lent)
         if slot is None:

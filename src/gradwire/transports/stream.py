@@ -28,6 +28,7 @@ _SCRATCH_BYTES = 64 * KIB
 _JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
 _FLUSH_S = 60.0
 _MAX_DESCRIPTORS = 64  # new slots in one frame; the kernel takes 253
+_WITH_TENSORS = (Call, Reply)
 _scratch = threading.local()
 
 
@@ -127,7 +128,7 @@ class StreamConnection:
             elif not (hold_back and self._hold_back(head + body)):
                 self._write([head + body], (), deadline)
             return
-        assert isinstance(message, Call | Reply)
+        assert isinstance(message, _WITH_TENSORS)
         if len(values) > self._max_tensors:
             self._refuse(0, len(values))
         parcel = _Parcel(body)

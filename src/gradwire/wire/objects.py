@@ -12,8 +12,9 @@ With ``trust="data"`` no byte of a pickle is written or read.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import torch
 
 from gradwire.config import Limits
@@ -53,7 +54,7 @@ _MANY_ITEMS: Final = 4096  # a container of more is pickled where it may be: sev
 _NO_VALUE: Final[list[torch.Tensor]] = []  # shared by all values without tensors; never changed
 
 
-class Packed(NamedTuple):
+class Packed(msgspec.Struct, frozen=True):
     """An encoded value.
 
     Attributes:
