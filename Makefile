@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    three workers on this machine, a few remote computations, a table of latencies"
+	@echo "make demo    trains a model that is split over three workers on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, layers and the fast tests"
-	@echo "make bench   gradwire and torch.distributed.rpc in turns, as ratios"
+	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
 
 $(STAMP): pyproject.toml constraints.txt

@@ -14,13 +14,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LAST_LINES = {
+    "demo.py": r"demo: 9\d\.\d% of 1,000 new images are read right",
     "exposed_only.py": r"exposed_only: prediction is right: True, refused: 3 of 3",
     "parameter_average.py": r"parameter_average: loss fell from 0\.\d+ to 0\.0[01]\d",
     "remote_calls.py": r"remote_calls: \d+ calls answered, no worker left behind",
     "torch_style.py": r"torch_style: the sum is \[30\.0, 36\.0\], expected \[30\.0, 36\.0\]",
     "two_hosts_tls.py": r"two_hosts_tls: both workers ended with \[0, 0\]",
 }
-RUN_BY_MAKE = {"demo.py"}  # `make demo` runs it
+MORE_LINES = {
+    "demo.py": [
+        r"epoch 1 of 1: loss \d\.\d{3}, [\d,]+ samples/s",
+        *(rf"{phase} +\d+\.\d\d +\d+\.\d\d +\d+% .*" for phase in ("forward calls", "backward", "optimizer", "other")),
+        r"  float32 \d\.\de[+-]\d\d, float64 \d\.\de[+-]\d\d",  # the demo fails if these are more than next to nothing
+    ]
+}
+ARGUMENTS = {"demo.py": ["--epochs", "1"]}
 DEADLINE_S = 90  # each takes seconds; a busy machine may need more
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = sorted(
@@ -30,10 +38,10 @@ DOCUMENTS = sorted(
 )
 
 
-def run(program: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(program: Path, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a folder of its own: it must not depend on where it is started."""
     return subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
         cwd=folder,
         capture_output=True,
@@ -45,15 +53,18 @@ def run(program: Path, folder: Path, **environment: str) -> subprocess.Completed
 
 def test_no_example_is_left_out() -> None:
     found = {path.name for path in EXAMPLES.glob("*.py")}
-    assert found - RUN_BY_MAKE == set(LAST_LINES)
+    assert found == set(LAST_LINES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LAST_LINES))
 def test_example(name: str, tmp_path: Path) -> None:
-    done = run(EXAMPLES / name, tmp_path)
+    done = run(EXAMPLES / name, tmp_path, *ARGUMENTS.get(name, []))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.fullmatch(LAST_LINES[name], done.stdout.splitlines()[-1]), done.stdout
+    for line in MORE_LINES.get(name, []):
+        assert re.search(rf"^{line}$", done.stdout, re.MULTILINE), done.stdout
+    assert not set("\x1b\r") & set(done.stdout), "a terminal's control characters in a pipe"
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
