@@ -114,8 +114,7 @@ class TorchRpc(RpcPeer):
 
     def options(self, rpc: Any, folder: Path) -> Any:
         os.environ["TP_SOCKET_IFNAME"] = "lo"
-        for category in (UserWarning, DeprecationWarning):  # torch's own, printed at shutdown and by its optimizer
-            warnings.filterwarnings("ignore", category=category)
+        warnings.showwarning = lambda *_: None  # torch's own deprecations; its optimizer overrides any filter
         return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous", **self.transport)
 
 
