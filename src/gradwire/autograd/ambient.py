@@ -37,6 +37,21 @@ def leave(token: contextvars.Token[int]) -> None:
         _current.set(0)
 
 
+class inside:
+    """Runs a block in a context."""
+
+    __slots__ = ("_context_id", "_token")
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context_id)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
 def carry_into_threads() -> None:
     """From now on, a thread started inside a context runs in it."""
     global _carries_over

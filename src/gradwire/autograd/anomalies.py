@@ -17,15 +17,17 @@ import torch
 _lock = threading.RLock()  # guards the two below, and the warning filters while anomaly mode is on here
 _num_users = 0
 _was_on = False
+_NOTHING = contextlib.nullcontext()
+
+
+def enabled(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """Anomaly mode is on inside, if wanted."""
+    return _enabled() if is_wanted else _NOTHING
 
 
 @contextlib.contextmanager
-def enabled(is_wanted: bool) -> Iterator[None]:
-    """Anomaly mode is on inside, if wanted."""
+def _enabled() -> Iterator[None]:
     global _num_users, _was_on
-    if not is_wanted:
-        yield
-        return
     with _lock:
         if _num_users == 0:
             _was_on = torch.is_anomaly_enabled()
@@ -40,17 +42,18 @@ def enabled(is_wanted: bool) -> Iterator[None]:
                 torch.autograd.set_detect_anomaly(_was_on, check_nan=torch.is_anomaly_check_nan_enabled())
 
 
-@contextlib.contextmanager
-def detecting(is_wanted: bool) -> Iterator[None]:
+def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Surrounds a run of the local engine: what torch says about a failure is added to the error as a note.
 
     Raises:
         Exception: Whatever came from inside.
     """
-    if not is_wanted:
-        yield
-        return
-    with enabled(True), warnings.catch_warnings(record=True) as caught:
+    return _detecting() if is_wanted else _NOTHING
+
+
+@contextlib.contextmanager
+def _detecting() -> Iterator[None]:
+    with _enabled(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             yield

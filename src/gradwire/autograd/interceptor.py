@@ -80,13 +80,14 @@ class AutogradInterceptor(Interceptor):
             values[number] = output
         return values
 
-    @contextlib.contextmanager
-    def running(self, envelope: Envelope, note: Any) -> Iterator[None]:
+    def running(self, envelope: Envelope, note: Any) -> contextlib.AbstractContextManager[object]:
         """The called function runs in the caller's context."""
         message = parse(note, RecordedCall)
-        token = ambient.enter(message.context_id)
-        try:
-            with anomalies.enabled(message.detects_anomalies):
-                yield
-        finally:
-            ambient.leave(token)
+        inside = ambient.inside(message.context_id)
+        return _with_anomalies(inside) if message.detects_anomalies else inside
+
+
+@contextlib.contextmanager
+def _with_anomalies(inside: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with inside, anomalies.enabled(True):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -168,10 +169,14 @@ class Codec:
         notes: dict[str, Any],
     ) -> Any:
         """Calls the function, inside what the interceptors want around it."""
-        for interceptor in self._interceptors:
-            if interceptor.name in notes:
-                function = _surround(interceptor, envelope, notes[interceptor.name], function)
-        return function(*args, **kwargs)
+        surroundings = [item.running(envelope, notes[item.name]) for item in self._interceptors if item.name in notes]
+        if len(surroundings) == 1:
+            with surroundings[0]:
+                return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for surrounding in surroundings:
+                stack.enter_context(surrounding)
+            return function(*args, **kwargs)
 
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
@@ -187,16 +192,6 @@ class Codec:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self.incoming(Envelope(kind, peer, function), message.notes, values)
         return values
-
-
-def _surround(
-    interceptor: Interceptor, envelope: Envelope, note: Any, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with interceptor.running(envelope, note):
-            return function(*args, **kwargs)
-
-    return run
 
 
 def describe_function(function: Any) -> str:
