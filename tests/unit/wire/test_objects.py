@@ -127,8 +127,8 @@ def test_nan_and_order_of_keys() -> None:
 
 
 def test_no_arguments_and_none_have_no_body() -> None:
-    assert objects.pack(((), {}), "data", LIMITS) == (objects.EMPTY, b"", [])
-    assert objects.pack(None, "data", LIMITS) == (objects.NONE, b"", [])
+    assert objects.pack(((), {}), "data", LIMITS) == objects.Packed(objects.EMPTY, b"", [])
+    assert objects.pack(None, "data", LIMITS) == objects.Packed(objects.NONE, b"", [])
     assert round_trip(((), {})) == ((), {})
     assert round_trip(None) is None
 
