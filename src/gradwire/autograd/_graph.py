@@ -103,10 +103,10 @@ class LocalGraph:
             )
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the wanted tensors that a component reaches."""
+        """Those of the wanted tensors that a component reaches, each once."""
         leaves = {id(leaf) for leaf in self.leaves[index]}
         found = []
-        for tensor in wanted:
+        for tensor in dict.fromkeys(wanted):
             if tensor.grad_fn is None:
                 is_here = id(tensor) in leaves
             else:
