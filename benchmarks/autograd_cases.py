@@ -77,8 +77,8 @@ WORKS = {
     "chain of 10, FAST": Work((CHAIN_10,), (4, 4), FAST),
     "chain of 50": Work((CHAIN_50,), (4, 4)),
     "mlp": Work((functools.partial(model_loss, name="mlp"),), (256, 1024)),
-    "branches together": Work((branches_loss,), (128, 1024)),
-    "branches in turn": Work(BRANCHES, (128, 1024)),
+    "branches together": Work((branches_loss,), (512, 512)),
+    "branches in turn": Work(BRANCHES, (512, 512)),
     "train": Work((functools.partial(model_loss, name="layer"),), (64, 256), trains="layer"),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SIZES = {"mlp": (8, 1024), "branch": (4, 1024), "layer": (1, 256)}  # number of layers, width
+SIZES = {"mlp": (8, 1024), "branch": (4, 512), "layer": (1, 256)}  # number of layers, width
 LEARNING_RATE = 1e-3
 
 
