@@ -18,6 +18,7 @@ from gradwire.errors import (
     ConnectFailed,
     ConnectionClosed,
     DecodeError,
+    NotInitialized,
     RpcTimeout,
     TransportError,
     WorkerLost,
@@ -151,6 +152,7 @@ class Peer:
         """Opens the lanes that are missing; either all of them are watched and known afterwards, or none is left."""
         if self.lost_reason is not None:
             raise self.lost(self.lost_reason)
+        self._check_open()
         address = self.agent.directory.find(self.name)
         lanes: dict[str, OpenLane] = {}
         try:
@@ -164,6 +166,7 @@ class Peer:
             for open_lane in lanes.values():
                 open_lane.reader.start()
             self.lanes.update(lanes)
+            self._check_open()  # again: `close` may have looked for lanes before these were listed
             return lanes
         except TimeoutError as error:
             raise RpcTimeout(
@@ -176,10 +179,14 @@ class Peer:
             raise
         except TransportError as error:
             raise self.lost(f"it cannot be reached: {error}") from error
-        except BaseException:  # Ctrl-C must not leave a lane that nobody watches
+        except BaseException:  # Ctrl-C must not leave a lane that nobody watches, nor a closed worker one at all
             for open_lane in lanes.values():
                 open_lane.reader.end(ConnectionClosed("connecting was interrupted"))
             raise
+
+    def _check_open(self) -> None:
+        if self.agent.is_closed:
+            raise NotInitialized(f"worker {self.agent.info.name} has shut down; it opens no more connections")
 
     def _connect(self, lanes: dict[str, OpenLane], address: WorkerAddress, deadline: float) -> None:
         try:
