@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
-from gradwire.autograd._termination import PassSnapshot, is_stalled
 from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.container import DistAutogradContainer, creator_of
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv
@@ -43,26 +40,14 @@ from gradwire.autograd.messages import (
     parse,
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
-from gradwire.autograd.probing import Prober, waiting_text
-from gradwire.errors import (
-    BackwardFailed,
-    RpcError,
-    RpcTimeout,
-    UnknownContext,
-    UnsettledSend,
-    WorkerLost,
-)
-from gradwire.rpc.incoming import while_waiting
+from gradwire.autograd.probing import Prober
+from gradwire.autograd.watching import Watch
+from gradwire.errors import BackwardFailed, RpcError, UnknownContext, WorkerLost
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
-
-_log = logging.getLogger("gradwire")
-
-_PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before asking who waits for whom
-_SLICE_S = 0.2
 
 
 class DistEngine:
@@ -112,14 +97,12 @@ class DistEngine:
         with context.lock:
             context.check_alive()
             pass_id = self._container.new_message_id()
-            current = BackwardPass(self._own, pass_id, context, options, self._fire, roots)
-            context.passes[pass_id] = current
-        self.num_passes += 1
+            current = self._make_pass(pass_id, context, options, roots)
         try:
             with current.lock:
                 actions = current.join((), self.lost)
             self._perform(current, actions)
-            self._wait_over(current)
+            current.wait_over()
         except BaseException as problem:  # Ctrl-C
             self.fail(current, problem, "backward")
             raise
@@ -134,46 +117,17 @@ class DistEngine:
                     add_gradient(context.gradients, leaf, gradient)
         return gradients
 
-    def _wait_over(self, current: BackwardPass) -> None:
-        snapshots: dict[int, PassSnapshot] = {}
-        next_probe = time.monotonic() + _PROBE_AFTER_S[current.options.is_fast]
-        with while_waiting():
-            while True:
-                with current.lock:
-                    if current.is_over:
-                        return
-                    now = time.monotonic()
-                    current.lock.wait(max(0.0, min(_SLICE_S, next_probe - now, current.deadline - now)))
-                    if current.is_over:
-                        return
-                now = time.monotonic()
-                if now >= current.deadline:
-                    self._time_out(current)
-                elif now >= next_probe:
-                    before, snapshots = snapshots, self.prober.probe(current)
-                    if is_stalled(before, snapshots):
-                        self._stall(current, snapshots)
-                    next_probe = time.monotonic() + _PROBE_AFTER_S[current.options.is_fast]
+    def _make_pass(
+        self, pass_id: int, context: DistAutogradContext, options: PassOptions, roots: Roots | None = None
+    ) -> BackwardPass:
+        """Begins a pass here; under the context's lock."""
+        current = BackwardPass(self._own, pass_id, context, options, self._fire, self._make_watch, roots)
+        context.passes[pass_id] = current
+        self.num_passes += 1
+        return current
 
-    def _time_out(self, current: BackwardPass) -> None:
-        waiting = waiting_text(self.prober.probe(current))
-        text = f"the backward pass was not over after {current.options.timeout_s:g} s"
-        self.fail(
-            current, RpcTimeout(f"{text}; {waiting}", self._agent.info.name, "run"), "waiting for the pass to end"
-        )
-
-    def _stall(self, current: BackwardPass, snapshots: dict[int, PassSnapshot]) -> None:
-        worker = next((item.worker for item in snapshots.values() if item.waiting), self._agent.info.name)
-        lines = tuple(str(send) for item in snapshots.values() for send in item.waiting)
-        if current.options.is_fast:
-            text = (
-                f"no gradient comes back for {'; '.join(lines)}: its result or argument has no part in the loss, which FAST "
-                f'mode cannot cope with; use mode="smart", the default'
-            )
-            self.fail(current, UnsettledSend(text, worker, "waiting for gradients", lines), "waiting for gradients")
-        else:
-            text = f"nothing moves any more: {waiting_text(snapshots)}; please report this"
-            self.fail(current, BackwardFailed(text, worker, "waiting for gradients"), "waiting for gradients")
+    def _make_watch(self, current: BackwardPass) -> Watch:
+        return Watch(self._agent, self.prober, self.fail, current)
 
     # -- what the state decides ----------------------------------------------------------------------------------------
 
@@ -308,9 +262,7 @@ class DistEngine:
                 return None
             current = context.passes.get(message.pass_id)
             if current is None:
-                current = BackwardPass(self._own, message.pass_id, context, message.options, self._fire)
-                context.passes[message.pass_id] = current
-                self.num_passes += 1
+                current = self._make_pass(message.pass_id, context, message.options)
             return current
 
     def _refuse(self, message: PropagateGradients, sender: WorkerInfo, error: Exception) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,14 @@ from gradwire.autograd.context import DistAutogradContext, RecordedRecv, Recorde
 from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
 from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
 from gradwire.autograd.messages import PassOptions
-from gradwire.errors import AutogradError, RpcTimeout
+from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
+
+if TYPE_CHECKING:
+    from gradwire.autograd.watching import Watch
 
 _HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handle; nobody reads it
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-_SLICE_S = 0.2  # Ctrl-C is heard between two waits
 
 
 class PassPhase(enum.Enum):
@@ -78,8 +80,9 @@ class BackwardPass:
         pass_id: Carries the root's rank.
         context: Whose pass it is; its lock is held by the caller.
         options: What the root asked for.
-        roots: On the root only.
         fire: Called with a recv that was reached, and its gradients.
+        make_watch: Makes what looks after the pass while somebody waits.
+        roots: On the root only.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class BackwardPass:
         context: DistAutogradContext,
         options: PassOptions,
         fire: Callable[[BackwardPass, RecordedRecv, Gradients], None],
+        make_watch: Callable[[BackwardPass], Watch],
         roots: Roots | None = None,
     ) -> None:
         self._own = own
@@ -111,9 +115,16 @@ class BackwardPass:
         self.error: BaseException | None = None
         self.graph: LocalGraph
         self.state: BackwardState
+        self._make_watch = make_watch
+        self._watch: Watch | None = None  # made when somebody waits
 
     def __repr__(self) -> str:
         return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {getattr(self, 'state', 'not joined')}>"
+
+    @property
+    def is_root(self) -> bool:
+        """Whether backward was called here."""
+        return self.termination is not None
 
     @property
     def is_over(self) -> bool:
@@ -248,17 +259,30 @@ class BackwardPass:
             self.counters.gates.add(message_id)
             self.counters.num_running -= 1
         try:
-            with while_waiting(), self.lock:
-                while not self.is_over and not self.state.is_settled(message_id):
-                    if time.monotonic() > self.deadline:
-                        raise RpcTimeout(f"no gradient came for {self.describe_send(self.sends[message_id])} in time")
-                    self.lock.wait(_SLICE_S)
-                if self.is_over:
-                    raise PassDropped
+            if not self._wait_until(lambda: self.state.is_settled(message_id)):
+                raise PassDropped
         finally:
             with self.lock:
                 self.counters.gates.discard(message_id)
                 self.counters.num_running += 1
+
+    def wait_over(self) -> None:
+        """Blocks until the pass is decided."""
+        self._wait_until(lambda: False)
+
+    def _wait_until(self, is_true: Callable[[], bool]) -> bool:
+        """Blocks, and looks after the pass meanwhile; False if the pass is over. The condition is asked under `lock`."""
+        with while_waiting():
+            while True:
+                with self.lock:
+                    watch = self._watch = self._watch or self._make_watch(self)
+                    if not self.is_over and not is_true():
+                        self.lock.wait(watch.pause_s())
+                    if self.is_over:
+                        return False
+                    if is_true():
+                        return True
+                watch.look()
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -276,11 +300,6 @@ class BackwardPass:
             del self.graph
 
     # -- what it waits for --------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def describe_send(send: RecordedSend) -> str:
-        """A send, for messages to people."""
-        return f"send {send.message_id:#x} of {send.function} ({send.site})"
 
     def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
         """The answer to the stall probe."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 _ANSWER_S = 2.0
+_QUICK_S = 0.1  # for those who are asked last
 
 
 class MessageView(msgspec.Struct, frozen=True):
@@ -118,16 +120,19 @@ class Prober:
 
     # -- the stall probe ---------------------------------------------------------------------------------------------
 
-    def probe(self, current: BackwardPass) -> dict[int, PassSnapshot]:
-        """Asks everybody known to take part in a pass what they wait for."""
+    def probe(self, current: BackwardPass, limit_s: float = _ANSWER_S) -> dict[int, PassSnapshot]:
+        """Asks everybody known to take part in a pass what they wait for; it may take that long, all in all."""
+        until = time.monotonic() + min(limit_s, _ANSWER_S)
         own = self._container.worker
         with current.lock:
             known = set(current.termination.participants) if current.termination is not None else set()
         found = {own: current.snapshot(self._agent.info.name, self.name_of)}
         key = (current.context.context_id, current.pass_id)
-        self._explore(
-            found, known, lambda ranks: self._ask(ranks, "autograd.probe", key, PassSnapshot), lambda item: item.peers
-        )
+
+        def ask(ranks: Iterable[int]) -> dict[int, Any]:
+            return self._ask(ranks, "autograd.probe", key, PassSnapshot, max(_QUICK_S, until - time.monotonic()))
+
+        self._explore(found, known, ask, lambda item: item.peers)
         return found
 
     def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
@@ -145,7 +150,7 @@ class Prober:
         self._explore(
             found,
             set(),
-            lambda ranks: self._ask(ranks, "autograd.explain", key, WorkerView),
+            lambda ranks: self._ask(ranks, "autograd.explain", key, WorkerView, _ANSWER_S),
             lambda item: item.known_workers,
         )
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
@@ -198,7 +203,9 @@ class Prober:
                 return
             found.update(ask(todo))
 
-    def _ask(self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any) -> dict[int, Any]:
+    def _ask(
+        self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
+    ) -> dict[int, Any]:
         """Asks workers at once; those that are gone or do not answer in time give an empty answer."""
         answers: dict[int, Any] = {}
         pending: dict[int, torch.futures.Future[Any]] = {}
@@ -209,7 +216,7 @@ class Prober:
                 continue
             future: torch.futures.Future[Any] = torch.futures.Future()
             with contextlib.suppress(GradwireError):
-                self._agent.control(name, operation, args, _ANSWER_S, future.set_result)
+                self._agent.control(name, operation, args, limit_s, future.set_result)
                 pending[rank] = future
         for rank, future in pending.items():
             call = future.wait()

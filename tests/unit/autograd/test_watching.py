@@ -1,0 +1,101 @@
+"""Whoever waits looks after the pass: no wait outlives its deadline, its worker, or the last thing that could move."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
+from gradwire.rpc import Agent
+from gradwire.testing import wait_until
+
+entered, gate = threading.Event(), threading.Event()
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+class _Held(torch.autograd.Function):
+    """Its backward waits until the test opens the gate."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert gate.wait(20)
+        return gradient
+
+
+def held_layer(x: torch.Tensor) -> torch.Tensor:
+    entered.clear()
+    gate.clear()
+    result: torch.Tensor = _Held.apply(torch.tanh(x))  # type: ignore[no-untyped-call]
+    return result
+
+
+def test_fast_finds_an_unused_result_while_the_root_itself_stands_at_a_gate(trio: list[Agent]) -> None:
+    """The send shares a node with the loss, so the run that began with the loss waits for it."""
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        hidden = x * 2
+        rpc.rpc_sync("b", layer, args=(hidden,))
+        with pytest.raises(UnsettledSend, match="layer") as caught:
+            ctx.backward(hidden.sum(), mode="fast", timeout=20.0)
+        assert caught.value.worker == "a"
+        assert not ctx.gradients()
+        ctx.backward(hidden.sum())
+        assert torch.equal(ctx.gradients()[x], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["waiting for the end", "standing at a gate"])
+def test_deadline_holds_and_says_who_was_waited_for(trio: list[Agent], is_gated: bool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        hidden = x * 2
+        loss = rpc.rpc_sync("b", held_layer, args=(hidden,)).sum()
+        if is_gated:
+            loss = loss + hidden.sum()
+        started = time.monotonic()
+        with pytest.raises(BackwardFailed, match=r"not over after 0\.3 s.*held_layer.*to b.*b still compute") as caught:
+            ctx.backward(loss, timeout=0.3)
+        assert time.monotonic() - started < 1.3
+        assert isinstance(caught.value.__cause__, RpcTimeout)
+        assert entered.is_set()
+        gate.set()
+        assert not ctx.gradients()
+
+
+def test_pass_ends_with_its_worker(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    errors: list[BaseException] = []
+    context = gw.autograd.context()
+    ctx = context.__enter__()
+    loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+
+    def run_backward() -> None:
+        try:
+            ctx.backward(loss)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run_backward, name="runs-backward")
+    thread.start()
+    assert entered.wait(10)
+    started = time.monotonic()
+    trio[0].close()
+    wait_until(lambda: not thread.is_alive(), 5.0, "that backward returns")
+    assert time.monotonic() - started < 3.0
+    (error,) = errors
+    assert isinstance(error, BackwardFailed)
+    assert isinstance(error.__cause__, NotInitialized)
+    gate.set()
+    context.__exit__()
