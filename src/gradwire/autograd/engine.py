@@ -16,7 +16,6 @@ message of a pass that is over is ignored.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, RpcError, UnknownContext, WorkerLost
+from gradwire.errors import BackwardFailed, GradwireError, UnknownContext, WorkerLost
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 
@@ -279,11 +278,14 @@ class DistEngine:
 
     def _take_report(self, current: BackwardPass, worker: int, peers: tuple[int, ...]) -> None:
         with current.lock:
-            if current.is_over or current.termination is None or not current.termination.reported(worker, peers):
+            if not current.is_open or current.termination is None or not current.termination.reported(worker, peers):
                 return
+            current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
             others = current.termination.participants - {self._own}
-        self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
-        self._end(current, PassPhase.COMMITTED)
+        try:
+            self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+        finally:
+            self._end(current, PassPhase.COMMITTED)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, CommitPass)
@@ -330,10 +332,21 @@ class DistEngine:
     # -- the end of a pass -----------------------------------------------------------------------------------------------
 
     def fail(self, current: BackwardPass, error: BaseException, operation: str, worker: str | None = None) -> None:
-        """Something went wrong here: the pass ends, and everybody is told."""
-        if current.is_over:
+        """Something went wrong here: the pass ends, and everybody is told.
+
+        Who has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
+        """
+        if not current.is_open:
             return
         failure = self._failure(error, operation, worker)
+        abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
+        has_reported = current.phase is PassPhase.DONE and not current.is_root
+        if not (has_reported and self._tell(creator_of(current.pass_id), "autograd.abort", abort)):
+            self._drop(current, failure, abort, set())
+
+    def release(self, current: BackwardPass, where: str) -> None:
+        """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""
+        failure = self._failure(UnknownContext(f"the context was released {where}"), "waiting")
         abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
         self._drop(current, failure, abort, set())
 
@@ -357,18 +370,17 @@ class DistEngine:
                 others |= set(current.state.peers)
             if current.termination is not None:
                 others |= current.termination.participants
-                current.error = error
-        if self._end(current, PassPhase.ABORTED):
+        if self._end(current, PassPhase.ABORTED, error):
             self.tell_all(others - told - {self._own}, "autograd.abort", abort)
 
-    def _end(self, current: BackwardPass, phase: PassPhase) -> bool:
+    def _end(self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None) -> bool:
         """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
         context = current.context
         with context.lock, current.lock:
-            if current.is_over:
+            if not current.is_open and (current.is_over or phase is PassPhase.ABORTED):
                 return False
-            current.phase = phase
-            if current.termination is None:
+            current.phase, current.error = phase, error
+            if not current.is_root:
                 if phase is PassPhase.COMMITTED and not context.released:
                     for leaf, gradient in current.gradients.items():
                         add_gradient(context.gradients, leaf, gradient)
@@ -382,6 +394,15 @@ class DistEngine:
     def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
         """Sends a notice to several workers; those that are gone need not be told."""
         for rank in ranks:
-            if rank != self._own and rank not in self.lost:
-                with contextlib.suppress(RpcError):
-                    self._agent.notices.send(self.prober.name_of(rank), name, note)
+            if rank != self._own:
+                self._tell(rank, name, note)
+
+    def _tell(self, rank: int, name: str, note: Any) -> bool:
+        """Sends a notice; False if the worker is gone."""
+        if rank in self.lost:
+            return False
+        try:
+            self._agent.notices.send(self.prober.name_of(rank), name, note)
+        except GradwireError:
+            return False
+        return True

@@ -37,6 +37,7 @@ class PassPhase(enum.Enum):
 
     RUNNING = "running"
     DONE = "done here, not yet everywhere"
+    COMMITTING = "done everywhere, and some may know already"
     COMMITTED = "committed"
     ABORTED = "aborted"
 
@@ -132,9 +133,14 @@ class BackwardPass:
         return self.phase in (PassPhase.COMMITTED, PassPhase.ABORTED)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it may still fail."""
+        return self.phase in (PassPhase.RUNNING, PassPhase.DONE)
+
+    @property
     def is_undecided(self) -> bool:
         """Whether it is done here, but maybe not everywhere."""
-        return self.phase is PassPhase.DONE
+        return self.phase in (PassPhase.DONE, PassPhase.COMMITTING)
 
     @property
     def is_joined(self) -> bool:

@@ -14,7 +14,7 @@ from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
 from gradwire.autograd.messages import ReleaseContext, parse
-from gradwire.errors import RpcTimeout, UnknownContext
+from gradwire.errors import RpcTimeout
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.incoming import current_request, while_waiting
@@ -64,7 +64,7 @@ class DistAutograd:
         if context is None:
             return False
         for current in list(context.passes.values()):
-            self.engine.fail(current, UnknownContext(f"the context was released {where}"), "waiting")
+            self.engine.release(current, where)
         others = context.known_workers - told
         if others:
             self.engine.tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))

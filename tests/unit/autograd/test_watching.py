@@ -13,33 +13,7 @@ from gradwire import rpc
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-
-entered, gate = threading.Event(), threading.Event()
-
-
-def layer(x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x)
-
-
-class _Held(torch.autograd.Function):
-    """Its backward waits until the test opens the gate."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        entered.set()
-        assert gate.wait(20)
-        return gradient
-
-
-def held_layer(x: torch.Tensor) -> torch.Tensor:
-    entered.clear()
-    gate.clear()
-    result: torch.Tensor = _Held.apply(torch.tanh(x))  # type: ignore[no-untyped-call]
-    return result
+from unit.autograd.layers import entered, gate, held_layer, layer
 
 
 def test_fast_finds_an_unused_result_while_the_root_itself_stands_at_a_gate(trio: list[Agent]) -> None:

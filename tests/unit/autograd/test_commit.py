@@ -1,0 +1,147 @@
+"""All or nothing: the root decides once, and who has reported waits for its word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.autograd import worker
+from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
+from gradwire.rpc import Agent
+from gradwire.testing import wait_until
+from unit.autograd import layers
+from unit.autograd.layers import context_of, from_elsewhere, gate, held_layer, pass_of, through
+
+
+def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Does something on the root between its decision and the moment when the others hear of it."""
+    engine = worker.of(agent).engine
+    tell_all = engine.tell_all
+
+    def act_first(ranks: Iterable[int], name: str, note: Any) -> None:
+        if name == "autograd.commit":
+            act()
+        tell_all(ranks, name, note)
+
+    monkeypatch.setattr(engine, "tell_all", act_first)
+
+
+def expected(num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of input and weight in one process."""
+    x, weight = torch.ones(3, requires_grad=True), layers.weight.detach().clone().requires_grad_()
+    value = x
+    for _ in range(num_layers):
+        value = torch.tanh(value * weight)
+    return torch.autograd.grad(value.sum(), (x, weight))
+
+
+def test_worker_that_dies_after_all_have_reported_takes_nobody_elses_gradients(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the root to give up, which has decided already: dropping its own part would lose it for good."""
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", through, args=(x, ["c"])).sum()
+
+        def lose_third() -> None:
+            engine = worker.of(b).engine
+            engine._without_worker(pass_of(b, ctx), c.info.id, "c", "killed in a test")
+            assert pass_of(b, ctx).is_undecided
+
+        before_commit(a, monkeypatch, lose_third)
+        ctx.backward(loss, timeout=20)
+        wait_until(lambda: not context_of(b, ctx).passes)
+        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)
+        assert layers.weight in found
+        total = found[layers.weight] + worker.of(c).gradients_of(context_of(c, ctx), 5.0)[layers.weight]
+        assert torch.allclose(total, expected(2)[1])
+        assert torch.allclose(ctx.gradients()[x], expected(2)[0])
+
+
+def test_failure_after_the_decision_does_not_fail_the_root_alone(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", through, args=(x, [])).sum()
+        engine = worker.of(a).engine
+        before_commit(a, monkeypatch, lambda: engine.fail(pass_of(a, ctx), ValueError("too late"), "testing"))
+        ctx.backward(loss, timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+        assert torch.allclose(worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight], expected(1)[1])
+
+
+def test_root_hears_of_a_death_from_one_who_has_reported(trio: list[Agent]) -> None:
+    """The root has never talked to the worker that dies, and would wait for its report for ever."""
+    _, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
+
+        def lose_third() -> None:
+            wait_until(lambda: pass_of(b, ctx).is_undecided, 10.0, "that b has reported")
+            worker.of(b).engine._on_worker_lost(c.address, "killed in a test")
+
+        b.reactor.run_soon(lambda: wait_until(lambda: context_of(b, ctx).passes) or lose_third())
+        with pytest.raises(BackwardFailed, match="worker c is lost: killed in a test") as caught:
+            ctx.backward(loss, timeout=20)
+        gate.set()
+        assert caught.value.worker == "c"
+        assert "WorkerLost" in str(caught.value)
+        wait_until(lambda: not context_of(b, ctx).passes, 5.0, "that b drops the pass")
+        assert not context_of(b, ctx).gradients
+        assert not ctx.gradients()
+
+
+def test_who_has_reported_drops_the_pass_of_a_root_that_dies(trio: list[Agent]) -> None:
+    """Whether it has committed elsewhere is not to be known any more; nobody is left to ask for the gradients."""
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
+
+        def lose_root() -> None:
+            wait_until(lambda: context_of(b, ctx).passes and pass_of(b, ctx).is_undecided)
+            worker.of(b).engine._on_worker_lost(a.address, "killed in a test")
+
+        b.reactor.run_soon(lose_root)
+        with pytest.raises(BackwardFailed):  # b tells c, which tells a
+            ctx.backward(loss, timeout=20)
+        gate.set()
+        wait_until(lambda: not context_of(b, ctx).passes and not context_of(c, ctx).passes)
+        assert not context_of(b, ctx).gradients
+        assert not context_of(c, ctx).gradients
+        worker.of(b).engine.lost.discard(a.info.id)  # it lives, after all
+
+
+def test_release_ends_a_pass_that_is_not_decided(trio: list[Agent]) -> None:
+    """Whoever waits for its gradients on a participant must not wait for a root that has forgotten the context."""
+    _, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
+        errors: list[BaseException] = []
+
+        def read() -> None:
+            wait_until(lambda: context_of(b, ctx).passes and pass_of(b, ctx).is_undecided)
+            context = context_of(b, ctx)
+            b.reactor.run_soon(lambda: worker.of(b).release(ctx) or None)
+            try:
+                worker.of(b).gradients_of(context, 20.0)
+            except UnknownContext as error:
+                errors.append(error)
+
+        b.reactor.run_soon(read)
+        with pytest.raises(BackwardFailed, match="released") as caught:
+            ctx.backward(loss, timeout=20)
+        gate.set()
+        wait_until(lambda: errors, 5.0, "that the reader is told")
+        assert "was released on worker b" in str(errors[0])
+        assert not isinstance(caught.value.__cause__, WorkerLost)
