@@ -165,7 +165,7 @@ class Caller:
             call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
             call.future, message.call_id, holder.call = future, call.call_id, call
         if future is not None:
-            lane.reader.expect_one_more()
+            lane.reader.ensure_watched()
         return call
 
     def _shares_main(self, name: str) -> bool:

@@ -108,8 +108,8 @@ class OpenLane:
         self.peer.on_lane_end(self, error)
 
 
-def _always() -> int:
-    return 1
+def _always() -> bool:
+    return True
 
 
 class Peer:

@@ -3,7 +3,6 @@
     service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> give up
     waiting caller   hold -> read until its own answer is there -> arm if others still wait -> give up
     clock            holder stuck in user code -> take over: the rest is read by another thread
-    many calls       whoever makes call after call reads what has come in between; service threads rest meanwhile
 
 Frames that were read but not yet handled lie in the inbox, so that whoever comes next goes on where the last one stopped.
 
@@ -34,8 +33,6 @@ _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether someb
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 _MAX_LOOKS = 200 if len(os.sched_getaffinity(0)) > 1 else 0  # about a quarter of a millisecond
 _SHORT_S = 0.0003
-_MANY = 16  # answers that are owed when a thread makes call after call; it then reads after each so many calls
-_REST_S = (0.0001, 0.0005)  # how long a service thread leaves such a thread alone: at first, and at most
 _yield_core = os.sched_yield
 _looking = threading.RLock()  # held by the one thread of this process that looks instead of sleeping
 
@@ -55,7 +52,7 @@ class Reader:
         reactor: Whose threads read it when nobody else does.
         on_frame: Handles a frame; may run user code.
         on_end: Told once that the connection ended, and why.
-        wants_reading: How much is expected; a connection nobody expects anything from is not watched.
+        wants_reading: Whether anything is expected; a connection nobody expects anything from is not watched.
 
     Attributes:
         is_reading: A caller takes bytes from the connection; see `is_cut_off`.
@@ -67,7 +64,7 @@ class Reader:
         reactor: Reactor,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[Exception], None],
-        wants_reading: Callable[[], int] = lambda: 1,
+        wants_reading: Callable[[], object] = lambda: True,
     ) -> None:
         self._connection = connection
         self._reactor = reactor
@@ -78,17 +75,15 @@ class Reader:
         self._inbox: collections.deque[Frame] = collections.deque()
         self._poller = select.poll()
         self._poller.register(self._fd, select.POLLIN)
-        self._lock = threading.Lock()  # guards the six fields below
+        self._lock = threading.Lock()  # guards the five fields below
         self._held = False
         self._holder = 0  # the caller that holds it; 0 for service threads
         self._epoch = 0  # rises with every hold and take-over
         self._armed = False
         self._ended = False
-        self._resting = False  # a service thread rests and looks again by itself, so nobody arms
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
         self._num_looks = _MAX_LOOKS
-        self._num_expected = 0  # calls so far that nobody waited for; read without a lock, as a sign of life
 
     def start(self) -> None:
         """Begins to watch the connection."""
@@ -100,33 +95,16 @@ class Reader:
         with self._lock:
             return self.is_reading and not self._held
 
-    def expect_one_more(self) -> None:
-        """A call was made that nobody waits for yet.
-
-        A thread that makes many of them reads the answers itself now and then. A service thread that read them at the
-        same time would compete with it for the GIL, and each of their system calls wake the other for nothing.
-        """
-        if not self._reactor.is_service_thread():  # which would run callbacks of other calls in the middle of this one
-            self._num_expected += 1
-            if self._num_expected % _MANY == 0 and self._wants_reading() >= _MANY and _local.hold is None:
-                self.read_until(bool, None, may_wait=False)
-        self.ensure_watched()
-
     def ensure_watched(self) -> None:
         """Something is expected from now on; whoever holds the connection will see to it, else a service thread."""
         with self._lock:
-            if not (self._held or self._armed or self._ended or self._resting):
+            if not (self._held or self._armed or self._ended):
                 self._reactor.arm(self._fd)
                 self._armed = True  # last: armed twice does no harm when Ctrl-C has hit in between, armed never does
 
     def _on_ready(self) -> None:
         with self._lock:
             self._armed = False
-            self._resting = self._num_expected > 0 and self._wants_reading() >= _MANY
-        if self._resting:
-            self._rest()
-        with self._lock:
-            self._resting = False
             if self._held or self._ended:
                 return  # the holder arms it again
             is_cut_off = self.is_reading
@@ -137,15 +115,6 @@ class Reader:
             self.end(ConnectionClosed("reading was interrupted"))
         else:
             self._pump(epoch)
-
-    def _rest(self) -> None:
-        """Returns when nobody makes call after call any more."""
-        pause, longest = _REST_S
-        before = -1
-        while self._num_expected != before and not self._ended:
-            before = self._num_expected
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
 
     def _pump(self, epoch: int) -> None:
         """Reads and runs until nothing is left or somebody took over."""
@@ -240,7 +209,7 @@ class Reader:
             if not (self._ended or self.is_reading):
                 if self._inbox or self._connection.has_hidden_bytes():
                     self._reactor.run_soon(self._on_ready)
-                elif self._wants_reading() and not (self._armed or self._resting):
+                elif self._wants_reading() and not self._armed:
                     self._reactor.arm(self._fd)
                     self._armed = True
             self._held = False  # last, so that it can be repeated when Ctrl-C has hit in between
@@ -278,10 +247,8 @@ class Reader:
         hold = _local.hold
         return bool(self._inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
 
-    def read_until(self, is_done: Callable[[], bool], deadline: float | None, may_wait: bool = True) -> bool:
+    def read_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
         """Reads in the calling thread until `is_done`, the deadline or the end of the connection.
-
-        Without `may_wait` also until nothing is there.
 
         Returns:
             False if another thread is reading already, so the caller must wait for it.
@@ -316,13 +283,10 @@ class Reader:
                 left = _LOOK_S if deadline is None else deadline - time.monotonic()
                 if left <= 0 or self._ended:
                     return True
-                if not may_wait or connection.has_hidden_bytes() or self._wait_readable(min(left, _LOOK_S)):
+                if connection.has_hidden_bytes() or self._wait_readable(min(left, _LOOK_S)):
                     self.is_reading = True
-                    frames = connection.read_nowait()
+                    inbox.extend(connection.read_nowait() or ())
                     self.is_reading = False
-                    if frames is None and not may_wait:
-                        return True
-                    inbox.extend(frames or ())
         except TransportError as error:
             self.end(error)
             return True

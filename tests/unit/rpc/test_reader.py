@@ -32,7 +32,7 @@ class Setting:
         self.here.decoder.accept = ANYTHING
         self.seen: list[tuple[int, str]] = []  # which frame, and in which thread
         self.ends: list[Exception] = []
-        self.is_wanted: int = True
+        self.is_wanted = True
         self.on_frame: Callable[[int], object] = lambda number: None
         self.reader = Reader(self.here, reactor, self._on_frame, self.ends.append, lambda: self.is_wanted)
 
@@ -208,32 +208,6 @@ def test_what_a_caller_leaves_is_read_by_others(setting: Setting) -> None:
     setting.reader.ensure_watched()
     setting.wait_seen(1, 2, 3, 4)
     assert setting.numbers == [1, 2, 3, 4]
-
-
-def test_whoever_makes_call_after_call_reads_the_answers(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting.reader, "ensure_watched", lambda: None)  # no service thread is faster
-    setting.is_wanted = False
-    setting.reader.start()
-    setting.send(*range(8))
-    assert setting.here.wait_readable(10)
-    setting.is_wanted = 16
-    for _ in range(15):
-        setting.reader.expect_one_more()
-    assert setting.seen == []
-    setting.reader.expect_one_more()
-    assert setting.seen == [(number, threading.current_thread().name) for number in range(8)]
-    assert not has_hold()
-
-
-def test_a_service_thread_reads_once_nobody_makes_calls_any_more(setting: Setting) -> None:
-    setting.is_wanted = 16
-    setting.reader.start()
-    setting.reader.expect_one_more()
-    setting.send(1)
-    setting.wait_seen(1)
-    assert setting.seen[0][1].startswith("gradwire-w-service")
-    setting.send(2)  # it was armed again
-    setting.wait_seen(1, 2)
 
 
 def test_nobody_watches_what_nobody_expects(setting: Setting, reactor: Reactor) -> None:
