@@ -80,18 +80,24 @@ class RecordedSend:
         Raises:
             AutogradError: Their number, a shape or a dtype is wrong, or none is defined.
         """
-        what = f"gradients for send {self.message_id:#x} of {self.function} ({self.site})"
         if len(gradients) != len(self._metadata):
-            raise AutogradError(f"{len(gradients)} {what}, which sent {len(self._metadata)} tensors")
-        if all(gradient is None for gradient in gradients):
-            raise AutogradError(f"all {what} are undefined; that there is none must be said as such")
+            raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
+        is_any_defined = False
         for number, (gradient, (shape, dtype)) in enumerate(zip(gradients, self._metadata, strict=True)):
             if gradient is None:
                 continue
+            is_any_defined = True
             if gradient.shape != shape:
-                raise AutogradError(f"{what}: number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
+                raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
-                raise AutogradError(f"{what}: number {number} has dtype {gradient.dtype}, not {dtype}")
+                raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
+        if not is_any_defined:
+            raise self._refuse("all are undefined; that there is none must be said as such")
+
+    def _refuse(self, reason: str) -> AutogradError:
+        return AutogradError(
+            f"wrong gradients for send {self.message_id:#x} of {self.function} ({self.site}): {reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ class DistEngine:
                 }
                 introduction = Introduction(*message.introduction) if message.introduction is not None else None
                 actions += current.state.message_received(sender.id, introduction, settled)
-                current.lock.notify_all()
+                current.wake_gates()
             self._perform(current, actions)
 
         self._attempt(current, f"taking gradients from {sender.name}", step)
@@ -323,7 +323,7 @@ class DistEngine:
             actions = None if creator_of(current.pass_id) == rank else current.state.worker_lost(rank)
             if current.termination is not None and rank in current.termination.participants:
                 actions = None
-            current.lock.notify_all()
+            current.wake_gates()
         if actions is None:
             self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "taking part in the pass", name)
         else:
@@ -388,7 +388,8 @@ class DistEngine:
             context.passes.pop(current.pass_id, None)
             context.ended_passes.add(current.pass_id)
             context.changed.notify_all()
-            current.lock.notify_all()
+            current.settled.notify_all()
+            current.ended.notify_all()
         return True
 
     def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:

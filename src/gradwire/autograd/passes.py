@@ -102,7 +102,9 @@ class BackwardPass:
         self.options = options
         self._fire = fire
         self._roots = roots or Roots()
-        self.lock = threading.Condition(threading.Lock())  # guards everything below; told when anything is settled
+        self.lock = threading.Lock()  # guards everything below
+        self.settled = threading.Condition(self.lock)  # told when a send is settled that a run stands still for
+        self.ended = threading.Condition(self.lock)  # told when the pass is decided
         self.phase = PassPhase.RUNNING
         self.deadline = time.monotonic() + options.timeout_s
         self.sends: dict[int, RecordedSend] = dict(context.sends)
@@ -265,25 +267,30 @@ class BackwardPass:
             self.counters.gates.add(message_id)
             self.counters.num_running -= 1
         try:
-            if not self._wait_until(lambda: self.state.is_settled(message_id)):
+            if not self._wait_until(lambda: self.state.is_settled(message_id), self.settled):
                 raise PassDropped
         finally:
             with self.lock:
                 self.counters.gates.discard(message_id)
                 self.counters.num_running += 1
 
+    def wake_gates(self) -> None:
+        """Something was settled; under `lock`. Nobody is woken for nothing: that costs more than a small run."""
+        if self.counters.gates:
+            self.settled.notify_all()
+
     def wait_over(self) -> None:
         """Blocks until the pass is decided."""
-        self._wait_until(lambda: False)
+        self._wait_until(lambda: False, self.ended)
 
-    def _wait_until(self, is_true: Callable[[], bool]) -> bool:
+    def _wait_until(self, is_true: Callable[[], bool], told: threading.Condition) -> bool:
         """Blocks, and looks after the pass meanwhile; False if the pass is over. The condition is asked under `lock`."""
         with while_waiting():
             while True:
                 with self.lock:
                     watch = self._watch = self._watch or self._make_watch(self)
                     if not self.is_over and not is_true():
-                        self.lock.wait(watch.pause_s())
+                        told.wait(watch.pause_s())
                     if self.is_over:
                         return False
                     if is_true():
