@@ -165,11 +165,18 @@ class DistAutogradContext:
             self.known_workers.add(peer)
         return outputs
 
-    def touch(self, peer: int) -> None:
-        """A message of the context goes to or comes from a worker, which must hear of the context's end, too."""
+    def touch(self, peer: int) -> bool:
+        """A message of the context goes to or comes from a worker, which must hear of the context's end, too.
+
+        Returns:
+            False if the context is over: nobody would tell that worker any more.
+        """
         if peer not in self.known_workers:
             with self.lock:
+                if self.released:
+                    return False
                 self.known_workers.add(peer)
+        return True
 
     def check_alive(self) -> None:
         """Raises if the context is over.

@@ -41,7 +41,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, GradwireError, UnknownContext, WorkerLost
+from gradwire.errors import BackwardFailed, RpcError, TransportError, UnknownContext, WorkerLost
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 
@@ -341,7 +341,7 @@ class DistEngine:
         failure = self._failure(error, operation, worker)
         abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
         has_reported = current.phase is PassPhase.DONE and not current.is_root
-        if not (has_reported and self._tell(creator_of(current.pass_id), "autograd.abort", abort)):
+        if not (has_reported and self.tell(creator_of(current.pass_id), "autograd.abort", abort)):
             self._drop(current, failure, abort, set())
 
     def release(self, current: BackwardPass, where: str) -> None:
@@ -396,14 +396,14 @@ class DistEngine:
         """Sends a notice to several workers; those that are gone need not be told."""
         for rank in ranks:
             if rank != self._own:
-                self._tell(rank, name, note)
+                self.tell(rank, name, note)
 
-    def _tell(self, rank: int, name: str, note: Any) -> bool:
+    def tell(self, rank: int, name: str, note: Any) -> bool:
         """Sends a notice; False if the worker is gone."""
         if rank in self.lost:
             return False
         try:
             self._agent.notices.send(self.prober.name_of(rank), name, note)
-        except GradwireError:
+        except (RpcError, TransportError):
             return False
         return True

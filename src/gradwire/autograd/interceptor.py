@@ -40,12 +40,10 @@ class AutogradInterceptor(Interceptor):
             context_id = parse(envelope.note, RecordedCall).context_id
         else:
             return None
-        context = self._container.find(context_id)
-        if context is None:
+        context, peer = self._container.find(context_id), envelope.peer.id
+        if context is None or not context.touch(peer):
             return None
-        peer = envelope.peer.id
         self._engine.lost.discard(peer)
-        context.touch(peer)
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         message_id = NO_ID
         if recorded:
@@ -63,9 +61,8 @@ class AutogradInterceptor(Interceptor):
         """
         message = parse(note, RecordedCall)
         context = self._container.get_or_create(message.context_id)
-        if context is None:  # released meanwhile: a late message does not revive it
+        if context is None or not context.touch(envelope.peer.id):  # over: a late message does not revive it
             return tensors
-        context.touch(envelope.peer.id)
         if message.message_id == NO_ID:
             return tensors
         places = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]

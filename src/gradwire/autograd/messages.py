@@ -6,6 +6,7 @@ ReportDone           to the root: everything here is done
 AbortPass            something failed: to the root, and from there to everybody
 CommitPass           from the root: the gradients of the pass join the context
 ReleaseContext       the context is over
+HoldsContext         to the worker that made a context: the one that brought it here is gone, so tell me of its end
 """
 
 from __future__ import annotations
@@ -114,7 +115,13 @@ class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     where: str
 
 
-Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext
+class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker has a context, and lost one of those who would tell it of the context's end."""
+
+    context_id: int
+
+
+Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext | HoldsContext
 M = TypeVar("M")
 
 

@@ -13,7 +13,7 @@ from gradwire.autograd.context import DistAutogradContext, find_call_site
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
-from gradwire.autograd.messages import ReleaseContext, parse
+from gradwire.autograd.messages import HoldsContext, ReleaseContext, parse
 from gradwire.errors import RpcTimeout
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
@@ -48,6 +48,7 @@ class DistAutograd:
         self.engine = DistEngine(agent, self.container)
         agent.interceptors.append(AutogradInterceptor(self.container, self.engine))
         agent.notices.register("autograd.release", self._on_release)
+        agent.notices.register("autograd.holds", self._on_holds)
         agent.on_worker_lost(self._on_worker_lost)
 
     @property
@@ -92,17 +93,41 @@ class DistAutograd:
             context.check_alive()
             return dict(context.gradients)
 
+    # -- workers that are gone ---------------------------------------------------------------------------------------
+
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
-        """Contexts end with the worker that made them."""
-        where = f"because worker {address.info.name}, which made it, is lost: {reason}"
-        orphans = [item.context_id for item in self.container if creator_of(item.context_id) == address.info.id]
+        """Contexts end with the worker that made them; those it only brought here need somebody else to end them."""
+        rank, name = address.info.id, address.info.name
+        where = f"because worker {name}, which made it, is lost: {reason}"
+        orphans, brought = [], []
+        for context in self.container:
+            creator = creator_of(context.context_id)
+            if creator == rank:
+                orphans.append(context.context_id)
+            elif creator != self.container.worker and rank in context.known_workers:
+                brought.append(context.context_id)
 
-        def release() -> None:
+        def act() -> None:
             for context_id in orphans:
-                self._release(context_id, where, {address.info.id})
+                self._release(context_id, where, {rank})
+            for context_id in brought:
+                self._ask_to_be_told(context_id)
 
-        if orphans:
-            self._agent.reactor.run_soon(release)
+        if orphans or brought:
+            self._agent.reactor.run_soon(act)
+
+    def _ask_to_be_told(self, context_id: int) -> None:
+        creator = creator_of(context_id)
+        if not self.engine.tell(creator, "autograd.holds", HoldsContext(context_id)):
+            where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
+            self._release(context_id, where, {creator})
+
+    def _on_holds(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        context_id = parse(note, HoldsContext).context_id
+        context = self.container.find(context_id)
+        if context is None or not context.touch(sender.id):
+            where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"
+            self.engine.tell(sender.id, "autograd.release", ReleaseContext(context_id, where))
 
     def statistics(self) -> AutogradStatistics:
         """What it does right now."""

@@ -31,7 +31,7 @@ def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[
     monkeypatch.setattr(engine, "tell_all", act_first)
 
 
-def expected(num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
     """Gradients of input and weight in one process."""
     x, weight = torch.ones(3, requires_grad=True), layers.weight.detach().clone().requires_grad_()
     value = x
@@ -86,10 +86,10 @@ def test_root_hears_of_a_death_from_one_who_has_reported(trio: list[Agent]) -> N
         loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
 
         def lose_third() -> None:
-            wait_until(lambda: pass_of(b, ctx).is_undecided, 10.0, "that b has reported")
+            wait_until(lambda: context_of(b, ctx).has_undecided_pass, 10.0, "that b has reported")
             worker.of(b).engine._on_worker_lost(c.address, "killed in a test")
 
-        b.reactor.run_soon(lambda: wait_until(lambda: context_of(b, ctx).passes) or lose_third())
+        b.reactor.run_soon(lose_third)
         with pytest.raises(BackwardFailed, match="worker c is lost: killed in a test") as caught:
             ctx.backward(loss, timeout=20)
         gate.set()
@@ -108,7 +108,7 @@ def test_who_has_reported_drops_the_pass_of_a_root_that_dies(trio: list[Agent]) 
         loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
 
         def lose_root() -> None:
-            wait_until(lambda: context_of(b, ctx).passes and pass_of(b, ctx).is_undecided)
+            wait_until(lambda: context_of(b, ctx).has_undecided_pass)
             worker.of(b).engine._on_worker_lost(a.address, "killed in a test")
 
         b.reactor.run_soon(lose_root)
@@ -129,10 +129,13 @@ def test_release_ends_a_pass_that_is_not_decided(trio: list[Agent]) -> None:
         loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
         errors: list[BaseException] = []
 
+        def release() -> None:
+            worker.of(b).release(ctx)
+
         def read() -> None:
-            wait_until(lambda: context_of(b, ctx).passes and pass_of(b, ctx).is_undecided)
+            wait_until(lambda: context_of(b, ctx).has_undecided_pass)
             context = context_of(b, ctx)
-            b.reactor.run_soon(lambda: worker.of(b).release(ctx) or None)
+            b.reactor.run_soon(release)
             try:
                 worker.of(b).gradients_of(context, 20.0)
             except UnknownContext as error:

@@ -1,0 +1,151 @@
+"""A context ends everywhere, whoever is gone by then."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.autograd import ambient, worker
+from gradwire.autograd.messages import HoldsContext, ReleaseContext
+from gradwire.errors import UnknownContext
+from gradwire.rpc import Agent
+from gradwire.testing import wait_until
+from unit.autograd.layers import context_of, entered, gate, here, layer, num_contexts, through
+
+
+def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
+    entered.set()
+    assert gate.wait(20)
+    return layer(x)
+
+
+def relay_after_gate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Calls on when the context may be over."""
+    entered.set()
+    assert gate.wait(20)
+    value: torch.Tensor = here().call(name, layer, (x,))
+    return value
+
+
+def test_release_reaches_workers_that_the_creator_never_talked_to(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", through, args=(x, ["c"]))
+        assert num_contexts(trio) == 3
+        assert context_of(trio[0], ctx)._known_worker_ids() == {1}
+    wait_until(lambda: not num_contexts(trio), 5.0, "that all have released it")
+    with pytest.raises(
+        UnknownContext, match=rf"id: {int(ctx)}. It was released on worker a at test_release.py:\d+, in te"
+    ):
+        context_of(trio[2], ctx)
+
+
+def test_release_reaches_those_behind_a_worker_that_is_gone(trio: list[Agent]) -> None:
+    """Nobody else knows that the third has the context: it says so itself when the one in the middle ends."""
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", through, args=(x, ["c"]))
+        b.close()
+        wait_until(lambda: context_of(a, ctx)._known_worker_ids() == {1, 2}, 5.0, "that c asks to be told")
+        assert len(worker.of(c).container) == 1
+    wait_until(lambda: not num_contexts([a, c]), 5.0, "that c has released it")
+
+
+def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: list[Agent]) -> None:
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    context_id = worker.of(a).container.new_context().context_id
+    with ambient.inside(context_id):
+        rpc.rpc_sync("b", through, args=(x, ["c"]))
+    a.notices._handlers.pop("~autograd.holds")  # it dies before it hears of it
+    a.close()
+    b.close()
+    wait_until(lambda: not num_contexts([c]), 5.0, "that c gives it up")
+    with pytest.raises(UnknownContext, match="released because worker"):
+        context_of(c, context_id)
+
+
+def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> None:
+    a, b, c = trio
+    with gw.autograd.context() as ctx:
+        pass
+    made_late = worker.of(c).container.get_or_create(int(ctx))
+    assert made_late is not None
+    worker.of(c).engine.tell(0, "autograd.holds", HoldsContext(int(ctx)))
+    wait_until(lambda: not num_contexts(trio))
+    assert made_late.released is not None
+    assert made_late.released.startswith("on worker a at test_release.py")
+    never_made = worker.of(b).container.get_or_create(int(ctx) + 1000)
+    assert never_made is not None
+    worker.of(b).engine.tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
+    wait_until(lambda: never_made.released, 5.0)
+    assert never_made.released == "on worker a long ago"
+    assert len(worker.of(a).container) == 0
+
+
+def test_release_may_come_twice_and_before_the_call(trio: list[Agent]) -> None:
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        for _ in range(2):
+            a.notices.send("b", "autograd.release", ReleaseContext(int(ctx), "by a test"))
+        wait_until(lambda: worker.of(b).container.where_released(ctx))
+        result = rpc.rpc_sync("b", layer, args=(x,))
+        assert result.is_leaf
+        assert num_contexts(trio) == 1
+        with pytest.raises(UnknownContext, match="released by a test"):
+            context_of(b, ctx)
+
+
+def test_context_released_while_a_call_is_under_way(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    entered.clear()
+    gate.clear()
+    with gw.autograd.context() as ctx:
+        future = rpc.rpc_async("b", wait_at_gate, args=(x,))
+        assert entered.wait(10)
+    wait_until(lambda: not num_contexts(trio))
+    gate.set()
+    assert torch.allclose(future.wait().detach(), layer(x).detach())
+    assert num_contexts(trio) == 0
+    with pytest.raises(UnknownContext):
+        gw.autograd.get_gradients(ctx)
+
+
+def test_call_made_after_the_release_does_not_carry_the_context_on(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    entered.clear()
+    gate.clear()
+    with gw.autograd.context():
+        future = rpc.rpc_async("b", relay_after_gate, args=(x, "c"))
+        assert entered.wait(10)
+    wait_until(lambda: not num_contexts(trio))
+    gate.set()
+    assert future.wait().shape == (3,)
+    assert num_contexts(trio) == 0
+
+
+def test_call_that_meets_the_release_does_not_carry_the_context_on(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the context, and then the context is released, before the call has noted whom it goes to."""
+    container = worker.of(trio[0]).container
+    find = container.find
+    with gw.autograd.context() as ctx:
+
+        def find_and_lose(context_id: int) -> Any:
+            context = find(context_id)
+            if context is not None and threading.current_thread() is threading.main_thread():
+                monkeypatch.setattr(container, "find", find)
+                worker.of(trio[0]).release(ctx)
+            return context
+
+        monkeypatch.setattr(container, "find", find_and_lose)
+        rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
+    assert num_contexts(trio) == 0
