@@ -51,12 +51,11 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         """
         self.has_callbacks = True
         derived: InterruptibleFuture[S] = InterruptibleFuture()
-
-        surroundings = contextvars.copy_context()  # the callback runs in those of the code that added it
+        call_back = _in_these_surroundings(callback)
 
         def run(_: Any) -> None:
             try:
-                value = surroundings.run(callback, self)
+                value = call_back(self)
             except Exception as error:
                 derived.set_exception(error)
             except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
@@ -70,8 +69,22 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Runs `callback(self)` when the future is completed."""
         self.has_callbacks = True
-        surroundings = contextvars.copy_context()
-        super().add_done_callback(lambda _: surroundings.run(callback, self))
+        call_back = _in_these_surroundings(callback)
+        super().add_done_callback(lambda _: call_back(self))
+
+
+def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """The callback, to be run with the context variables and the grad mode of the code that adds it.
+
+    Whoever reads the answer runs the callbacks: that may be a thread that waits for another call, under `torch.no_grad`.
+    """
+    surroundings, is_grad_enabled = contextvars.copy_context(), torch.is_grad_enabled()
+
+    def run(future: Any) -> S:
+        with torch.set_grad_enabled(is_grad_enabled):
+            return surroundings.run(callback, future)
+
+    return run
 
 
 class CallKeeper(Protocol):
