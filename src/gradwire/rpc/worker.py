@@ -18,6 +18,10 @@ from gradwire.types import Trust, WorkerAddress, WorkerInfo, make_incarnation
 attachments: list[Callable[[Agent], None]] = []
 """What the layers above do to every new agent before it starts (register control operations, add interceptors)."""
 
+_LIFE_NS = 86_400 * 10**9
+"""How far ahead a worker begins whose clock was set back: the layers above count ids from the incarnation on, and the one
+before it may have given out as many as belong to that time."""
+
 
 def start_worker(
     info: WorkerInfo,
@@ -51,7 +55,9 @@ def start_worker(
 
     try:
         trust: Trust = config.trust or ("data" if config.tls is not None else "code")
-        incarnation = max(make_incarnation(), after + 1)
+        incarnation = make_incarnation()
+        if incarnation <= after:  # the clock was set back
+            incarnation = after + _LIFE_NS
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
         transports = registry.make_transports(config, own_folder.path if own_folder is not None else folder)
         agent = Agent(address, config, trust, directory, transports, clean_up)
