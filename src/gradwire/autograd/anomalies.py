@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
-_lock = threading.RLock()  # guards the two below, and the warning filters while anomaly mode is on here
+_lock = threading.Lock()  # guards the two below, and what is changed in `warnings`
 _num_users = 0
 _was_on = False
 _NOTHING = contextlib.nullcontext()
+_MARK = "Traceback of forward call"
 
 
 def enabled(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
@@ -53,15 +55,76 @@ def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _detecting() -> Iterator[None]:
-    with _enabled(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _enabled(), _listening() as texts:
         try:
             yield
         except Exception as error:
-            texts = [str(item.message) for item in caught if "Traceback of forward call" in str(item.message)]
             if texts:
                 raise AnomalyFound(f"{error}\n\n" + "\n".join(texts)) from error
             raise
+
+
+class _Heard(threading.local):
+    """Where the warnings of this thread go; None while nobody here listens."""
+
+    texts: list[str] | None = None
+
+
+class _Ear:
+    """Hears what torch warns of, for each thread apart.
+
+    `warnings.catch_warnings` is for one thread alone: two that leave it in another order than they came leave a list behind
+    that swallows the warnings of the whole process.
+    """
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._show_before: Callable[..., Any] = warnings.showwarning
+        self._filter: Any = None
+
+    def open(self) -> None:
+        """One more listens; under the lock."""
+        self._num_users += 1
+        if self._num_users == 1:
+            self._show_before, warnings.showwarning = warnings.showwarning, self._show
+            warnings.filterwarnings("always", message=f"(?s).*{_MARK}")
+            self._filter = warnings.filters[0]
+
+    def close(self) -> None:
+        """One fewer; under the lock."""
+        self._num_users -= 1
+        if self._num_users:
+            return
+        if warnings.showwarning == self._show:  # else somebody put another in its place, or took it away
+            warnings.showwarning = self._show_before
+        if self._filter in warnings.filters:
+            cast(list[Any], warnings.filters).remove(self._filter)
+            getattr(warnings, "_filters_mutated", lambda: None)()
+
+    def _show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if _heard.texts is not None and _MARK in str(message):
+            _heard.texts.append(str(message))
+        else:
+            self._show_before(message, *args, **kwargs)
+
+
+_heard = _Heard()
+_ear = _Ear()  # guarded by _lock
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    texts: list[str] = []
+    outer = _heard.texts
+    with _lock:
+        _ear.open()
+    _heard.texts = texts
+    try:
+        yield texts
+    finally:
+        _heard.texts = outer
+        with _lock:
+            _ear.close()
 
 
 class AnomalyFound(RuntimeError):
