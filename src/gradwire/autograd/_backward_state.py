@@ -191,8 +191,8 @@ class BackwardState:
         return self._and_report(actions)
 
     def recv_fired(self, recv: int) -> None:
-        """The local engine reached a recv, and its gradient (or none) is being sent."""
-        if self._unfired.pop(recv, recv) is None:
+        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is being sent."""
+        if self._unfired.pop(recv, recv) is None and self._recvs[recv] not in self._lost:
             self._told.add(self._recvs[recv])
 
     def component_finished(self, index: int) -> list[Action]:

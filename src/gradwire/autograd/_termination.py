@@ -29,8 +29,9 @@ class Termination:
 
     @property
     def participants(self) -> frozenset[int]:
-        """Everybody known to take part."""
-        seen, todo = {self._root}, [self._root]
+        """Everybody known to take part: those who have reported, too, that nobody has named yet."""
+        seen = {self._root, *self._reports}
+        todo = list(seen)
         while todo:
             for peer in self._reports.get(todo.pop(), ()):
                 if peer not in seen:
@@ -95,10 +96,11 @@ def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapsho
     """Whether nothing can move any more, from two probes, one after the other, of every participant.
 
     Nobody computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
-    under way while the second one was taken.
+    under way while the second one was taken. If somebody is not in the pass (any more), or does not answer, its end is on
+    the way by itself, and the counts say nothing.
     """
-    if before != now or all(item.is_done for item in now.values() if item.is_known):
+    if before != now or all(item.is_done for item in now.values()):
         return False
-    if any(item.num_running for item in now.values()):
+    if any(item.num_running or not item.is_known or not now.keys() >= set(item.peers) for item in now.values()):
         return False
     return sum(item.num_sent for item in now.values()) == sum(item.num_received for item in now.values())
