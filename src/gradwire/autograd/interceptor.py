@@ -30,16 +30,16 @@ class AutogradInterceptor(Interceptor):
         self._container = container
         self._engine = engine
 
+    def wants_calls(self) -> bool:
+        """Calls made inside a context, with grad mode on."""
+        return ambient.current_context_id() != 0 and torch.is_grad_enabled()
+
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
         """Records a send for tensors that require grad, in calls made with grad mode on and in replies."""
         if envelope.kind == "call":
             context_id = ambient.current_context_id()
-            if not context_id or not torch.is_grad_enabled():
-                return None
-        elif envelope.note is not None:  # whatever the mode of the thread that happens to send the reply
+        else:  # whatever the mode of the thread that happens to send the reply
             context_id = parse(envelope.note, RecordedCall).context_id
-        else:
-            return None
         context, peer = self._container.find(context_id), envelope.peer.id
         if context is None or not context.touch(peer):
             return None

@@ -154,7 +154,7 @@ class Caller:
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         while True:
             lane = self._room_on(self._peers.get(name) or self.peer(name), call)
-            if agent.interceptors and not message.notes:
+            if not message.notes and agent.codec.has_interest_in_calls():
                 envelope = Envelope("call", lane.address.info, label)
                 message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
             if self._send(lane, call, message, packed):

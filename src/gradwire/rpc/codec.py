@@ -139,14 +139,25 @@ class Codec:
 
     # -- tensors and notes ------------------------------------------------------------------------------------------
 
+    def has_interest_in_calls(self) -> bool:
+        """Whether any interceptor wants to see a call that is made now."""
+        for interceptor in self._interceptors:  # noqa: SIM110 (three times as fast as any())
+            if interceptor.wants_calls():
+                return True
+        return False
+
     def outgoing_notes(
         self, envelope: Envelope, values: Sequence[torch.Tensor], call_notes: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What the interceptors attach to a message that leaves; a reply's are told what came with the call."""
         notes = {}
         for interceptor in self._interceptors:
-            if call_notes:
-                envelope = envelope._replace(note=call_notes.get(interceptor.name))
+            if call_notes is not None:
+                if interceptor.name not in call_notes:
+                    continue
+                envelope = envelope._replace(note=call_notes[interceptor.name])
+            elif not interceptor.wants_calls():
+                continue
             note = interceptor.outgoing(envelope, values)
             if note is not None:
                 notes[interceptor.name] = note

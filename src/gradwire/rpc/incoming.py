@@ -219,7 +219,7 @@ class Incoming:
             return
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
-        if self._agent.interceptors:
+        if request.notes:
             envelope = Envelope("reply", self.info, request.function)
             message.notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
         try:

@@ -5,7 +5,8 @@
                                                     with running(note): the function
     incoming(reply, ...) -> tensors  <--- Reply --  outgoing(reply, tensors) -> note
 
-Without interceptors a message pays one truth test.
+Replies are shown to those alone that attached a note to the call. A call that no interceptor wants to see pays for one
+question to each.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Interceptor:
     """Base class: does nothing. Notes must be plain data (they are part of the message's header)."""
 
     name = "interceptor"
+
+    def wants_calls(self) -> bool:
+        """Whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""
+        return True
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
         """Sees the tensors of a message that leaves; returns a note to attach, or None."""
