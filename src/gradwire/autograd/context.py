@@ -135,7 +135,7 @@ class DistAutogradContext:
         self.known_workers: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, BackwardPass] = {}
-        self.ended_passes: set[int] = set()  # their late messages are ignored
+        self.ended_passes: dict[int, bool] = {}  # whether they were committed; their late messages are ignored
         self.released: str | None = None  # where it was released
 
     def __repr__(self) -> str:

@@ -275,6 +275,15 @@ class DistEngine:
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
             self._take_report(current, sender.id, message.peers)
+        if self._has_failed(message.context_id, message.pass_id):
+            # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
+            failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "taking a report")
+            abort = AbortPass(message.context_id, message.pass_id, self._describe(failure))
+            self.tell(sender.id, "autograd.abort", abort)
+
+    def _has_failed(self, context_id: int, pass_id: int) -> bool:
+        context = self._container.find(context_id)
+        return context is None or context.ended_passes.get(pass_id) is False
 
     def _take_report(self, current: BackwardPass, worker: int, peers: tuple[int, ...]) -> None:
         with current.lock:
@@ -297,12 +306,14 @@ class DistEngine:
         message = parse(note, AbortPass)
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
-            self._drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, {sender.id})
+            # Whoever has reported asks the root to give up, and waits for its word.
+            told = set() if current.is_root else {sender.id}
+            self._drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
             return
         context = self._container.find(message.context_id)
         if context is not None:
             with context.lock:
-                context.ended_passes.add(message.pass_id)
+                context.ended_passes.setdefault(message.pass_id, False)
 
     def _find_pass(self, context_id: int, pass_id: int) -> BackwardPass | None:
         context = self._container.find(context_id)
@@ -364,14 +375,15 @@ class DistEngine:
 
     def _drop(self, current: BackwardPass, error: BaseException, abort: AbortPass, told: set[int]) -> None:
         """Ends a pass without gradients, and passes that on to whoever has to do with it here."""
-        with current.lock:
+        if not self._end(current, PassPhase.ABORTED, error):
+            return
+        with current.lock:  # after the end, so that nobody is forgotten who reports at this moment
             others = {creator_of(current.pass_id)}
             if current.is_joined:
                 others |= set(current.state.peers)
             if current.termination is not None:
                 others |= current.termination.participants
-        if self._end(current, PassPhase.ABORTED, error):
-            self.tell_all(others - told - {self._own}, "autograd.abort", abort)
+        self.tell_all(others - told - {self._own}, "autograd.abort", abort)
 
     def _end(self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None) -> bool:
         """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
@@ -386,7 +398,7 @@ class DistEngine:
                         add_gradient(context.gradients, leaf, gradient)
                 current.forget()
             context.passes.pop(current.pass_id, None)
-            context.ended_passes.add(current.pass_id)
+            context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
             context.changed.notify_all()
             current.settled.notify_all()
             current.ended.notify_all()
