@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check bench fuzz clean
+.PHONY: help demo test check bench fuzz soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make check   format, lint, types, layers and the fast tests"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
+	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +39,11 @@ bench: $(STAMP)
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/fuzz_wire.py --seconds $(FUZZ_SECONDS)
+
+SOAK_PROGRAMS ?= 10000
+SOAK_SEED ?= 0
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m autograd.soak --programs $(SOAK_PROGRAMS) --seed $(SOAK_SEED)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
