@@ -12,7 +12,7 @@ from gradwire.autograd.messages import ReportDone
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, from_elsewhere, gate, held_layer, through
+from unit.autograd.layers import context_of, entered, from_elsewhere, gate, held_layer, through
 
 
 def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent]) -> None:
@@ -21,10 +21,11 @@ def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent]) -> None
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", from_elsewhere, args=(x, "c", held_layer)).sum()
-        worker.of(c).engine.lost |= {a.info.id, b.info.id}  # so that it passes nothing on, like the dead
 
         def lose_third() -> None:
             wait_until(lambda: context_of(b, ctx).has_undecided_pass)
+            assert entered.wait(10)
+            worker.of(c).engine.lost |= {a.info.id, b.info.id}  # so that it passes nothing on, like the dead
             worker.of(b).engine._on_worker_lost(c.address, "killed in a test")
 
         b.reactor.run_soon(lose_third)
