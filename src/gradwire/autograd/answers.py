@@ -53,6 +53,8 @@ def unpack_answers(
             mine = _record_gradients(context, sender, item, mine)
         following = iter(mine)
         answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
+    if rest:
+        raise AutogradError(f"a message of {sender.name} carries {len(rest)} gradients more than it names")
     return answers
 
 

@@ -162,10 +162,10 @@ def grad(
     return results
 
 
-def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout: float) -> PassOptions:
+def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout: object) -> PassOptions:
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
-    if not timeout > 0:
+    if not (isinstance(timeout, int | float) and timeout > 0):
         raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return PassOptions(mode == "fast", retain, create, skips_leaves, torch.is_anomaly_enabled(), float(timeout))
 
