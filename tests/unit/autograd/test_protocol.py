@@ -1,0 +1,286 @@
+"""Messages that repeat, come late, or should not be: added once, ignored, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.autograd import worker
+from gradwire.autograd.messages import (
+    AbortPass,
+    CommitPass,
+    GradientItem,
+    PassOptions,
+    PropagateGradients,
+    ReportDone,
+)
+from gradwire.errors import BackwardFailed, UnknownContext
+from gradwire.rpc import Agent
+from gradwire.rpc.notices import Notices
+from gradwire.testing import wait_until
+from gradwire.types import WorkerInfo
+from gradwire.wire.messages import ErrorInfo
+from unit.autograd import layers
+from unit.autograd.layers import context_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
+
+Change = Callable[[PropagateGradients, Sequence[torch.Tensor]], tuple[Any, Sequence[torch.Tensor]]]
+
+
+def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
+    """Gradients of input and weight in one process."""
+    x, weight = torch.ones(3, requires_grad=True), layers.weight.detach().clone().requires_grad_()
+    value = x
+    for _ in range(num_layers):
+        value = torch.tanh(value * weight)
+    return torch.autograd.grad(value.sum(), (x, weight))
+
+
+def change_gradients(monkeypatch: pytest.MonkeyPatch, agent: Agent, change: Change) -> None:
+    """Lets a worker send other gradients than it should, once."""
+    send = agent.notices.send
+
+    def send_changed(
+        to: str, name: str, note: Any, tensors: Sequence[torch.Tensor] = (), deadline: float | None = None
+    ) -> None:
+        if name == "autograd.propagate" and note.items:
+            monkeypatch.setattr(agent.notices, "send", send)
+            note, tensors = change(note, tensors)
+        send(to, name, note, tensors, deadline)
+
+    monkeypatch.setattr(agent.notices, "send", send_changed)
+
+
+def check_works(trio: list[Agent]) -> None:
+    """A fresh forward and backward equals one process, and nothing is left of what was before."""
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("b", through, args=(x, ["c"])).sum(), timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(2)[0])
+    wait_until(lambda: not num_contexts(trio), 5.0, "that no context is left")
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_twice(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, reports and commits are sent twice by all; each gradient is added once."""
+    send = Notices.send
+
+    def send_twice(self: Notices, *args: Any, **kwargs: Any) -> None:
+        send(self, *args, **kwargs)
+        send(self, *args, **kwargs)
+
+    monkeypatch.setattr(Notices, "send", send_twice)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", through, args=(x, ["c"])).sum()
+        for number in (1, 2):
+            ctx.backward(loss, retain_graph=True, timeout=20)
+            total = sum(worker.of(agent).gradients_of(context_of(agent, ctx), 5.0)[layers.weight] for agent in trio[1:])
+            assert torch.allclose(ctx.gradients()[x], number * expected(2)[0])
+            assert torch.allclose(torch.as_tensor(total), number * expected(2)[1])
+    wait_until(lambda: not num_contexts(trio))
+
+
+def test_gradient_that_comes_again_with_another_value_does_not_count(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    send = a.notices.send
+
+    def send_and_repeat(to: str, name: str, note: Any, tensors: Any = (), deadline: float | None = None) -> None:
+        send(to, name, note, tensors, deadline)
+        if name == "autograd.propagate":
+            send(to, name, note, [tensor * 100 for tensor in tensors], deadline)
+
+    monkeypatch.setattr(a.notices, "send", send_and_repeat)
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum(), timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+
+
+# -- gradients that cannot be ------------------------------------------------------------------------------------------
+
+
+def as_unknown_send(note: PropagateGradients, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
+    (item,) = note.items
+    other = GradientItem(item.message_id + 5000, item.defined)
+    return PropagateGradients(note.context_id, note.pass_id, note.options, (other,), note.introduction), tensors
+
+
+def as_too_many(note: PropagateGradients, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
+    (item,) = note.items
+    other = GradientItem(item.message_id, (True, True))
+    return PropagateGradients(note.context_id, note.pass_id, note.options, (other,), note.introduction), [*tensors] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda note, tensors: (note, [tensors[0][:2]]), r"number 0 has shape \(2,\), not \(3,\)"),
+        (lambda note, tensors: (note, [tensors[0].double()]), "number 0 has dtype torch.float64, not torch.float32"),
+        (lambda note, tensors: (note, []), "a message of a lacks gradients"),
+        (lambda note, tensors: (note, [*tensors, *tensors]), "carries 1 gradients more than it names"),
+        (as_too_many, "there are 2, but 1 tensors were sent"),
+        (as_unknown_send, "which this worker has not sent to it in this context"),
+    ],
+    ids=["shape", "dtype", "none", "one more", "two for one", "unknown send"],
+)
+def test_wrong_gradients_from_a_worker_fail_the_pass_by_name(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, change: Change, words: str
+) -> None:
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
+        change_gradients(monkeypatch, a, change)
+        with pytest.raises(BackwardFailed, match=words) as caught:
+            ctx.backward(loss, timeout=20)
+        assert (caught.value.worker, caught.value.operation) == ("b", "taking gradients from a")
+        assert ctx.gradients() == {}
+        assert not context_of(b, ctx).passes
+        assert not context_of(b, ctx).gradients
+        ctx.backward(loss, timeout=20)  # nothing was run there, so the graph is still there
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+    check_works(trio)
+
+
+def test_gradient_for_a_send_to_somebody_else_is_refused(trio: list[Agent]) -> None:
+    """The third worker answers for a message that only the second got."""
+    a, _, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+        (message_id,) = context_of(a, ctx).sends
+
+        def answer_for_another() -> None:
+            assert entered.wait(10)
+            note = PropagateGradients(
+                int(ctx), pass_of(a, ctx).pass_id, PassOptions(), (GradientItem(message_id, (True,)),)
+            )
+            c.notices.send("a", "autograd.propagate", note, [torch.full((3,), 1e6)])
+
+        c.reactor.run_soon(answer_for_another)
+        with pytest.raises(BackwardFailed, match="worker 2 sent a gradient for message") as caught:
+            ctx.backward(loss, timeout=20)
+        gate.set()
+        assert caught.value.operation == "taking gradients from c"
+        assert ctx.gradients() == {}
+    check_works(trio)
+
+
+# -- contexts and passes that are over -----------------------------------------------------------------------------------
+
+
+def test_gradient_for_a_released_context_fails_the_pass(trio: list[Agent]) -> None:
+    b = trio[1]
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
+        worker.of(b).container.release(ctx, "by mistake")
+        with pytest.raises(BackwardFailed, match="was released by mistake") as caught:
+            ctx.backward(loss, timeout=20)
+        assert caught.value.worker == "b"
+    check_works(trio)
+
+
+def test_gradient_for_a_context_that_never_was(trio: list[Agent]) -> None:
+    """It is nobody's: the worker that is said to have made it says that it is over."""
+    a, b, _ = trio
+    own = worker.of(b).container.new_message_id()  # as if b had made a context of that number
+    note = PropagateGradients(own, 1, PassOptions(), (GradientItem(5, (True,)),))
+    a.notices.send("b", "autograd.propagate", note, [torch.ones(3)])
+    rpc.rpc_sync("b", layer, args=(torch.ones(3),))
+    check_works(trio)
+    with pytest.raises(UnknownContext):
+        context_of(b, own)
+
+
+def test_messages_of_a_pass_that_is_over_are_ignored(trio: list[Agent]) -> None:
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    seen: list[tuple[PropagateGradients, list[torch.Tensor]]] = []
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
+        handler = b.notices._handlers["~autograd.propagate"]
+
+        def note_and_handle(sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
+            seen.append((note, tensors))
+            handler(sender, note, tensors)
+
+        b.notices.register("autograd.propagate", note_and_handle)
+        ctx.backward(loss, retain_graph=True, timeout=20)
+        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        (note, tensors) = seen[0]
+        a.notices.send("b", "autograd.propagate", note, tensors)
+        wait_until(lambda: len(seen) == 2)
+        ctx.backward(loss, timeout=20)  # comes behind it
+        assert not context_of(b, ctx).passes or context_of(b, ctx).has_undecided_pass
+        again = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        assert torch.allclose(again, 2 * found)
+
+
+def test_abort_before_the_first_message_of_a_pass(trio: list[Agent]) -> None:
+    """They come from different workers, so the order is open; the pass must not begin after its end."""
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", layer, args=(x,))
+        pass_id = worker.of(a).container.new_message_id()
+        abort = AbortPass(int(ctx), pass_id, ErrorInfo("builtins:ValueError", "no", "", "c"))
+        c.notices.send("b", "autograd.abort", abort)
+        wait_until(lambda: pass_id in context_of(b, ctx).ended_passes)
+        (message_id,) = context_of(b, ctx).sends
+        note = PropagateGradients(int(ctx), pass_id, PassOptions(), (GradientItem(message_id, (True,)),))
+        a.notices.send("b", "autograd.propagate", note, [torch.ones(3)])
+        assert rpc.rpc_sync("b", layer, args=(x,)).shape == (3,)
+        a.notices.send("b", "autograd.commit", CommitPass(int(ctx), pass_id))
+        ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum(), timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        assert torch.allclose(found, expected(1)[1])
+
+
+def test_only_the_root_commits_and_only_it_counts_reports(trio: list[Agent]) -> None:
+    _, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+
+        def interfere() -> None:
+            assert entered.wait(10)
+            key = int(ctx), pass_of(b, ctx).pass_id
+            c.notices.send("b", "autograd.commit", CommitPass(*key))
+            c.notices.send("b", "autograd.report", ReportDone(*key, ()))
+            c.notices.send("a", "autograd.report", ReportDone(*key, ()))
+            assert c.call("b", int, ("1",)) == 1
+            gate.set()
+
+        c.reactor.run_soon(interfere)
+        ctx.backward(loss, timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        assert torch.allclose(found, expected(1)[1])
+
+
+def test_note_that_is_no_message_is_logged_and_changes_nothing(
+    trio: list[Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx, caplog.at_level(logging.ERROR, "gradwire"):
+        loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
+        names = ["propagate", "report", "abort", "commit", "release", "holds"]
+        for name in names:
+            a.notices.send("b", f"autograd.{name}", ["no", "such", "message"])
+        wait_until(lambda: sum("not a valid" in str(record.exc_info) for record in caplog.records) == len(names))
+        ctx.backward(loss, timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+        assert len(context_of(b, ctx).sends) == 1
