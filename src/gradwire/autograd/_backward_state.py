@@ -87,9 +87,15 @@ class RunComponent:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything here is done; the root must hear from these workers, too."""
+    """Everything here is done; the root must hear from these workers, too.
+
+    Attributes:
+        peers: Workers that this one has exchanged messages with in this pass.
+        absent: Lost workers that were taken to have no part in it. If one of them has, its last gradients may be lost.
+    """
 
     peers: tuple[int, ...]
+    absent: tuple[int, ...] = ()
 
 
 Action = Tell | RunComponent | Report
@@ -148,6 +154,7 @@ class BackwardState:
         self._num_open = len(components)
         self._told: set[int] = set()
         self._heard: set[int] = set()
+        self._absent: set[int] = set()
         self._has_reported = False
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -161,12 +168,10 @@ class BackwardState:
             for peer in self._peers_to_wake(heard):
                 self._told.add(peer)
                 actions.append(Tell(peer))
-            absent = [
-                send
-                for send, peer in self._sends.items()
-                if peer in self._lost or (peer == self._own and send not in self._recvs)
-            ]
-            self._settle(dict.fromkeys(absent, False), actions)
+            missed = [send for send, peer in self._sends.items() if peer == self._own and send not in self._recvs]
+            self._settle(dict.fromkeys(missed, False), actions)
+            for peer in sorted(self._lost):
+                self._do_without(peer, actions)
         for index, component in enumerate(self._components):
             if component.has_roots:
                 self._review(index, actions)
@@ -206,14 +211,13 @@ class BackwardState:
 
         Returns:
             None if it took part in the pass, which must fail then. Otherwise nothing it has can matter: whoever has a
-            gradient for it will find out.
+            gradient for it will find out, and the root if it took part unseen from here (`Report.absent`).
         """
         if peer in self._told or peer in self._heard:
             return None
         self._lost.add(peer)
         actions: list[Action] = []
-        waiting = [send for send in self._unsettled if self._sends[send] == peer]
-        self._settle(dict.fromkeys(waiting, False), actions)
+        self._do_without(peer, actions)
         return self._and_report(actions)
 
     # -- questions -----------------------------------------------------------------------------------------------
@@ -270,6 +274,13 @@ class BackwardState:
         known = {self._own, *heard, *self._told, *self._lost}
         waiting = dict.fromkeys(peer for peer in self._sends.values() if peer not in known)
         return [peer for peer in waiting if self._youngest[peer]]
+
+    def _do_without(self, peer: int, actions: list[Action]) -> None:
+        """A lost worker is taken to have no gradient for the sends to it."""
+        waiting = [send for send in self._unsettled if self._sends[send] == peer]
+        if waiting:
+            self._absent.add(peer)
+            self._settle(dict.fromkeys(waiting, False), actions)
 
     def _settle(self, verdicts: Mapping[int, bool], actions: list[Action]) -> None:
         touched: dict[int, None] = {}
@@ -329,5 +340,5 @@ class BackwardState:
     def _and_report(self, actions: list[Action]) -> list[Action]:
         if not (self._has_reported or self._unsettled or self._num_open):
             self._has_reported = True
-            actions.append(Report(self.peers))
+            actions.append(Report(self.peers, tuple(sorted(self._absent))))
         return actions

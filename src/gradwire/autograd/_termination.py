@@ -20,12 +20,14 @@ class Termination:
 
     def __init__(self, root: int) -> None:
         self._reports: dict[int, frozenset[int]] = {}
+        self._absent: set[int] = set()
         self._root = root
 
-    def reported(self, worker: int, peers: Collection[int]) -> bool:
-        """A participant is done; whether everybody is. Repeats do no harm."""
+    def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
+        """A participant is done; whether everybody is, and the pass is right. Repeats do no harm."""
         self._reports.setdefault(worker, frozenset(peers))
-        return not self.missing
+        self._absent.update(absent)
+        return not self.missing and not self.mistaken
 
     @property
     def participants(self) -> frozenset[int]:
@@ -38,6 +40,11 @@ class Termination:
                     seen.add(peer)
                     todo.append(peer)
         return frozenset(seen)
+
+    @property
+    def mistaken(self) -> frozenset[int]:
+        """Lost workers that somebody took to have no part, while others had to do with them: the pass must fail."""
+        return self.participants & self._absent
 
     @property
     def missing(self) -> frozenset[int]:

@@ -212,9 +212,9 @@ class DistEngine:
                 current.phase = PassPhase.DONE
             root = creator_of(current.pass_id)
             if root == self._own:
-                self._take_report(current, self._own, report.peers)
+                self._take_report(current, self._own, report)
             else:
-                note = ReportDone(current.context.context_id, current.pass_id, report.peers)
+                note = ReportDone(current.context.context_id, current.pass_id, report.peers, report.absent)
                 self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
 
         self._attempt(current, "reporting to the root", step)
@@ -274,7 +274,7 @@ class DistEngine:
         message = parse(note, ReportDone)
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
-            self._take_report(current, sender.id, message.peers)
+            self._take_report(current, sender.id, Report(message.peers, message.absent))
         if self._has_failed(message.context_id, message.pass_id):
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
             failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "taking a report")
@@ -285,12 +285,22 @@ class DistEngine:
         context = self._container.find(context_id)
         return context is None or context.ended_passes.get(pass_id) is False
 
-    def _take_report(self, current: BackwardPass, worker: int, peers: tuple[int, ...]) -> None:
+    def _take_report(self, current: BackwardPass, worker: int, report: Report) -> None:
         with current.lock:
-            if not current.is_open or current.termination is None or not current.termination.reported(worker, peers):
+            if not current.is_open or current.termination is None:
                 return
-            current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
+            is_complete = current.termination.reported(worker, report.peers, report.absent)
+            mistaken = current.termination.mistaken
+            if is_complete:
+                current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
             others = current.termination.participants - {self._own}
+        if mistaken:
+            name = self.prober.name_of(min(mistaken))
+            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking part in the pass", name)
+        elif is_complete:
+            self._commit(current, others)
+
+    def _commit(self, current: BackwardPass, others: Iterable[int]) -> None:
         try:
             self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
         finally:

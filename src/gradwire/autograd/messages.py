@@ -86,11 +86,12 @@ class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_un
 
 
 class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A participant is done."""
+    """A participant is done; see `Report`."""
 
     context_id: int
     pass_id: int
     peers: tuple[int, ...]
+    absent: tuple[int, ...] = ()
 
 
 class AbortPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
