@@ -119,6 +119,10 @@ class CallTable:
         """Takes all calls out: the connection is gone."""
         return [call for call_id in list(self._pending) if (call := self._pending.pop(call_id, None))]
 
+    def has_older_than(self, when: float) -> bool:
+        """Whether a call is under way that was made before that time."""
+        return any(call.started < when for call in list(self._pending.values()))
+
     def expire(self, now: float) -> tuple[list[PendingCall], float]:
         """Calls whose deadline has passed, each named once, and the earliest deadline of the others."""
         expired, earliest = [], _NO_DEADLINE

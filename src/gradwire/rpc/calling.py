@@ -373,7 +373,8 @@ class Caller:
             if lane.connection.is_vanished():
                 vanished = ConnectionLost("the other machine does not acknowledge anything")
                 run_soon(partial(lane.reader.end, vanished))
-            lane.reader.ensure_watched()  # Ctrl-C may have hit between sending a call and waiting for it
+            if lane.calls.has_older_than(now - _SWEEP_S):  # Ctrl-C has hit between sending a call and waiting for it
+                lane.reader.ensure_watched()
         for table in [self.local.calls, *(lane.calls for lane in lanes)]:
             expired, earliest = table.expire(now)
             for call in expired:

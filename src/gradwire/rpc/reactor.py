@@ -30,6 +30,7 @@ _log = logging.getLogger("gradwire")
 
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 _TICK_S = 0.002
+_SWEEP_S = 1.0
 _AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
 _JOIN_S = 2.0
 _SAMPLE_S = 0.02
@@ -143,7 +144,7 @@ class Reactor:
     def expect(self, when: float) -> None:
         """The sweep is wanted at that time at the latest."""
         if when < self._clock.next_sweep:
-            self._clock.wake()
+            self._clock.expect(when)
 
     @staticmethod
     def is_process_busy() -> bool:
@@ -281,6 +282,10 @@ class _Clock:
         self.is_awake = False
         self.next_sweep = float("inf")
         self._is_sweep_due = False  # set by wake(), which next_sweep alone cannot tell from a sweep that just ended
+        self._lock = threading.Lock()  # guards the next two
+        self._is_sweeping = False
+        self._wanted = float("inf")  # what was expected during a sweep, which may have looked already
+        self._is_in_demand = False  # something was expected since the last sweep, though it may be over by now
         self.thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
 
     def start(self) -> None:
@@ -292,14 +297,29 @@ class _Clock:
         self.next_sweep = 0.0  # so that nobody wakes it a second time
         self._bell.ring()
 
+    def expect(self, when: float) -> None:
+        """A sweep is wanted earlier than planned."""
+        with self._lock:
+            self._is_in_demand = True
+            if self._is_sweeping:  # waking it would make it sweep once more for every call that is made meanwhile
+                self._wanted = min(self._wanted, when)
+                return
+        self.wake()
+
     def _run(self) -> None:
         active_until = 0.0
         while not self._closing:
             now = time.monotonic()
             if self._is_sweep_due or self.next_sweep <= now:
-                self._is_sweep_due = False
-                self.next_sweep = float("inf")  # whatever is expected during the sweep wakes the clock again
-                self.next_sweep = self._sweep(now)
+                with self._lock:
+                    self._is_sweeping, self._is_sweep_due = True, False
+                    self.next_sweep = self._wanted = float("inf")
+                wanted = self._sweep(now)
+                with self._lock:
+                    self._is_sweeping = False
+                    # Calls may come and go faster than the clock wakes: each would wake it again.
+                    soon = now + _SWEEP_S if self._is_in_demand else float("inf")
+                    self.next_sweep, self._is_in_demand = min(wanted, self._wanted, soon), False
             if self._look_after_busy(now):
                 active_until = now + _AWAKE_S
             if now < active_until:

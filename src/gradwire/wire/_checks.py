@@ -135,8 +135,13 @@ def _check_call(message: Call, limits: Limits) -> int:
 def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
     if len(notes) > _MAX_NOTES:
         raise LimitExceeded(f"a message with {len(notes)} notes; at most {_MAX_NOTES} are accepted")
-    for name in notes:
-        _check_name(name, "a note's name", limits.name_bytes)
+    is_flat = True
+    for name, note in notes.items():
+        if not (name.isascii() and name.isprintable() and 0 < len(name) <= limits.name_bytes):
+            _check_name(name, "a note's name", limits.name_bytes)
+        is_flat = is_flat and type(note) is list and _SCALARS.issuperset(map(type, note))
+    if is_flat:
+        return
     level: list[Any] = [notes]
     for _ in range(limits.depth):
         level = [child for value in level for child in _children(value)]
