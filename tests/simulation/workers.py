@@ -1,0 +1,308 @@
+"""A simulated worker: the real `BackwardState` and `Termination`, driven the way `DistEngine` drives them."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gradwire.autograd._backward_state import (
+    Action,
+    BackwardState,
+    Component,
+    ComponentPhase,
+    Mode,
+    Report,
+    RunComponent,
+    Tell,
+)
+from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
+from simulation.local_engine import AbstractGraph, Gradients, LocalRun, NodeFailed
+from simulation.messages import Abort, Commit, Done, Lost, Message, Propagate
+from simulation.recording import Node, Recording
+
+
+class Phase(enum.Enum):
+    """Where the pass is on a worker."""
+
+    OUT = "has not heard of it"
+    JOINED = "joined"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Violation(AssertionError):
+    """The simulated workers did something that must never happen."""
+
+
+class World(Protocol):
+    """What a worker sees of the simulation."""
+
+    rng: random.Random
+    mode: Mode
+    program: Recording
+
+    def send(self, sender: int, to: int, message: Message) -> None:
+        """Puts a message on its way."""
+
+    def note_failure(self) -> None:
+        """A node failed."""
+
+
+class Worker:
+    """Does for one worker what `DistEngine` and `BackwardPass` do for a real one."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self._program = world.program
+        self.rank = rank
+        self.is_alive = True
+        self.phase = Phase.OUT
+        self.lost: set[int] = set()
+        self.runs: dict[int, LocalRun] = {}
+        self.gradients: dict[Node, list[int]] = {}  # what the runs found, one entry each
+        self.num_sent = 0
+        self._received: set[tuple[int, int]] = set()  # a message that comes twice counts once
+        self._state: BackwardState | None = None
+        self._sends: dict[int, Node] = {}
+        self._arrived: dict[int, Gradients] = {}
+        self._introduced: set[int] = set()
+        self._termination = Termination(rank) if self.is_root else None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it called backward."""
+        return self.rank == self._program.root
+
+    @property
+    def state(self) -> BackwardState:
+        """The pass here."""
+        assert self._state is not None
+        return self._state
+
+    # -- joining and running -----------------------------------------------------------------------------------------
+
+    def join(self, heard: Iterable[int] = ()) -> None:
+        """Takes what was recorded so far, and begins."""
+        record = self._program.records[self.rank]
+        roots = [value.node for value, _ in self._program.roots] if self.is_root else []
+        self._sends = dict(record.sends)
+        self._graph = AbstractGraph(roots, self._sends)
+        self._state = BackwardState(
+            self.rank,
+            self._world.mode,
+            list(record.exchanges),
+            self._graph.components,
+            self._graph.reached_by,
+            set(self.lost),
+        )
+        self.phase = Phase.JOINED
+        self._perform(self._state.begin(set(heard)))
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                self._post(action.peer, dict.fromkeys(action.message_ids))
+            elif isinstance(action, RunComponent):
+                self._start_run(action)
+            else:
+                self._report(action)
+
+    def _start_run(self, action: RunComponent) -> None:
+        if action.index in self.runs:
+            raise Violation(f"component {action.index} of worker {self.rank} is run twice")
+        state, has_roots = self.state, self._graph.components[action.index].has_roots
+        self.runs[action.index] = LocalRun(
+            self._world.rng,
+            self._program.roots if has_roots else [],
+            [self._sends[send] for send in action.sends if state.is_settled(send)],
+            [self._sends[send] for send in action.sends if not state.is_settled(send)],
+            state.is_settled,
+            self._arrived.get,
+            self._fire,
+        )
+
+    def steps(self) -> list[Callable[[], None]]:
+        """What its engine could do next."""
+        if self.phase is not Phase.JOINED:
+            return []
+        return [functools.partial(self._step, index, run) for index, run in self._movable()]
+
+    def _movable(self) -> list[tuple[int, LocalRun]]:
+        phases = self.state.phases
+        return [
+            (index, run)
+            for index, run in self.runs.items()
+            if phases[index] is ComponentPhase.RUNNING and not run.is_blocked
+        ]
+
+    def _step(self, index: int, run: LocalRun) -> None:
+        try:
+            if not run.is_finished:
+                run.step()
+                return
+        except NodeFailed:
+            self._world.note_failure()
+            self._fail()
+            return
+        for leaf, gradient in run.found:
+            self.gradients.setdefault(leaf, []).append(gradient)
+        self._perform(self.state.component_finished(index))
+
+    def _fire(self, recv: int, gradients: Gradients) -> None:
+        """The engine reached a recv."""
+        has_gradient = any(gradient is not None for gradient in gradients)
+        if self.state.has_fired(recv):
+            if has_gradient:
+                raise Violation(f"recv {recv} on worker {self.rank} was answered with nothing, but has a gradient")
+            return
+        self.state.recv_fired(recv)
+        peer = next(item.peer for item in self._program.records[self.rank].exchanges if item.message_id == recv)
+        if peer not in self.lost:
+            self._post(peer, {recv: gradients if has_gradient else None})
+        elif has_gradient:
+            raise NodeFailed(f"worker {peer}, which has a part in the loss, is gone")
+
+    def _post(self, peer: int, answers: dict[int, Gradients | None]) -> None:
+        introduction = None
+        if peer not in self._introduced:
+            self._introduced.add(peer)
+            introduction = self.state.introduction_to(peer)
+        self.num_sent += 1
+        self._world.send(self.rank, peer, Propagate(self.num_sent, introduction, answers))
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def handle(self, sender: int, message: Message) -> None:
+        """Something arrived."""
+        if isinstance(message, Lost):
+            self._on_lost(sender)
+        elif sender in self.lost:
+            return  # what the dead still had to say does not count, else nobody would end what it begins
+        elif isinstance(message, Propagate):
+            self._on_propagate(sender, message)
+        elif isinstance(message, Done):
+            self._on_done(sender, message)
+        elif isinstance(message, Commit):
+            self._on_commit()
+        else:
+            self._drop(None if self.is_root else sender)
+
+    def _on_propagate(self, sender: int, message: Propagate) -> None:
+        if self._program.root in self.lost or self.phase in (Phase.COMMITTED, Phase.ABORTED):
+            return
+        if self.phase is Phase.OUT:
+            self.join({sender})
+        self._received.add((sender, message.number))
+        settled: dict[int, bool] = {}
+        for send, gradients in message.answers.items():
+            if gradients is not None and not self.state.knows_send(send, sender):
+                raise Violation(f"worker {self.rank} got a gradient for send {send}, which it does not know")
+            if self.state.knows_send(send, sender) and not self.state.is_settled(send):
+                settled[send] = gradients is not None
+                if gradients is not None:
+                    self._arrived[send] = gradients
+        self._perform(self.state.message_received(sender, message.introduction, settled))
+
+    def _on_lost(self, worker: int) -> None:
+        self.lost.add(worker)
+        if self.phase is not Phase.JOINED:
+            return
+        if worker == self._program.root:
+            self._drop()
+            return
+        actions = self.state.worker_lost(worker)
+        if actions is None or (self._termination is not None and worker in self._termination.participants):
+            self._fail()
+        else:
+            self._perform(actions)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def _report(self, report: Report) -> None:
+        if self.is_root:
+            self._on_done(self.rank, Done(report))
+        else:
+            self._world.send(self.rank, self._program.root, Done(report))
+
+    def _on_done(self, sender: int, message: Done) -> None:
+        assert self._termination is not None
+        if self.phase is Phase.ABORTED:
+            self._world.send(self.rank, sender, Abort())  # it may have joined only after the others were told
+        elif self.phase is Phase.JOINED:
+            is_complete = self._termination.reported(sender, message.report.peers, message.report.absent)
+            if self._termination.mistaken:
+                self._drop()
+            elif is_complete:
+                self._commit()
+
+    def _commit(self) -> None:
+        assert self._termination is not None
+        self.phase = Phase.COMMITTED
+        for worker in sorted(self._termination.participants - {self.rank}):
+            self._world.send(self.rank, worker, Commit())
+
+    def _on_commit(self) -> None:
+        if self.phase is Phase.JOINED:
+            self.phase = Phase.COMMITTED
+
+    def _fail(self) -> None:
+        """Something went wrong here. Who has reported leaves it to the root, which may have committed meanwhile."""
+        if self.state.has_reported and not self.is_root:
+            self._world.send(self.rank, self._program.root, Abort())
+        else:
+            self._drop()
+
+    def _drop(self, told: int | None = None) -> None:
+        """Ends the pass here without gradients, and tells everybody who might have to do with it."""
+        if self.phase in (Phase.COMMITTED, Phase.ABORTED):
+            return
+        self.phase = Phase.ABORTED
+        self.runs = {}
+        for worker in sorted(self._others() - {self.rank, told}):
+            self._world.send(self.rank, worker, Abort())
+
+    def _others(self) -> set[int]:
+        """Everybody who might have to do with the pass, as far as is known here."""
+        others = {self._program.root}
+        if self._state is not None:
+            others |= set(self._state.peers)
+        if self._termination is not None:
+            others |= self._termination.participants
+        return others
+
+    # -- questions -------------------------------------------------------------------------------------------------------
+
+    @property
+    def components(self) -> list[Component]:
+        """What its graph falls into; nothing before it has joined."""
+        return self._graph.components if self._state is not None else []
+
+    @property
+    def visible(self) -> dict[Node, int]:
+        """The gradients that a user could read here."""
+        if self.phase is not Phase.COMMITTED:
+            return {}
+        return {leaf: sum(found) for leaf, found in self.gradients.items()}
+
+    def has_handled(self, sender: int, message: Propagate) -> bool:
+        """Whether that message, or the one that it repeats, has arrived."""
+        return (sender, message.number) in self._received
+
+    def snapshot(self) -> PassSnapshot:
+        """The answer to the stall probe."""
+        if self.phase is not Phase.JOINED:
+            return PassSnapshot(str(self.rank))
+        waiting = tuple(WaitingSend(send, str(self.rank), "", "", "") for send in self.state.unsettled)
+        return PassSnapshot(
+            str(self.rank),
+            True,
+            self.state.has_reported,
+            len(self._movable()),
+            self.num_sent,
+            len(self._received),
+            waiting,
+            self.state.peers,
+        )
