@@ -249,6 +249,11 @@ class BackwardState:
         return tuple(self._unsettled)
 
     @property
+    def is_finishing(self) -> bool:
+        """Whether the report follows as soon as the run that is under way has ended."""
+        return not (self._unsettled or self._unfired or self._has_reported) and self._num_open <= 1
+
+    @property
     def has_reported(self) -> bool:
         """Whether everything here is done."""
         return self._has_reported

@@ -31,6 +31,7 @@ class LocalGraph:
     Attributes:
         components: Sources that must run together, with the recvs they reach.
         leaves: For each component, the leaf tensors it reaches.
+        direct: For each component that is nothing but a send of leaves, those, in the order of the message; else None.
     """
 
     def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Collection[int]) -> None:
@@ -88,6 +89,7 @@ class LocalGraph:
         for source in range(len(self._starts)):
             if source != _ROOTS or self._starts[_ROOTS]:
                 groups.setdefault(self._find(source), []).append(source)
+        self.direct = [self._leaves_behind(sources) for sources in groups.values()]
         self._component_of = {head: index for index, head in enumerate(groups)}
         for sources in groups.values():
             leaves: dict[int, torch.Tensor] = {}
@@ -101,6 +103,15 @@ class LocalGraph:
                     _ROOTS in sources,
                 )
             )
+
+    def _leaves_behind(self, sources: Sequence[int]) -> list[torch.Tensor] | None:
+        """For a component that is one send of leaves without hooks, those leaves: there is nothing to run for it."""
+        if len(sources) != 1 or sources[0] == _ROOTS:
+            return None
+        nodes = [node for node, _ in self._starts[sources[0]][0].next_functions]
+        if any(type(node) is not AccumulateGrad or has_hooks(node.variable) for node in nodes):
+            return None
+        return [node.variable for node in nodes]
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the wanted tensors that a component reaches, each once."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from gradwire.autograd._backward_state import Exchange
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 _PACKAGE = "gradwire"
 
 
-@dataclass(frozen=True, slots=True)
-class CallSite:
+class CallSite(msgspec.Struct, frozen=True):
     """A line of the user's code, formatted only when somebody asks."""
 
     code: CodeType | None
@@ -100,8 +99,7 @@ class RecordedSend:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRecv:
+class RecordedRecv(msgspec.Struct, frozen=True):
     """A message that arrived.
 
     Attributes:

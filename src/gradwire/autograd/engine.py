@@ -190,6 +190,8 @@ class DistEngine:
                 current.introduced.add(peer)
                 introduction = current.state.introduction_to(peer)
             current.counters.num_sent += 1
+            # The report follows: one system call and one wake-up there for both.
+            hold_back = current.state.is_finishing and peer == creator_of(current.pass_id)
         note = PropagateGradients(
             current.context.context_id,
             current.pass_id,
@@ -201,7 +203,8 @@ class DistEngine:
             values = list(tensors)
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
+            name = self.prober.name_of(peer)
+            self._agent.notices.send(name, "autograd.propagate", note, tensors, current.deadline, hold_back=hold_back)
 
     def _report(self, current: BackwardPass, report: Report) -> None:
         def step() -> None:
@@ -301,10 +304,10 @@ class DistEngine:
             self._commit(current, others)
 
     def _commit(self, current: BackwardPass, others: Iterable[int]) -> None:
-        try:
+        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here."""
+        self._end(current, PassPhase.COMMITTED)
+        if current.context.released is None:  # else they are told of that anyway
             self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
-        finally:
-            self._end(current, PassPhase.COMMITTED)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, CommitPass)

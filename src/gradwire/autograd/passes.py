@@ -187,6 +187,10 @@ class BackwardPass:
             PassDropped: The pass was aborted meanwhile.
             Exception: Whatever a node or a hook raised.
         """
+        direct = self.graph.direct[action.index]
+        if direct is not None:
+            self._take_directly(direct, action)
+            return
         component, roots = self.graph.components[action.index], self._roots
         with self.lock:
             waiting = [send for send in action.sends if not self.state.is_settled(send)]
@@ -205,6 +209,15 @@ class BackwardPass:
         finally:
             with self.lock:
                 self.counters.num_running -= 1
+
+    def _take_directly(self, leaves: Sequence[torch.Tensor], action: RunComponent) -> None:
+        """What came for a send of leaves is their gradient."""
+        wanted = {id(leaf) for leaf in self._inputs_of(action.index)}
+        found = self.gradients_of(action.sends[0])
+        with self.lock:
+            for leaf, gradient in zip(leaves, found, strict=True):
+                if gradient is not None and id(leaf) in wanted:
+                    add_gradient(self.gradients, leaf, gradient)
 
     def _inputs_of(self, index: int) -> list[torch.Tensor]:
         wanted, leaves = self._roots.inputs, self.graph.leaves[index]

@@ -49,7 +49,14 @@ class Notices:
         self._handlers[f"~{name}"] = handler
 
     def send(
-        self, to: str, name: str, note: Any, tensors: Sequence[torch.Tensor] = (), deadline: float | None = None
+        self,
+        to: str,
+        name: str,
+        note: Any,
+        tensors: Sequence[torch.Tensor] = (),
+        deadline: float | None = None,
+        *,
+        hold_back: bool = False,
     ) -> None:
         """Sends a notice; tensors are captured.
 
@@ -59,6 +66,7 @@ class Notices:
             note: Plain data or a msgspec struct.
             tensors: Travel beside it.
             deadline: In `time.monotonic` seconds.
+            hold_back: Another notice to the same worker follows shortly; a small one may wait and leave with it.
 
         Raises:
             WorkerLost: The worker is gone.
@@ -71,7 +79,7 @@ class Notices:
         while True:
             lane = peer.lanes.get("control") or peer.lane("control", limit)
             try:
-                lane.connection.send(message, b"", tensors, limit)
+                lane.connection.send(message, b"", tensors, limit, hold_back)
                 return
             except ConnectionClosed as error:  # cut off here, by Ctrl-C: the other side has not got all of it
                 lane.reader.end(error)
