@@ -349,20 +349,20 @@ class DistEngine:
                 actions = None
             current.wake_gates()
         if actions is None:
-            self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "taking part in the pass", name)
+            self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "waiting")
         else:
             self._perform(current, actions)
 
     # -- the end of a pass -----------------------------------------------------------------------------------------------
 
-    def fail(self, current: BackwardPass, error: BaseException, operation: str, worker: str | None = None) -> None:
+    def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
         """Something went wrong here: the pass ends, and everybody is told.
 
         Who has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
         """
         if not current.is_open:
             return
-        failure = self._failure(error, operation, worker)
+        failure = self._failure(error, operation)
         abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
         has_reported = current.phase is PassPhase.DONE and not current.is_root
         if not (has_reported and self.tell(creator_of(current.pass_id), "autograd.abort", abort)):
@@ -374,10 +374,12 @@ class DistEngine:
         abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
         self._drop(current, failure, abort, set())
 
-    def _failure(self, error: BaseException, operation: str, worker: str | None = None) -> BackwardFailed:
+    def _failure(self, error: BaseException, operation: str) -> BackwardFailed:
         if isinstance(error, BackwardFailed):
             return error
-        name = worker or self._agent.info.name
+        name = self._agent.info.name
+        if isinstance(error, WorkerLost) and error.worker:  # whoever noticed it, and by whatever means: name the dead
+            name, operation = error.worker, "taking part in the pass"
         text = f"the backward pass failed on worker {name} while {operation}: {type(error).__name__}: {error}"
         failure = BackwardFailed(text, name, operation)
         failure.__cause__ = error
