@@ -16,7 +16,9 @@ message of a pass that is over is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +43,14 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, RpcError, TransportError, UnknownContext, WorkerLost
+from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
+
+_TELL_S = 0.2  # how long whoever ends a pass or a context waits for a worker that does not read
 
 
 class DistEngine:
@@ -426,11 +430,19 @@ class DistEngine:
                 self.tell(rank, name, note)
 
     def tell(self, rank: int, name: str, note: Any) -> bool:
-        """Sends a notice; False if the worker is gone."""
+        """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
         if rank in self.lost:
             return False
         try:
-            self._agent.notices.send(self.prober.name_of(rank), name, note)
+            to = self.prober.name_of(rank)
+            self._agent.notices.send(to, name, note, (), time.monotonic() + _TELL_S)
+        except RpcTimeout:
+            self._agent.reactor.run_soon(functools.partial(self._tell_late, to, name, note))
         except (RpcError, TransportError):
             return False
         return True
+
+    def _tell_late(self, to: str, name: str, note: Any) -> None:
+        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+        with contextlib.suppress(RpcError, TransportError):
+            self._agent.notices.send(to, name, note)
