@@ -8,7 +8,9 @@ from autograd.programs import NUM_INPUTS, Body, Call, Change, Hook, Program, Wai
 def describe(program: Program) -> str:
     """The program for people: one line for each statement, callees indented."""
     head = f"# seed {program.seed}: run by {program.runner}, {program.plan}, size {program.size}, waits={program.waits}"
-    return "\n".join((head, *_lines(program.body, NUM_INPUTS, 0), f"roots: {program.roots}, targets: {program.targets}"))
+    return "\n".join(
+        (head, *_lines(program.body, NUM_INPUTS, 0), f"roots: {program.roots}, targets: {program.targets}")
+    )
 
 
 def _lines(body: Body, num_args: int, depth: int) -> list[str]:

@@ -135,6 +135,7 @@ class _Value:
     is_saved: bool = False  # in a graph, or shares its memory with such: must not change any more
     is_leaf: bool = False
     is_weight: bool = False
+    is_hooked: bool = False
 
     @property
     def may_change(self) -> bool:
@@ -212,6 +213,7 @@ class _Generator:
         target = self._pick(drawing)
         value = drawing.values[target]
         if value.needs_grad and not value.is_weight and drawing.records:
+            value.is_hooked = True
             drawing.statements.append(Hook(target))
 
     def _wait(self, drawing: _Drawing) -> None:
@@ -262,7 +264,7 @@ class _Generator:
             body=Body(tuple(drawing.statements), ()),
             roots=tuple(self._root(drawing) for _ in range(num_roots)),
             plan=plan,
-            targets=self._root(drawing),
+            targets=self._targets(drawing),
             waits=self._dice.random() < 0.5,
         )
 
@@ -270,6 +272,11 @@ class _Generator:
         fit = [number for number, value in enumerate(drawing.values) if value.needs_grad]
         late = fit[-6:]
         return tuple(self._dice.choice(late) for _ in range(self._dice.choice((1, 2, 3, 4))))
+
+    def _targets(self, drawing: _Drawing) -> tuple[int, ...]:
+        """No values with hooks: torch returns them before or after the hook, by what else is asked for."""
+        fit = [number for number, value in enumerate(drawing.values) if value.needs_grad and not value.is_hooked]
+        return tuple(self._dice.sample(fit[-6:], min(2, len(fit))))
 
 
 def _received(values: Sequence[_Value], numbers: Sequence[int], records: bool) -> list[_Value]:
