@@ -204,7 +204,8 @@ class DistEngine:
             (introduction.has, introduction.expects) if introduction is not None else None,
         )
         if peer == self._own:
-            values = list(tensors)
+            # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
+            values = [tensor.clone() for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
             name = self.prober.name_of(peer)
