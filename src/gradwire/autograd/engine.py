@@ -304,7 +304,7 @@ class DistEngine:
             others = current.termination.participants - {self._own}
         if mistaken:
             name = self.prober.name_of(min(mistaken))
-            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking part in the pass", name)
+            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
         elif is_complete:
             self._commit(current, others)
 
