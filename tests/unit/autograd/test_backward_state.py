@@ -1,0 +1,408 @@
+"""The rules of a backward pass on one worker, each by a small case."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import pytest
+
+from gradwire.autograd._backward_state import (
+    Action,
+    BackwardState,
+    Component,
+    ComponentPhase,
+    Exchange,
+    Introduction,
+    Mode,
+    Report,
+    RunComponent,
+    Tell,
+)
+
+OWN, B, C = 0, 1, 2
+
+
+def sent(message_id: int, peer: int = B) -> Exchange:
+    return Exchange(message_id, peer, is_send=True)
+
+
+def came(message_id: int, peer: int = B) -> Exchange:
+    return Exchange(message_id, peer, is_send=False)
+
+
+def tied(*sends: int, recvs: Collection[int] = (), has_roots: bool = False) -> Component:
+    return Component(sends, frozenset(recvs), has_roots)
+
+
+def make_state(
+    exchanges: Sequence[Exchange],
+    *components: Component,
+    reached: Mapping[int, Collection[int]] | None = None,
+    mode: Mode = Mode.SMART,
+    lost: Collection[int] = (),
+) -> BackwardState:
+    """A pass on worker 0.
+
+    Args:
+        exchanges: In the order in which they were made.
+        components: Of its graph.
+        reached: Which recvs each send reaches, where not all of its component; -1 stands for the roots.
+        mode: SMART or FAST.
+        lost: Workers that are gone.
+    """
+
+    def reached_by(index: int, sends: Collection[int]) -> set[int]:
+        sources = [*sends, -1] if components[index].has_roots else list(sends)
+        table = reached or {}
+        return {recv for source in sources for recv in table.get(source, components[index].recvs)}
+
+    return BackwardState(OWN, mode, exchanges, components, reached_by, lost)
+
+
+def begun(state: BackwardState, heard: Collection[int] = (B, C)) -> BackwardState:
+    """The same, joined by messages of workers that need not be woken."""
+    state.begin(heard)
+    return state
+
+
+def give(state: BackwardState, *sends: int, peer: int = B) -> list[Action]:
+    return state.message_received(peer, None, dict.fromkeys(sends, True))
+
+
+def deny(state: BackwardState, *sends: int, peer: int = B) -> list[Action]:
+    return state.message_received(peer, None, dict.fromkeys(sends, False))
+
+
+class TestRuns:
+    def test_one_source_runs_when_it_is_settled(self) -> None:
+        state = make_state([came(1), sent(2)], tied(2, recvs=[1]))
+        assert state.begin({B}) == []
+        assert state.phases == (ComponentPhase.WAITING,)
+        assert give(state, 2) == [RunComponent(0, (2,))]
+        assert state.phases == (ComponentPhase.RUNNING,)
+        state.recv_fired(1)
+        assert state.component_finished(0) == [Report((B,))]
+        assert state.phases == (ComponentPhase.DONE,)
+
+    def test_roots_run_at_once_and_wait_inside_for_sends_they_are_tied_to(self) -> None:
+        state = make_state([sent(1), came(2)], tied(1, recvs=[2], has_roots=True))
+        assert state.begin() == [RunComponent(0, (1,))]
+        assert give(state, 1) == []  # the run picks it up
+        assert state.is_settled(1)
+
+    def test_roots_and_free_sends_run_side_by_side(self) -> None:
+        state = make_state([sent(1), came(2)], tied(recvs=[2], has_roots=True), tied(1))
+        assert state.begin() == [RunComponent(0, ())]
+        assert give(state, 1) == [RunComponent(1, (1,))]
+
+    def test_sources_that_share_a_node_run_once_from_the_last_on(self) -> None:
+        state = begun(make_state([sent(1), sent(2), sent(3)], tied(1, 2, 3)))
+        assert give(state, 1) == []
+        assert give(state, 3) == [RunComponent(0, (1, 2, 3))]
+        assert give(state, 2) == []
+        assert state.component_finished(0) == [Report((B,))]
+
+    def test_source_without_gradient_is_left_out(self) -> None:
+        state = begun(make_state([sent(1), sent(2)], tied(1, 2)))
+        assert give(state, 1) == []
+        assert deny(state, 2) == [RunComponent(0, (1,))]
+
+    def test_nothing_for_an_earlier_source_does_not_start_a_run(self) -> None:
+        state = begun(make_state([sent(1), sent(2)], tied(1, 2)))
+        assert deny(state, 1) == []
+        assert give(state, 2) == [RunComponent(0, (2,))]
+
+    def test_component_without_any_gradient_does_not_run(self) -> None:
+        state = begun(make_state([came(1), came(2, C), sent(3), sent(4)], tied(3, 4, recvs=[1, 2])))
+        assert deny(state, 3) == []
+        assert sorted(map(repr, deny(state, 4))) == sorted(map(repr, [Tell(B, (1,)), Tell(C, (2,)), Report((B, C))]))
+        assert state.phases == (ComponentPhase.DONE,)
+
+    def test_end_of_a_run_is_told_once(self) -> None:
+        state = make_state([], tied(has_roots=True))
+        state.begin()
+        assert state.component_finished(0) == [Report(())]
+        assert state.component_finished(0) == []
+
+
+class TestRecvs:
+    def test_those_that_nothing_reaches_are_answered_on_joining(self) -> None:
+        state = make_state([came(1), came(2), came(3, C), sent(4)], tied(4, recvs=[2]))
+        assert state.begin() == [Tell(B, (1,)), Tell(C, (3,))]
+        assert state.has_fired(1)
+        assert not state.has_fired(2)
+
+    def test_those_of_one_worker_are_answered_together(self) -> None:
+        state = make_state([came(1), came(2)])
+        assert state.begin({B}) == [Tell(B, (1, 2)), Report((B,))]
+
+    def test_those_cut_off_are_answered_as_soon_as_that_is_known(self) -> None:
+        state = begun(
+            make_state([came(1), came(2, C), sent(3), sent(4)], tied(3, 4, recvs=[1, 2]), reached={3: [1], 4: [1, 2]})
+        )
+        assert deny(state, 4) == [Tell(C, (2,))]
+        assert give(state, 3) == [RunComponent(0, (3,))]
+
+    def test_roots_keep_what_they_reach(self) -> None:
+        state = make_state(
+            [came(1), came(2, C), sent(3, OWN)], tied(3, recvs=[1, 2], has_roots=True), reached={-1: [1], 3: [2]}
+        )
+        assert state.begin() == [Tell(C, (2,)), RunComponent(0, ())]
+
+    def test_what_the_engine_never_reaches_is_answered_when_it_is_done(self) -> None:
+        state = begun(make_state([came(1), came(2), sent(3)], tied(3, recvs=[1, 2])))
+        give(state, 3)
+        state.recv_fired(1)
+        assert state.component_finished(0) == [Tell(B, (2,)), Report((B,))]
+
+    def test_fires_once_and_makes_its_worker_a_peer(self) -> None:
+        state = make_state([came(1, C)], tied(recvs=[1], has_roots=True))
+        state.begin()
+        assert not state.peers
+        state.recv_fired(1)
+        state.recv_fired(1)
+        state.recv_fired(99)
+        assert state.peers == (C,)
+        assert state.component_finished(0) == [Report((C,))]
+
+    def test_of_another_context_counts_as_fired(self) -> None:
+        assert make_state([]).has_fired(5)
+
+
+class TestWaking:
+    def test_destinations_of_sends_are_told_of_the_pass(self) -> None:
+        state = make_state([sent(1), sent(2), sent(3, C)], tied(1), tied(2), tied(3))
+        assert state.begin() == [Tell(B), Tell(C)]
+        assert state.peers == (B, C)
+
+    def test_not_who_will_certainly_get_an_answer(self) -> None:
+        """The recv is younger than all sends to that worker, so what fires it needs no help of that worker."""
+        state = make_state([sent(1), came(2)], tied(1), tied(recvs=[2], has_roots=True))
+        assert state.begin() == [RunComponent(1, ())]
+
+    def test_but_who_has_got_something_since(self) -> None:
+        state = make_state([sent(1), came(2), sent(3)], tied(1), tied(3), tied(recvs=[2], has_roots=True))
+        assert state.begin() == [Tell(B), RunComponent(2, ())]
+
+    def test_not_who_knows_already(self) -> None:
+        assert make_state([sent(1)], tied(1)).begin({B}) == []
+
+    def test_not_who_is_told_something_anyway(self) -> None:
+        state = make_state([came(1), sent(2)], tied(2))
+        assert state.begin() == [Tell(B, (1,))]
+
+    def test_not_the_worker_itself(self) -> None:
+        state = make_state([sent(1, OWN), came(1, OWN)], tied(1), tied(recvs=[1], has_roots=True))
+        assert state.begin() == [RunComponent(1, ())]
+
+
+class TestIntroductions:
+    def test_says_what_is_recorded_here(self) -> None:
+        state = make_state([sent(1), came(2), sent(3, C), came(4, C), sent(5)])
+        assert state.introduction_to(B) == Introduction(has=(2,), expects=(1, 5))
+        assert state.introduction_to(C) == Introduction(has=(4,), expects=(3,))
+        assert state.introduction_to(OWN) is None
+
+    def test_send_that_never_arrived_is_settled(self) -> None:
+        state = begun(make_state([sent(1), sent(2), sent(3, C)], tied(1), tied(2), tied(3)))
+        assert state.message_received(B, Introduction(has=(2,)), {}) == []
+        assert state.unsettled == (2, 3)
+        assert state.phases[0] is ComponentPhase.DONE
+
+    def test_also_if_another_message_came_first(self) -> None:
+        state = begun(make_state([sent(1), sent(2)], tied(1), tied(2)))
+        give(state, 2)
+        state.message_received(B, Introduction(has=(2,)), {})
+        assert state.unsettled == ()
+
+    def test_message_that_never_arrived_here_is_answered(self) -> None:
+        state = begun(make_state([came(1)], tied(recvs=[1], has_roots=True)), heard=())
+        assert state.message_received(B, Introduction(expects=(1, 7, 8)), {}) == [Tell(B, (7, 8))]
+        assert state.peers == (B,)
+
+    def test_worker_that_has_nothing_reports_and_answers(self) -> None:
+        """The call that made it known failed before it arrived."""
+        state = make_state([])
+        assert state.begin({B}) == [Report(())]
+        assert state.message_received(B, Introduction(expects=(1,)), {}) == [Tell(B, (1,))]
+
+    def test_gradient_that_comes_along_counts(self) -> None:
+        state = begun(make_state([sent(1)], tied(1)))
+        assert state.message_received(B, Introduction(has=(1,)), {1: True}) == [RunComponent(0, (1,))]
+
+
+class TestOwnMessages:
+    def test_send_that_has_not_arrived_yet_is_settled(self) -> None:
+        state = make_state([sent(1, OWN)], tied(1))
+        assert state.begin() == [Report(())]
+
+    def test_recv_that_nothing_reaches_settles_its_send_without_a_message(self) -> None:
+        state = make_state([sent(1, OWN), came(1, OWN), sent(2), came(2, OWN)], tied(1), tied(2))
+        assert Tell(OWN, (1,)) not in state.begin({B})
+        assert state.is_settled(1)
+
+    def test_run_that_follows_from_an_own_answer_begins_once(self) -> None:
+        """Nothing for 3 cuts recv 1 off; its send is of the same component, and leaves only 2, which is settled."""
+        state = begun(
+            make_state(
+                [sent(1, OWN), came(1, OWN), sent(2), sent(3)], tied(1, 2, 3, recvs=[1]), reached={1: [], 2: [], 3: [1]}
+            )
+        )
+        assert give(state, 2) == []
+        assert deny(state, 3) == [RunComponent(0, (2,))]
+
+    def test_component_that_an_own_answer_ends_does_not_run(self) -> None:
+        state = begun(make_state([sent(1, OWN), came(1, OWN), sent(2)], tied(1, 2, recvs=[1]), reached={1: [], 2: [1]}))
+        assert deny(state, 2) == [Report((B,))]
+        assert state.phases == (ComponentPhase.DONE,)
+
+    def test_wait_goes_on_after_an_own_answer(self) -> None:
+        state = begun(
+            make_state(
+                [sent(1, OWN), came(1, OWN), sent(2), sent(3)], tied(1, 2, 3, recvs=[1]), reached={1: [], 2: [], 3: [1]}
+            )
+        )
+        assert deny(state, 3) == []
+        assert give(state, 2) == [RunComponent(0, (2,))]
+
+    def test_own_worker_is_no_peer(self) -> None:
+        state = make_state([sent(1, OWN), came(1, OWN)], tied(1), tied(recvs=[1], has_roots=True))
+        state.begin()
+        state.recv_fired(1)
+        assert give(state, 1, peer=OWN) == [RunComponent(0, (1,))]
+        assert state.peers == ()
+
+
+class TestRepeats:
+    def test_second_answer_is_ignored(self) -> None:
+        state = begun(make_state([sent(1)], tied(1)))
+        assert give(state, 1) == [RunComponent(0, (1,))]
+        assert give(state, 1) == []
+        assert deny(state, 1) == []
+        assert state.component_finished(0) == [Report((B,))]
+        assert give(state, 1) == []
+
+    def test_answer_for_a_send_made_later_is_ignored(self) -> None:
+        state = begun(make_state([sent(1)], tied(1)))
+        assert deny(state, 99) == []
+        assert state.unsettled == (1,)
+
+    def test_repeated_introduction_is_answered_again(self) -> None:
+        state = begun(make_state([]))
+        for _ in range(2):
+            assert state.message_received(B, Introduction(expects=(1,)), {}) == [Tell(B, (1,))]
+
+
+class TestLosses:
+    @pytest.mark.parametrize("how", ["told", "heard"])
+    def test_of_a_participant_fails_the_pass(self, how: str) -> None:
+        state = make_state([sent(1)], tied(1))
+        if how == "told":
+            state.begin()
+        else:
+            state.begin({B})
+            deny(state)
+        assert state.worker_lost(B) is None
+        assert state.unsettled == (1,)
+
+    def test_of_one_that_has_to_do_with_nothing_changes_nothing(self) -> None:
+        state = begun(make_state([sent(1)], tied(1)))
+        assert state.worker_lost(9) == []
+        assert give(state, 1) == [RunComponent(0, (1,))]
+        assert state.component_finished(0) == [Report((B,))]
+
+    def test_sends_to_the_dead_are_settled_and_the_root_hears_whom_was_done_without(self) -> None:
+        state = make_state([sent(1), came(2)], tied(1), tied(recvs=[2], has_roots=True))
+        state.begin()
+        assert state.worker_lost(B) == []
+        assert state.is_settled(1)
+        assert state.component_finished(1) == [Report((), (B,))]
+
+    def test_before_the_pass_is_the_same(self) -> None:
+        state = make_state([sent(1), sent(2, C), came(3)], tied(1), tied(2), lost={B, 9})
+        assert state.begin() == [Tell(C)]
+        assert state.unsettled == (2,)
+        give(state, 2, peer=C)
+        assert state.component_finished(1) == [Report((C,), (B,))]
+
+    def test_nothing_is_told_to_the_dead(self) -> None:
+        state = make_state([came(1), sent(2, C)], tied(2, recvs=[1]))
+        state.begin({C})
+        assert state.worker_lost(B) == []
+        assert deny(state, 2, peer=C) == [Report((C,))]
+
+    def test_nothing_that_fires_for_the_dead_makes_it_a_participant(self) -> None:
+        state = make_state([came(1), came(2, C)], tied(recvs=[1, 2], has_roots=True), lost={B})
+        state.begin()
+        state.recv_fired(1)
+        state.recv_fired(2)
+        assert state.component_finished(0) == [Report((C,))]
+
+
+class TestFastMode:
+    def test_nobody_is_woken_introduced_or_answered(self) -> None:
+        state = make_state([came(1), sent(2), sent(3, C)], tied(2), tied(3), mode=Mode.FAST)
+        assert state.begin() == []
+        assert state.introduction_to(B) is None
+        assert give(state, 2) == [RunComponent(0, (2,))]
+        assert state.component_finished(0) == []
+        assert state.unsettled == (3,)
+
+    def test_pass_in_which_everything_is_used_ends(self) -> None:
+        state = make_state([came(1), sent(2)], tied(2), tied(recvs=[1], has_roots=True), mode=Mode.FAST)
+        assert state.begin() == [RunComponent(1, ())]
+        state.recv_fired(1)
+        assert state.component_finished(1) == []
+        assert give(state, 2) == [RunComponent(0, (2,))]
+        assert state.component_finished(0) == [Report((B,))]
+
+    def test_nothing_is_not_passed_on(self) -> None:
+        state = make_state([came(1, C), sent(2)], tied(2, recvs=[1]), mode=Mode.FAST)
+        state.begin()
+        assert deny(state, 2) == [Report((B,))]
+        assert not state.has_fired(1)
+
+
+class TestQuestions:
+    def test_which_sends_it_knows(self) -> None:
+        state = make_state([sent(1), came(2)], tied(1))
+        assert state.knows_send(1, B)
+        assert not state.knows_send(1, C)
+        assert not state.knows_send(2, B)
+
+    def test_whether_it_has_reported(self) -> None:
+        state = make_state([], tied(has_roots=True))
+        state.begin()
+        assert not state.has_reported
+        state.component_finished(0)
+        assert state.has_reported
+
+    def test_whether_only_the_report_is_left(self) -> None:
+        state = make_state([came(1), sent(2)], tied(2), tied(recvs=[1], has_roots=True))
+        state.begin()
+        assert not state.is_finishing  # 2 is not settled
+        give(state, 2)
+        assert not state.is_finishing  # 1 has not fired
+        state.recv_fired(1)
+        assert not state.is_finishing  # two runs are under way
+        state.component_finished(0)
+        assert state.is_finishing
+        assert state.component_finished(1) == [Report((B,))]
+        assert not state.is_finishing
+
+    def test_repr_shows_where_it_is(self) -> None:
+        state = begun(make_state([sent(1), sent(2)], tied(1), tied(2)))
+        give(state, 2)
+        assert repr(state) == "<BackwardState smart, 1 sends unsettled, components: waiting, running>"
+        assert repr(make_state([], mode=Mode.FAST)) == "<BackwardState fast, 0 sends unsettled, components: none>"
+
+
+def test_two_workers_that_know_different_things_agree() -> None:
+    """A call that failed on its way, and a reply that nobody took: each side learns of it from the other's first message."""
+    one = make_state([sent(1), sent(2)], tied(1), tied(2))
+    two = BackwardState(B, Mode.SMART, [came(2, OWN), sent(3, OWN)], [tied(3)], lambda *_: set())
+    assert one.begin() == [Tell(B)]
+    introduction = one.introduction_to(B)
+    assert two.begin({OWN}) == [Tell(OWN, (2,))]
+    assert two.message_received(OWN, introduction, {}) == [Tell(OWN, (1,)), Report((OWN,))]
+    assert one.message_received(B, two.introduction_to(OWN), {2: False}) == [Tell(B, (3,)), Report((B,))]
