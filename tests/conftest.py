@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gradwire.rpc.agent import Agent
-from gradwire.testing import LeakCheck, local_agents
+from gradwire.testing import LeakCheck, local_agents, wait_until
+from gradwire.testing.leaks import contexts_left
 
 MakeAgents = Callable[..., list[Agent]]
 
@@ -28,7 +29,7 @@ def _own_temporary_folder() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
-    """Fails the test that leaves a thread, descriptor, mapping, process or folder behind, and names it."""
+    """Fails the test that leaves a thread, descriptor, mapping, process, folder or context behind, and names it."""
     check = LeakCheck(timeout_s=2.0)
     yield check
     check.check()
@@ -43,3 +44,4 @@ def make_agents(leak_check: LeakCheck) -> Iterator[MakeAgents]:
             return stack.enter_context(local_agents(num_workers, transport, **config))
 
         yield make
+        wait_until(lambda: not contexts_left(), 5.0, "that no autograd context is left on a worker")

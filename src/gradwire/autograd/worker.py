@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 _EXTENSION = "autograd"
 _SLICE_S = 0.2
+_made: weakref.WeakSet[DistAutograd] = weakref.WeakSet()
+_lock = threading.Lock()  # guards _made
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,11 @@ class DistAutograd:
     def worker(self) -> str:
         """The worker's name."""
         return self._agent.info.name
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the worker has shut down."""
+        return self._agent.is_closed
 
     def release(self, context_id: int) -> bool:
         """Ends a context, here and on every worker it has touched; False if it was not here."""
@@ -143,7 +152,15 @@ class DistAutograd:
 
 def attach(agent: Agent) -> None:
     """Gives a new worker distributed autograd."""
-    agent.extensions[_EXTENSION] = DistAutograd(agent)
+    made = agent.extensions[_EXTENSION] = DistAutograd(agent)
+    with _lock:
+        _made.add(made)
+
+
+def all_open() -> list[DistAutograd]:
+    """Those of all workers of this process that are not closed."""
+    with _lock:
+        return [item for item in _made if not item.is_closed]
 
 
 def of(agent: Agent) -> DistAutograd:

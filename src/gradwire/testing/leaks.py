@@ -1,8 +1,9 @@
 """What a test may leave behind: nothing.
 
 `LeakCheck` looks at this process from outside, through ``/proc``: it finds what a library forgot, not what the library
-remembers. Things that were there when the check began are nobody's leak; neither are the daemon threads of other
-libraries, nor the template process that `gradwire.cluster` keeps for the next cluster.
+remembers. Only autograd contexts are asked for, since nothing else shows them. Things that were there when the check began
+are nobody's leak; neither are the daemon threads of other libraries, nor the template process that `gradwire.cluster`
+keeps for the next cluster.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from gradwire.autograd import worker
+
 _MEMFD = "memfd:gradwire"
 _TEMPLATE = "gw-template"
 _IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
@@ -30,7 +33,7 @@ class LeakFound(AssertionError):
 
 
 class LeakCheck:
-    """Compares threads, descriptors, shared memory, child processes and temporary folders with how it began.
+    """Compares threads, descriptors, shared memory, child processes, temporary folders and contexts with how it began.
 
     As a context manager it raises `LeakFound` at the end, unless the block itself has failed.
 
@@ -154,10 +157,21 @@ def _child_names() -> list[str]:
     return names
 
 
+def contexts_left() -> Counter[str]:
+    """Autograd contexts on workers of this process that are not closed, and backward passes under way in them."""
+    found: Counter[str] = Counter()
+    for item in worker.all_open():
+        for context in item.container:
+            found[f"{context.context_id} on worker {item.worker}"] += 1
+            found.update(f"pass {number:#x} on worker {item.worker}" for number in list(context.passes))
+    return found
+
+
 _KINDS: dict[str, Callable[[], Counter[str]]] = {
     "descriptor": _descriptors,
     "shared memory": _mappings,
     "shared file": _shared_files,
     "folder": _folders,
     "process": _children,
+    "autograd context": contexts_left,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
+from gradwire.autograd.passes import BackwardPass
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
@@ -18,17 +18,16 @@ from unit.autograd import layers
 from unit.autograd.layers import context_of, from_elsewhere, gate, held_layer, pass_of, through
 
 
-def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Does something on the root between its decision and the moment when the others hear of it."""
+def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[BackwardPass], object]) -> None:
+    """Does something between the root's decision and the moment when anybody hears of it."""
     engine = worker.of(agent).engine
-    tell_all = engine.tell_all
+    commit = engine._commit
 
-    def act_first(ranks: Iterable[int], name: str, note: Any) -> None:
-        if name == "autograd.commit":
-            act()
-        tell_all(ranks, name, note)
+    def act_first(current: BackwardPass, others: Iterable[int]) -> None:
+        act(current)
+        commit(current, others)
 
-    monkeypatch.setattr(engine, "tell_all", act_first)
+    monkeypatch.setattr(engine, "_commit", act_first)
 
 
 def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
@@ -49,7 +48,7 @@ def test_worker_that_dies_after_all_have_reported_takes_nobody_elses_gradients(
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", through, args=(x, ["c"])).sum()
 
-        def lose_third() -> None:
+        def lose_third(_: BackwardPass) -> None:
             engine = worker.of(b).engine
             engine._without_worker(pass_of(b, ctx), c.info.id, "c", "killed in a test")
             assert pass_of(b, ctx).is_undecided
@@ -72,7 +71,7 @@ def test_failure_after_the_decision_does_not_fail_the_root_alone(
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", through, args=(x, [])).sum()
         engine = worker.of(a).engine
-        before_commit(a, monkeypatch, lambda: engine.fail(pass_of(a, ctx), ValueError("too late"), "testing"))
+        before_commit(a, monkeypatch, lambda current: engine.fail(current, ValueError("too late"), "testing"))
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
         assert torch.allclose(worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight], expected(1)[1])
@@ -98,6 +97,7 @@ def test_root_hears_of_a_death_from_one_who_has_reported(trio: list[Agent]) -> N
         wait_until(lambda: not context_of(b, ctx).passes, 5.0, "that b drops the pass")
         assert not context_of(b, ctx).gradients
         assert not ctx.gradients()
+        c.close()  # nobody tells it of the end of the context: it counts as dead
 
 
 def test_who_has_reported_drops_the_pass_of_a_root_that_dies(trio: list[Agent]) -> None:

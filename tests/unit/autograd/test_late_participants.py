@@ -35,6 +35,7 @@ def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent]) -> None
         gate.set()
         wait_until(lambda: not context_of(c, ctx).passes, 5.0, "that c drops the pass")
         assert not context_of(b, ctx).gradients
+        c.close()  # nobody tells it of the end of the context: it counts as dead
 
 
 def test_report_of_a_pass_that_has_failed_is_answered(trio: list[Agent]) -> None:
