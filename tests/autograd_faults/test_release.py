@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,18 +156,11 @@ def test_messages_that_overtake_each_other(cluster: Cluster, monkeypatch: pytest
     held: list[tuple[Any, ...]] = []
     sent = threading.Semaphore(0)
 
-    def hold_first(
-        self: Notices,
-        to: str,
-        name: str,
-        note: Any,
-        tensors: Sequence[torch.Tensor] = (),
-        deadline: float | None = None,
-    ) -> None:
+    def hold_first(self: Notices, to: str, name: str, note: Any, tensors: Any = (), *args: Any, **options: Any) -> None:
         if name == "autograd.propagate" and not held:
-            held.append((to, name, note, [tensor.clone() for tensor in tensors], deadline))
+            held.append((to, name, note, [tensor.clone() for tensor in tensors], *args))
             return
-        send(self, to, name, note, tensors, deadline)
+        send(self, to, name, note, tensors, *args, **options)
         if name == "autograd.propagate":
             sent.release()
 

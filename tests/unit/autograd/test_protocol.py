@@ -45,13 +45,11 @@ def change_gradients(monkeypatch: pytest.MonkeyPatch, agent: Agent, change: Chan
     """Lets a worker send other gradients than it should, once."""
     send = agent.notices.send
 
-    def send_changed(
-        to: str, name: str, note: Any, tensors: Sequence[torch.Tensor] = (), deadline: float | None = None
-    ) -> None:
+    def send_changed(to: str, name: str, note: Any, tensors: Any = (), *args: Any, **options: Any) -> None:
         if name == "autograd.propagate" and note.items:
             monkeypatch.setattr(agent.notices, "send", send)
             note, tensors = change(note, tensors)
-        send(to, name, note, tensors, deadline)
+        send(to, name, note, tensors, *args, **options)
 
     monkeypatch.setattr(agent.notices, "send", send_changed)
 
@@ -95,10 +93,10 @@ def test_gradient_that_comes_again_with_another_value_does_not_count(
     x = torch.ones(3, requires_grad=True)
     send = a.notices.send
 
-    def send_and_repeat(to: str, name: str, note: Any, tensors: Any = (), deadline: float | None = None) -> None:
-        send(to, name, note, tensors, deadline)
+    def send_and_repeat(to: str, name: str, note: Any, tensors: Any = (), *args: Any, **options: Any) -> None:
+        send(to, name, note, tensors, *args, **options)
         if name == "autograd.propagate":
-            send(to, name, note, [tensor * 100 for tensor in tensors], deadline)
+            send(to, name, note, [tensor * 100 for tensor in tensors], *args, **options)
 
     monkeypatch.setattr(a.notices, "send", send_and_repeat)
     with gw.autograd.context() as ctx:
