@@ -156,6 +156,7 @@ class DistEngine:
                 if current.is_over:
                     return
                 actions = current.state.component_finished(action.index)
+                current.wake_gates()  # a message to oneself that has no gradient is settled without one
             self._perform(current, actions)
 
         self._attempt(current, "running the local backward", run)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire.autograd import anomalies
-from gradwire.autograd._backward_state import Action, BackwardState, Mode, RunComponent
+from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode, RunComponent
 from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
@@ -69,7 +69,6 @@ class Counters:
 
     num_sent: int = 0
     num_received: int = 0
-    num_running: int = 0
     gates: set[int] = field(default_factory=set)  # sends that a run stands still for
 
 
@@ -195,7 +194,6 @@ class BackwardPass:
         with self.lock:
             waiting = [send for send in action.sends if not self.state.is_settled(send)]
             ready = [send for send in action.sends if send not in waiting]
-            self.counters.num_running += 1
         outputs = [self.sends[send].output for send in ready]
         if waiting:
             self.graph.make_room_below()
@@ -204,11 +202,7 @@ class BackwardPass:
         if component.has_roots:
             outputs += roots.tensors
             gradients += roots.gradients
-        try:
-            self._run_engine(outputs, gradients, self._inputs_of(action.index))
-        finally:
-            with self.lock:
-                self.counters.num_running -= 1
+        self._run_engine(outputs, gradients, self._inputs_of(action.index))
 
     def _take_directly(self, leaves: Sequence[torch.Tensor], action: RunComponent) -> None:
         """What came for a send of leaves is their gradient."""
@@ -278,14 +272,12 @@ class BackwardPass:
             if not self.is_over and self.state.is_settled(message_id):
                 return
             self.counters.gates.add(message_id)
-            self.counters.num_running -= 1
         try:
             if not self._wait_until(lambda: self.state.is_settled(message_id), self.settled):
                 raise PassDropped
         finally:
             with self.lock:
                 self.counters.gates.discard(message_id)
-                self.counters.num_running += 1
 
     def wake_gates(self) -> None:
         """Something was settled; under `lock`. Nobody is woken for nothing: that costs more than a small run."""
@@ -327,6 +319,12 @@ class BackwardPass:
 
     # -- what it waits for --------------------------------------------------------------------------------------------
 
+    @property
+    def _num_running(self) -> int:
+        """Runs that do not stand still; one that has not begun yet, or whose gate is open, waits only for its thread."""
+        num_standing = sum(not self.state.is_settled(gate) for gate in self.counters.gates)
+        return self.state.phases.count(ComponentPhase.RUNNING) - num_standing
+
     def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
         """The answer to the stall probe."""
         with self.lock:
@@ -344,7 +342,7 @@ class BackwardPass:
                 worker,
                 not self.is_over,
                 self.state.has_reported,
-                counters.num_running,
+                self._num_running,
                 counters.num_sent,
                 counters.num_received,
                 tuple(waiting),
