@@ -174,11 +174,11 @@ class DistEngine:
         """A recv was reached by the local engine."""
         if all(gradient is None for gradient in gradients):
             if recv.peer not in self.lost:
-                self._post(current, recv.peer, (GradientItem(recv.message_id),))
+                self._post(current, recv.peer, (GradientItem(recv.message_id),), is_from_run=True)
             return
         recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
         item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
-        self._post(current, recv.peer, (item,), tensors)
+        self._post(current, recv.peer, (item,), tensors, is_from_run=True)
 
     def _post(
         self,
@@ -186,6 +186,8 @@ class DistEngine:
         peer: int,
         items: tuple[GradientItem, ...],
         tensors: Sequence[torch.Tensor] = (),
+        *,
+        is_from_run: bool = False,
     ) -> None:
         with current.lock:
             if current.is_over:
@@ -195,8 +197,9 @@ class DistEngine:
                 current.introduced.add(peer)
                 introduction = current.state.introduction_to(peer)
             current.counters.num_sent += 1
-            # The report follows: one system call and one wake-up there for both.
-            hold_back = current.state.is_finishing and peer == creator_of(current.pass_id)
+            # The report follows: one system call and one wake-up there for both. Only the run that is left knows that it
+            # will be this thread that sends it, and not another one that is about to, with nothing behind it.
+            hold_back = is_from_run and current.state.is_finishing and peer == creator_of(current.pass_id)
         note = PropagateGradients(
             current.context.context_id,
             current.pass_id,

@@ -10,10 +10,11 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire.autograd._backward_state import BackwardState
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import entered, gate, held_layer, layer
+from unit.autograd.layers import context_of, entered, gate, held_layer, layer, pass_of
 
 
 def test_fast_finds_an_unused_result_while_the_root_itself_stands_at_a_gate(trio: list[Agent]) -> None:
@@ -73,3 +74,23 @@ def test_pass_ends_with_its_worker(trio: list[Agent]) -> None:
     assert isinstance(error.__cause__, NotInitialized)
     gate.set()
     context.__exit__()
+
+
+def test_answer_that_another_thread_gives_does_not_wait_for_the_report(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report that leaves just before it would leave it behind for ever. Here it seems that only the report is left."""
+    monkeypatch.setattr(BackwardState, "is_finishing", True)
+    a = trio[0]
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+        rpc.rpc_sync("b", layer, args=(x,))  # not used: b says so at once
+        thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
+        thread.start()
+        assert entered.wait(10)
+        unused = list(context_of(a, ctx).sends)[1]
+        wait_until(lambda: pass_of(a, ctx).state.is_settled(unused), 5.0, "that b's answer arrives")
+        gate.set()
+        thread.join(20)
+        assert x in ctx.gradients()
