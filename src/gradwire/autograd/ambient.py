@@ -12,6 +12,7 @@ import contextvars
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _current: contextvars.ContextVar[int] = contextvars.ContextVar("gradwire_autograd_context", default=0)
@@ -65,7 +66,18 @@ def carry_into_threads() -> None:
         def start_inside(self: threading.Thread) -> Any:
             # Only threads started inside a context: all others are left alone.
             if _current.get():
-                self.run = functools.partial(contextvars.copy_context().run, self.run)  # type: ignore[method-assign]
+                self.run = _inside(self, contextvars.copy_context())  # type: ignore[method-assign]
             return start(self)
 
         threading.Thread.start = start_inside  # type: ignore[method-assign]
+
+
+def _inside(thread: threading.Thread, surroundings: contextvars.Context) -> Callable[[], None]:
+    """What a thread runs, with the context variables of the code that starts it."""
+    run = thread.run
+
+    def run_inside() -> None:
+        del thread.run  # the thread would hold itself
+        surroundings.run(run)
+
+    return run_inside

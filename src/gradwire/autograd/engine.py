@@ -113,7 +113,10 @@ class DistEngine:
             failure, current.error = current.error, None
             gradients, current.gradients = current.gradients, {}
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame, and with it all that the pass recorded
         if joins_context:
             with context.lock:
                 for leaf, gradient in gradients.items():

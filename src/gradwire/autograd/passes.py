@@ -297,6 +297,7 @@ class BackwardPass:
                     if not self.is_over and not is_true():
                         told.wait(watch.pause_s())
                     if self.is_over:
+                        self._watch = None  # it holds the pass: the two would stay until the garbage collector comes
                         return False
                     if is_true():
                         return True
@@ -313,6 +314,7 @@ class BackwardPass:
         """Drops what the pass held; under `lock`."""
         self._arrived.clear()
         self._roots = Roots()
+        self._watch = self.error = None  # both lead back to the pass
         self.gradients = {}
         if self.is_joined:
             del self.graph
