@@ -1,4 +1,4 @@
-r"""Drives backward passes: sends what the pure state decides, handles what arrives, ends every pass everywhere.
+r"""Drives backward passes: sends what the pure state decides, and handles what arrives.
 
     root                              participant                      participant
      backward()
@@ -10,15 +10,12 @@ r"""Drives backward passes: sends what the pure state decides, handles what arri
        CommitPass          --------->  gradients join the context
                            ------------------------------------------>
 
-Anything that fails sends AbortPass to the root, which tells everybody; each passes it on to those it has written to. A
-message of a pass that is over is ignored.
+How a pass ends is in `endings`. A message of a pass that is over is ignored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ from gradwire.autograd._backward_state import Action, Introduction, Report, RunC
 from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.container import DistAutogradContainer, creator_of
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv
+from gradwire.autograd.endings import Endings
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import (
@@ -43,14 +41,12 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
+from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
-
-_TELL_S = 0.2  # how long whoever ends a pass or a context waits for a worker that does not read
 
 
 class DistEngine:
@@ -70,6 +66,7 @@ class DistEngine:
         self.lost: set[int] = set()
         self.num_passes = 0
         self.prober = Prober(agent, container, self.lost)
+        self.endings = Endings(agent, container.worker, self.prober.name_of, self.lost)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate)
         notices.register("autograd.report", self._on_report)
@@ -80,6 +77,11 @@ class DistEngine:
     @property
     def _own(self) -> int:
         return self._container.worker
+
+    def heard_of(self, worker: WorkerInfo) -> None:
+        """A worker is connected, maybe again."""
+        if worker.id in self.lost and not self._agent.has_ended(worker.name):
+            self.lost.discard(worker.id)
 
     # -- the root --------------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class DistEngine:
             self._perform(current, actions)
             current.wait_over()
         except BaseException as problem:  # Ctrl-C
-            self.fail(current, problem, "backward")
+            self.endings.fail(current, problem, "backward")
             raise
         with current.lock:
             failure, current.error = current.error, None
@@ -133,7 +135,7 @@ class DistEngine:
         return current
 
     def _make_watch(self, current: BackwardPass) -> Watch:
-        return Watch(self._agent, self.prober, self.fail, current)
+        return Watch(self._agent, self.prober, self.endings.fail, current)
 
     # -- what the state decides ----------------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ class DistEngine:
         except PassDropped:
             pass
         except Exception as error:
-            self.fail(current, error, operation)
+            self.endings.fail(current, error, operation)
 
     def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
         """A recv was reached by the local engine."""
@@ -238,7 +240,9 @@ class DistEngine:
 
     def _on_propagate(self, sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
         message = parse(note, PropagateGradients)
-        self.lost.discard(sender.id)
+        if self._agent.has_ended(sender.name):  # a late message: what it says was settled when its sender was lost
+            return
+        self.heard_of(sender)
         current = self._find_or_join(message, sender)
         if current is None:
             return
@@ -281,9 +285,9 @@ class DistEngine:
 
     def _refuse(self, message: PropagateGradients, sender: WorkerInfo, error: Exception) -> None:
         """Gradients for a context that is over here: the root must know."""
-        failure = self._failure(error, "taking gradients")
-        abort = AbortPass(message.context_id, message.pass_id, self._describe(failure))
-        self.tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
+        failure = self.endings.failure(error, "taking gradients")
+        abort = AbortPass(message.context_id, message.pass_id, self.endings.describe(failure))
+        self.endings.tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
 
     def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, ReportDone)
@@ -293,8 +297,8 @@ class DistEngine:
         if self._has_failed(message.context_id, message.pass_id):
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
             failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "taking a report")
-            abort = AbortPass(message.context_id, message.pass_id, self._describe(failure))
-            self.tell(sender.id, "autograd.abort", abort)
+            abort = AbortPass(message.context_id, message.pass_id, self.endings.describe(failure))
+            self.endings.tell(sender.id, "autograd.abort", abort)
 
     def _has_failed(self, context_id: int, pass_id: int) -> bool:
         context = self._container.find(context_id)
@@ -311,21 +315,15 @@ class DistEngine:
             others = current.termination.participants - {self._own}
         if mistaken:
             name = self.prober.name_of(min(mistaken))
-            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
+            self.endings.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
         elif is_complete:
-            self._commit(current, others)
-
-    def _commit(self, current: BackwardPass, others: Iterable[int]) -> None:
-        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here."""
-        self._end(current, PassPhase.COMMITTED)
-        if current.context.released is None:  # else they are told of that anyway
-            self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+            self.endings.commit(current, others)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, CommitPass)
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None and creator_of(message.pass_id) == sender.id:
-            self._end(current, PassPhase.COMMITTED)
+            self.endings.end(current, PassPhase.COMMITTED)
 
     def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, AbortPass)
@@ -333,7 +331,7 @@ class DistEngine:
         if current is not None:
             # Whoever has reported asks the root to give up, and waits for its word.
             told = set() if current.is_root else {sender.id}
-            self._drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
+            self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
             return
         context = self._container.find(message.context_id)
         if context is not None:
@@ -361,96 +359,6 @@ class DistEngine:
                 actions = None
             current.wake_gates()
         if actions is None:
-            self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "waiting")
+            self.endings.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "waiting")
         else:
             self._perform(current, actions)
-
-    # -- the end of a pass -----------------------------------------------------------------------------------------------
-
-    def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
-        """Something went wrong here: the pass ends, and everybody is told.
-
-        Who has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
-        """
-        if not current.is_open:
-            return
-        failure = self._failure(error, operation)
-        abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
-        has_reported = current.phase is PassPhase.DONE and not current.is_root
-        if not (has_reported and self.tell(creator_of(current.pass_id), "autograd.abort", abort)):
-            self._drop(current, failure, abort, set())
-
-    def release(self, current: BackwardPass, where: str) -> None:
-        """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""
-        failure = self._failure(UnknownContext(f"the context was released {where}"), "waiting")
-        abort = AbortPass(current.context.context_id, current.pass_id, self._describe(failure))
-        self._drop(current, failure, abort, set())
-
-    def _failure(self, error: BaseException, operation: str) -> BackwardFailed:
-        if isinstance(error, BackwardFailed):
-            return error
-        name = self._agent.info.name
-        if isinstance(error, WorkerLost) and error.worker:  # whoever noticed it, and by whatever means: name the dead
-            name, operation = error.worker, "taking part in the pass"
-        text = f"the backward pass failed on worker {name} while {operation}: {type(error).__name__}: {error}"
-        failure = BackwardFailed(text, name, operation)
-        failure.__cause__ = error
-        return failure
-
-    def _describe(self, failure: BaseException) -> Any:
-        return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)
-
-    def _drop(self, current: BackwardPass, error: BaseException, abort: AbortPass, told: set[int]) -> None:
-        """Ends a pass without gradients, and passes that on to whoever has to do with it here."""
-        if not self._end(current, PassPhase.ABORTED, error):
-            return
-        with current.lock:  # after the end, so that nobody is forgotten who reports at this moment
-            others = {creator_of(current.pass_id)}
-            if current.is_joined:
-                others |= set(current.state.peers)
-            if current.termination is not None:
-                others |= current.termination.participants
-        self.tell_all(others - told - {self._own}, "autograd.abort", abort)
-
-    def _end(self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None) -> bool:
-        """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
-        context = current.context
-        with context.lock, current.lock:
-            if not current.is_open and (current.is_over or phase is PassPhase.ABORTED):
-                return False
-            current.phase, current.error = phase, error
-            if not current.is_root:
-                if phase is PassPhase.COMMITTED and not context.released:
-                    for leaf, gradient in current.gradients.items():
-                        add_gradient(context.gradients, leaf, gradient)
-                current.forget()
-            context.passes.pop(current.pass_id, None)
-            context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
-            context.changed.notify_all()
-            current.settled.notify_all()
-            current.ended.notify_all()
-        return True
-
-    def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
-        """Sends a notice to several workers; those that are gone need not be told."""
-        for rank in ranks:
-            if rank != self._own:
-                self.tell(rank, name, note)
-
-    def tell(self, rank: int, name: str, note: Any) -> bool:
-        """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
-        if rank in self.lost:
-            return False
-        try:
-            to = self.prober.name_of(rank)
-            self._agent.notices.send(to, name, note, (), time.monotonic() + _TELL_S)
-        except RpcTimeout:
-            self._agent.reactor.run_soon(functools.partial(self._tell_late, to, name, note))
-        except (RpcError, TransportError):
-            return False
-        return True
-
-    def _tell_late(self, to: str, name: str, note: Any) -> None:
-        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
-        with contextlib.suppress(RpcError, TransportError):
-            self._agent.notices.send(to, name, note)

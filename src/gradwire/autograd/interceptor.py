@@ -43,7 +43,7 @@ class AutogradInterceptor(Interceptor):
         context, peer = self._container.find(context_id), envelope.peer.id
         if context is None or not context.touch(peer):
             return None
-        self._engine.lost.discard(peer)
+        self._engine.heard_of(envelope.peer)
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         message_id = NO_ID
         if recorded:

@@ -74,10 +74,10 @@ class DistAutograd:
         if context is None:
             return False
         for current in list(context.passes.values()):
-            self.engine.release(current, where)
+            self.engine.endings.release(current, where)
         others = context.known_workers - told
         if others:
-            self.engine.tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
+            self.engine.endings.tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
         return True
 
     def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
@@ -127,7 +127,7 @@ class DistAutograd:
 
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)
-        if not self.engine.tell(creator, "autograd.holds", HoldsContext(context_id)):
+        if not self.engine.endings.tell(creator, "autograd.holds", HoldsContext(context_id)):
             where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
             self._release(context_id, where, {creator})
 
@@ -136,7 +136,7 @@ class DistAutograd:
         context = self.container.find(context_id)
         if context is None or not context.touch(sender.id):
             where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"
-            self.engine.tell(sender.id, "autograd.release", ReleaseContext(context_id, where))
+            self.engine.endings.tell(sender.id, "autograd.release", ReleaseContext(context_id, where))
 
     def statistics(self) -> AutogradStatistics:
         """What it does right now."""

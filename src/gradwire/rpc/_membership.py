@@ -26,6 +26,10 @@ class Membership:
         """The highest incarnation seen; 0 for none."""
         return self._newest.get(name, 0)
 
+    def has_ended(self, name: str) -> bool:
+        """Whether the end of a worker's newest incarnation was noticed."""
+        return (name, self.newest(name)) in self._ended
+
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
         """A worker is connected: whatever was known of its end no longer counts.
 

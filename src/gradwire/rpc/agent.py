@@ -192,6 +192,10 @@ class Agent:
         """Whether no newer incarnation of that worker has been seen."""
         return self._membership.is_current(address)
 
+    def has_ended(self, name: str) -> bool:
+        """Whether a worker's end was noticed, and it has not been connected since."""
+        return self._membership.has_ended(name)
+
     def on_connected(self, address: WorkerAddress) -> None:
         """A worker is connected to us or we to it; an older incarnation of it has no say any more."""
         with self._lock:

@@ -21,13 +21,13 @@ from unit.autograd.layers import context_of, from_elsewhere, gate, held_layer, p
 def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[BackwardPass], object]) -> None:
     """Does something between the root's decision and the moment when anybody hears of it."""
     engine = worker.of(agent).engine
-    commit = engine._commit
+    commit = engine.endings.commit
 
     def act_first(current: BackwardPass, others: Iterable[int]) -> None:
         act(current)
         commit(current, others)
 
-    monkeypatch.setattr(engine, "_commit", act_first)
+    monkeypatch.setattr(engine.endings, "commit", act_first)
 
 
 def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
@@ -71,7 +71,7 @@ def test_failure_after_the_decision_does_not_fail_the_root_alone(
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", through, args=(x, [])).sum()
         engine = worker.of(a).engine
-        before_commit(a, monkeypatch, lambda current: engine.fail(current, ValueError("too late"), "testing"))
+        before_commit(a, monkeypatch, lambda current: engine.endings.fail(current, ValueError("too late"), "testing"))
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
         assert torch.allclose(worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight], expected(1)[1])

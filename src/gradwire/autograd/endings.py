@@ -1,0 +1,136 @@
+"""How backward passes end: committed, or dropped by everybody.
+
+Whoever called backward decides. Anything that fails tells that worker, the root, which tells everybody; each passes it on to
+those it has exchanged messages with. Who has reported waits for the root's word: gradients count everywhere or nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from gradwire.autograd.container import creator_of
+from gradwire.autograd.gradients import add_gradient
+from gradwire.autograd.messages import AbortPass, CommitPass
+from gradwire.autograd.passes import BackwardPass, PassPhase
+from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
+from gradwire.wire import failures
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+_TELL_S = 0.2  # how long whoever ends a pass or a context waits for a worker that does not read
+
+
+class Endings:
+    """Ends the passes of one worker, and tells others.
+
+    Args:
+        agent: The worker.
+        own: Its rank.
+        name_of: Names of workers by rank.
+        lost: Ranks of workers that need not be told.
+    """
+
+    def __init__(self, agent: Agent, own: int, name_of: Callable[[int], str], lost: Collection[int]) -> None:
+        self._agent = agent
+        self._own = own
+        self._name_of = name_of
+        self._lost = lost
+
+    def commit(self, current: BackwardPass, others: Iterable[int]) -> None:
+        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here."""
+        self.end(current, PassPhase.COMMITTED)
+        if current.context.released is None:  # else they are told of that anyway
+            self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+
+    def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
+        """Something went wrong here: the pass ends, and everybody is told.
+
+        Who has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
+        """
+        if not current.is_open:
+            return
+        failure = self.failure(error, operation)
+        abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
+        has_reported = current.phase is PassPhase.DONE and not current.is_root
+        if not (has_reported and self.tell(creator_of(current.pass_id), "autograd.abort", abort)):
+            self.drop(current, failure, abort, set())
+
+    def release(self, current: BackwardPass, where: str) -> None:
+        """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""
+        failure = self.failure(UnknownContext(f"the context was released {where}"), "waiting")
+        abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
+        self.drop(current, failure, abort, set())
+
+    def failure(self, error: BaseException, operation: str) -> BackwardFailed:
+        if isinstance(error, BackwardFailed):
+            return error
+        name = self._agent.info.name
+        if isinstance(error, WorkerLost) and error.worker:  # whoever noticed it, and by whatever means: name the dead
+            name, operation = error.worker, "taking part in the pass"
+        text = f"the backward pass failed on worker {name} while {operation}: {type(error).__name__}: {error}"
+        failure = BackwardFailed(text, name, operation)
+        failure.__cause__ = error
+        return failure
+
+    def describe(self, failure: BaseException) -> Any:
+        return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)
+
+    def drop(self, current: BackwardPass, error: BaseException, abort: AbortPass, told: set[int]) -> None:
+        """Ends a pass without gradients, and passes that on to whoever has to do with it here."""
+        if not self.end(current, PassPhase.ABORTED, error):
+            return
+        with current.lock:  # after the end, so that nobody is forgotten who reports at this moment
+            others = {creator_of(current.pass_id)}
+            if current.is_joined:
+                others |= set(current.state.peers)
+            if current.termination is not None:
+                others |= current.termination.participants
+        self.tell_all(others - told - {self._own}, "autograd.abort", abort)
+
+    def end(self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None) -> bool:
+        """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
+        context = current.context
+        with context.lock, current.lock:
+            if not current.is_open and (current.is_over or phase is PassPhase.ABORTED):
+                return False
+            current.phase, current.error = phase, error
+            if not current.is_root:
+                if phase is PassPhase.COMMITTED and not context.released:
+                    for leaf, gradient in current.gradients.items():
+                        add_gradient(context.gradients, leaf, gradient)
+                current.forget()
+            context.passes.pop(current.pass_id, None)
+            context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
+            context.changed.notify_all()
+            current.settled.notify_all()
+            current.ended.notify_all()
+        return True
+
+    def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
+        """Sends a notice to several workers; those that are gone need not be told."""
+        for rank in ranks:
+            if rank != self._own:
+                self.tell(rank, name, note)
+
+    def tell(self, rank: int, name: str, note: Any) -> bool:
+        """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
+        if rank in self._lost:
+            return False
+        try:
+            to = self._name_of(rank)
+            self._agent.notices.send(to, name, note, (), time.monotonic() + _TELL_S)
+        except RpcTimeout:
+            self._agent.reactor.run_soon(functools.partial(self._tell_late, to, name, note))
+        except (RpcError, TransportError):
+            return False
+        return True
+
+    def _tell_late(self, to: str, name: str, note: Any) -> None:
+        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+        with contextlib.suppress(RpcError, TransportError):
+            self._agent.notices.send(to, name, note)
