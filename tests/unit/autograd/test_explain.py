@@ -15,7 +15,8 @@ from gradwire.autograd._termination import PassSnapshot, WaitingSend
 from gradwire.autograd.probing import Explanation, waiting_text
 from gradwire.errors import UnknownContext
 from gradwire.rpc import Agent
-from unit.autograd.layers import context_of, entered, gate, held_layer, layer, through
+from gradwire.testing import wait_until
+from unit.autograd.layers import context_of, entered, gate, held_layer, layer, pass_of, through
 
 
 def test_context_at_rest(trio: list[Agent]) -> None:
@@ -59,6 +60,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
         thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
         thread.start()
         assert entered.wait(10)
+        wait_until(lambda: bool(pass_of(trio[0], ctx).counters.gates) == is_gated, 5.0, "that a stands at its gate")
         explanation = ctx.explain()
         gate.set()
         thread.join(20)
