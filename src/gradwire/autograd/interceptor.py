@@ -12,7 +12,7 @@ from gradwire.autograd import ambient, anomalies
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall, parse
-from gradwire.errors import DecodeError
+from gradwire.errors import DecodeError, UnknownContext
 from gradwire.rpc.interceptors import Envelope, Interceptor
 
 
@@ -41,10 +41,13 @@ class AutogradInterceptor(Interceptor):
         else:  # whatever the mode of the thread that happens to send the reply
             context_id = parse(envelope.note, RecordedCall).context_id
         context, peer = self._container.find(context_id), envelope.peer.id
-        if context is None or not context.touch(peer):
-            return None
-        self._engine.heard_of(envelope.peer)
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
+        if context is None or not context.touch(peer):
+            if not recorded or envelope.kind == "call":
+                return None
+            where = self._container.where_released(context_id) or "long ago"
+            return RecordedCall(context_id, released=where)
+        self._engine.heard_of(envelope.peer)
         message_id = NO_ID
         if recorded:
             message_id = self._container.new_message_id()
@@ -58,8 +61,14 @@ class AutogradInterceptor(Interceptor):
 
         Raises:
             DecodeError: The note does not fit the message.
+            UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
         """
         message = parse(note, RecordedCall)
+        if message.released and self._container.find(message.context_id) is not None:
+            raise UnknownContext(
+                f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
+                f"{envelope.function} returned: it was released {message.released}"
+            )
         context = self._container.get_or_create(message.context_id)
         if context is None or not context.touch(envelope.peer.id):  # over: a late message does not revive it
             return tensors

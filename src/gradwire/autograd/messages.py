@@ -30,12 +30,14 @@ class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         message_id: The send that was recorded, or `NO_ID`.
         num_tensors: Tensors of the message that require grad and were recorded.
         detects_anomalies: Whether the caller looks for anomalies.
+        released: Where the callee's part of the context was released, if tensors that require grad come back unrecorded.
     """
 
     context_id: int
     message_id: int = NO_ID
     num_tensors: int = 0
     detects_anomalies: bool = False
+    released: str = ""
 
 
 class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

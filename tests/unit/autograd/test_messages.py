@@ -32,6 +32,7 @@ ERROR = ErrorInfo("builtins:ValueError", "no", "trace", "b")
 SAMPLES = [
     RecordedCall(5, 6, 2, True),
     RecordedCall(5),
+    RecordedCall(5, released="there"),
     PropagateGradients(5, 6, PassOptions(), (GradientItem(7), GradientItem(8, (True, False), 9, (0,))), ((1,), (2,))),
     PropagateGradients(5, 6, PassOptions(True, True, True, True, True, 1.5)),
     ReportDone(5, 6, (1, 2)),
@@ -60,7 +61,8 @@ def test_message_comes_back_from_what_travels(message: Any) -> None:
         ([5.5], RecordedCall),
         ([None], RecordedCall),
         ([5, 6, 2, "yes"], RecordedCall),
-        ([5, 6, 2, True, "more"], RecordedCall),
+        ([5, 6, 2, True, 7], RecordedCall),
+        ([5, 6, 2, True, "", "more"], RecordedCall),
         ([5, 6], PropagateGradients),
         ([5, 6, [], [7]], PropagateGradients),
         ([5, 6, [], [[7, [2]]]], PropagateGradients),

@@ -96,11 +96,29 @@ def test_release_may_come_twice_and_before_the_call(trio: list[Agent]) -> None:
         for _ in range(2):
             a.notices.send("b", "autograd.release", ReleaseContext(int(ctx), "by a test"))
         wait_until(lambda: worker.of(b).container.where_released(ctx))
-        result = rpc.rpc_sync("b", layer, args=(x,))
-        assert result.is_leaf
+        assert rpc.rpc_sync("b", torch.neg, args=(torch.ones(3),)).tolist() == [-1.0] * 3  # no gradient to be lost
+        with pytest.raises(UnknownContext, match=r"on worker b when .*layer returned: it was released by a test"):
+            rpc.rpc_sync("b", layer, args=(x,))
         assert num_contexts(trio) == 1
         with pytest.raises(UnknownContext, match="released by a test"):
             context_of(b, ctx)
+
+
+def test_result_of_a_worker_that_released_the_context_is_refused(trio: list[Agent]) -> None:
+    """It took the caller for dead, say: what comes back leads nowhere, and backward would miss what is behind it."""
+    x = torch.ones(3, requires_grad=True)
+    entered.clear()
+    gate.clear()
+    with gw.autograd.context() as ctx:
+        direct = rpc.rpc_async("b", wait_at_gate, args=(x,))
+        nested = rpc.rpc_async("c", relay_after_gate, args=(x, "b"))
+        wait_until(lambda: num_contexts(trio) == 3)
+        for agent in trio[1:]:
+            worker.of(agent).container.release(ctx, "by mistake")
+        gate.set()
+        for future in (direct, nested):
+            with pytest.raises(UnknownContext, match="it was released by mistake"):
+                future.wait()
 
 
 def test_context_released_while_a_call_is_under_way(trio: list[Agent]) -> None:
