@@ -72,6 +72,7 @@ class DistEngine:
         notices.register("autograd.report", self._on_report)
         notices.register("autograd.abort", self._on_abort)
         notices.register("autograd.commit", self._on_commit)
+        notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
 
     @property
@@ -349,6 +350,15 @@ class DistEngine:
             for current in list(context.passes.values()):
                 # Elsewhere: this thread may hold a connection, and telling the others may take a while.
                 self._agent.reactor.run_soon(functools.partial(self._without_worker, current, rank, name, reason))
+
+    def _on_cut(self, name: str) -> None:
+        """A connection ended, though not the worker: gradients may be lost, and nobody would ever miss them."""
+        rank = self._agent.directory.find(name).info.id
+        error = WorkerLost(f"the connection to worker {name} was cut off", name)
+        for context in self._container:
+            for current in list(context.passes.values()):
+                if current.is_joined and rank in current.state.peers:
+                    self._agent.reactor.run_soon(functools.partial(self.endings.fail, current, error, "waiting"))
 
     def _without_worker(self, current: BackwardPass, rank: int, name: str, reason: str) -> None:
         with current.lock:

@@ -162,8 +162,6 @@ class Incoming:
         if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
             raise DecodeError(f"a {type(message).__name__} message after the handshake")
         if message.call_id == NOTICE_ID:
-            if self.lane != "control":
-                raise DecodeError("a message without an answer belongs on the control lane")
             self._agent.notices.received(self.info, frame)
             return
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)

@@ -1,9 +1,12 @@
-"""Messages without an answer, on the control lane: what the layers above tell other workers.
+"""Messages without an answer: what the layers above tell other workers.
 
     sender   Notices.send   --- Call with id 0, a note and tensors --->   Notices.received   receiver
 
-A notice arrives, or the control lane ends, and with it the worker as far as its peers are concerned. So whoever sends one
-needs no answer to know that it was heard: it will be told of the worker's end otherwise (`Agent.on_worker_lost`).
+A notice arrives, or whoever sent it is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
+connection was (`on_cut`). So no answer is needed to know that it was heard.
+
+On one machine notices take the lane of the calls while nothing is under way on it, so they cannot wait behind a function:
+the thread that served the last call is still there, and need not be woken. Otherwise they take the control lane.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from gradwire.wire.messages import Call
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
+    from gradwire.rpc.peers import OpenLane, Peer
 
 _log = logging.getLogger("gradwire")
 
@@ -40,6 +44,7 @@ class Notices:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {}
+        self._cut_callbacks: list[Callable[[str], None]] = []
 
     def register(self, name: str, handler: Handler) -> None:
         """Calls ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
@@ -47,6 +52,16 @@ class Notices:
         What it raises is logged: nobody waits for it.
         """
         self._handlers[f"~{name}"] = handler
+
+    def on_cut(self, callback: Callable[[str], None]) -> None:
+        """Asks to be told the name of a worker that lives, but whose connection ended: notices to it may be lost."""
+        self._cut_callbacks.append(callback)
+
+    def lane_ended(self, name: str) -> None:
+        """A connection to a worker ended here; if the worker itself has, everybody is told that instead."""
+        if not (self._agent.is_closed or self._agent.has_ended(name)):
+            for callback in self._cut_callbacks:
+                callback(name)
 
     def send(
         self,
@@ -77,7 +92,7 @@ class Notices:
         message = Call(NOTICE_ID, f"~{name}", 0.0, objects.EMPTY, 0, (), {_NOTE: note})
         peer = self._agent.caller.peer(to)
         while True:
-            lane = peer.lanes.get("control") or peer.lane("control", limit)
+            lane = _free_lane(peer) or peer.lanes.get("control") or peer.lane("control", limit)
             try:
                 lane.connection.send(message, b"", tensors, limit, hold_back)
                 return
@@ -106,3 +121,14 @@ class Notices:
             handler(sender, message.notes.get(_NOTE), values)
         except Exception:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
+
+
+def _free_lane(peer: Peer) -> OpenLane | None:
+    """The lane of the calls, if it leads to a worker on this machine and nothing is under way on it."""
+    lane = peer.lanes.get("calls")
+    if lane is None or not lane.is_on_this_machine:
+        return None
+    if lane.connection.has_held_back:
+        return lane  # what follows a notice that was held back must take the same way
+    control = peer.lanes.get("control")
+    return lane if not lane.calls and not (control is not None and control.connection.has_held_back) else None

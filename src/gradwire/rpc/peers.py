@@ -51,13 +51,22 @@ class OpenLane:
         kind: What it carries.
         connection: Handshaken.
         address: Who answered the handshake.
+        is_on_this_machine: What was written is read, even if the connection ends right after.
     """
 
-    def __init__(self, peer: Peer, kind: Lane, connection: StreamConnection, address: WorkerAddress) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        kind: Lane,
+        connection: StreamConnection,
+        address: WorkerAddress,
+        is_on_this_machine: bool = False,
+    ) -> None:
         self.peer = peer
         self.kind = kind
         self.connection = connection
         self.address = address
+        self.is_on_this_machine = is_on_this_machine
         self.shares_main = peer.agent.address.shares_main(address)
         self.calls = CallTable()
         self.room = Bell()  # rung when a call ends while somebody waits for room
@@ -214,7 +223,7 @@ class Peer:
             connection.decoder.accept = _LANE_ACCEPTS
             assert handshake.peer is not None
             agent.on_connected(handshake.peer)
-            return OpenLane(self, kind, connection, handshake.peer)
+            return OpenLane(self, kind, connection, handshake.peer, not uri.startswith("tcp:"))
         except BaseException:
             connection.close()
             raise
@@ -224,12 +233,15 @@ class Peer:
         self.forget_lane(ended)
         if isinstance(error, ConnectionClosed):
             self._fail(ended, "this worker closed the connection")
+            self.agent.notices.lane_ended(self.name)
             return
         if isinstance(error, DecodeError):
             self._fail(ended, f"it sent bytes that are no message ({error}); only this connection was closed")
+            self.agent.notices.lane_ended(self.name)
             return
         if ended.goodbye is not None and ended.goodbye != "shutdown":
             self._fail(ended, f"it closed the connection: {ended.goodbye}")
+            self.agent.notices.lane_ended(self.name)
             return
         reason = (
             "it has shut down" if ended.goodbye else "its connection ended without a goodbye: it died or was killed"
