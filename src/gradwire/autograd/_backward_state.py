@@ -235,6 +235,10 @@ class BackwardState:
         """Whether a recv of this pass has fired, or is not part of it."""
         return recv not in self._unfired
 
+    def has_lost(self, peer: int) -> bool:
+        """Whether a worker is done without: nothing is asked of it, and what it has to say was settled."""
+        return peer in self._lost
+
     def is_settled(self, send: int) -> bool:
         """Whether a send of this pass needs no message any more."""
         return send not in self._unsettled

@@ -178,10 +178,15 @@ class DistEngine:
 
     def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
         """A recv was reached by the local engine."""
+        with current.lock:
+            has_lost = current.state.has_lost(recv.peer)
         if all(gradient is None for gradient in gradients):
-            if recv.peer not in self.lost:
+            if not has_lost and recv.peer not in self.lost:
                 self._post(current, recv.peer, (GradientItem(recv.message_id),), is_from_run=True)
             return
+        if has_lost:  # even if it lives after all: what it would send back was settled without it
+            peer = self._agent.caller.peer(self.prober.name_of(recv.peer))
+            raise peer.lost("its end was noticed before there was a gradient for it")
         recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
         item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
         self._post(current, recv.peer, (item,), tensors, is_from_run=True)

@@ -148,3 +148,19 @@ def test_release_ends_a_pass_that_is_not_decided(trio: list[Agent]) -> None:
         wait_until(lambda: errors, 5.0, "that the reader is told")
         assert "was released on worker b" in str(errors[0])
         assert not isinstance(caught.value.__cause__, WorkerLost)
+
+
+def test_gradient_for_a_worker_that_is_taken_for_dead_fails_the_pass(trio: list[Agent]) -> None:
+    """It may live, and take the gradient; but what it sends back was given up already, and would be missing."""
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", through, args=(x, [])).sum()
+        worker.of(a).engine._on_worker_lost(b.address, "said somebody")
+        with pytest.raises(BackwardFailed, match="worker b is lost") as caught:
+            ctx.backward(loss, retain_graph=True, timeout=20)
+        assert caught.value.worker == "b"
+        assert not ctx.gradients()
+        worker.of(a).engine.lost.discard(b.info.id)
+        ctx.backward(loss, timeout=20)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
