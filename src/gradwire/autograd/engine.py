@@ -208,6 +208,8 @@ class DistEngine:
                 current.introduced.add(peer)
                 introduction = current.state.introduction_to(peer)
             current.counters.num_sent += 1
+            if peer != self._own:
+                current.last_peer = peer
             # The report follows: one system call and one wake-up there for both. Only the run that is left knows that it
             # will be this thread that sends it, and not another one that is about to, with nothing behind it.
             hold_back = is_from_run and current.state.is_finishing and peer == creator_of(current.pass_id)

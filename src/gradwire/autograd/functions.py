@@ -57,6 +57,11 @@ class running:
         _local.run = self._outer
 
 
+def is_inside_run() -> bool:
+    """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
+    return _local.run is not None
+
+
 class SendFunction(torch.autograd.Function):
     """Stands for a message that left. Its one output has no elements; it is only a handle on the node."""
 

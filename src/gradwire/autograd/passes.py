@@ -110,6 +110,7 @@ class BackwardPass:
         self.recvs: dict[int, RecordedRecv] = dict(context.recvs)
         self._exchanges = list(context.exchanges)
         self.introduced: set[int] = set()
+        self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}
         self._arrived: dict[int, Gradients] = {}
         self.counters = Counters()
@@ -294,6 +295,9 @@ class BackwardPass:
             while True:
                 with self.lock:
                     watch = self._watch = self._watch or self._make_watch(self)
+                while not (self.is_over or is_true()) and watch.help(lambda: self.is_over or is_true()):
+                    pass
+                with self.lock:
                     if not self.is_over and not is_true():
                         told.wait(watch.pause_s())
                     if self.is_over:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from gradwire.autograd._termination import PassSnapshot, is_stalled
+from gradwire.autograd.functions import is_inside_run
 from gradwire.autograd.probing import Prober, waiting_text
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _SLICE_S = 0.2  # Ctrl-C is heard between two waits
 _PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before asking who waits for whom
 _LAST_PROBE_S = 0.5  # when the time is over, nobody waits much longer for the answer to who was waited for
+_HELP_S = 0.001  # how long a thread reads before it sleeps; it would not hear what others do for the pass meanwhile
 _NEVER = float("inf")
 
 
@@ -53,6 +56,17 @@ class Watch:
     @property
     def _probe_interval_s(self) -> float:
         return _PROBE_AFTER_S[self._pass.options.is_fast]
+
+    def help(self, is_done: Callable[[], bool]) -> bool:
+        """Reads what the next gradient is likely to come over, for a moment: that spares waking two threads.
+
+        Returns:
+            Whether anything came.
+        """
+        peer = self._pass.last_peer
+        if peer is None or is_inside_run():
+            return False
+        return self._agent.server.take_notices(self._prober.name_of(peer), _HELP_S, is_done)
 
     def pause_s(self) -> float:
         """How long to wait before the next look."""

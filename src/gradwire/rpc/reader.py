@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -84,6 +85,7 @@ class Reader:
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
         self._num_looks = _MAX_LOOKS
+        self._is_lingered_on = True  # whether a service thread may stay with the connection
 
     def start(self) -> None:
         """Begins to watch the connection."""
@@ -161,7 +163,7 @@ class Reader:
         connection, reactor = self._connection, self._reactor
         if num_read != 1 or connection.has_hidden_bytes():
             return connection.read_nowait()
-        if not reactor.may_linger():
+        if not (self._is_lingered_on and reactor.may_linger()):
             return None
         reactor.leave(self)
         try:
@@ -247,13 +249,54 @@ class Reader:
         hold = _local.hold
         return bool(self._inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
 
-    def read_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
+    def serve_for(self, seconds: float, is_done: Callable[[], bool], may_run_here: Callable[[Frame], bool]) -> bool:
+        """Reads and handles frames in the calling thread, which waits for what they will do, unless another one does.
+
+        Frames that may not be handled here go to a service thread. None of those stays with the connection after a
+        request any more: it would be in the way.
+
+        Returns:
+            Whether anything came.
+        """
+        self._is_lingered_on = False
+        num_handled = 0
+        on_frame = self.on_frame
+
+        def handle(frame: Frame) -> None:
+            nonlocal num_handled
+            num_handled += 1
+            if not may_run_here(frame):
+                self._reactor.run_soon(functools.partial(on_frame, frame))
+                return
+            epoch = self._epoch
+            self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
+            self._reactor.enter(self)
+            try:
+                contextvars.Context().run(on_frame, frame)  # as in a thread that knows nothing of this one
+            finally:
+                with self._lock:
+                    if self._epoch == epoch:
+                        self._busy_since = 0.0
+                        self._reactor.leave(self)
+
+        self.read_until(lambda: num_handled > 0 or is_done(), time.monotonic() + seconds, handle)
+        return num_handled > 0
+
+    def read_until(
+        self, is_done: Callable[[], bool], deadline: float | None, handle: Callable[[Frame], None] | None = None
+    ) -> bool:
         """Reads in the calling thread until `is_done`, the deadline or the end of the connection.
+
+        Args:
+            is_done: Asked after every frame.
+            deadline: In `time.monotonic` seconds.
+            handle: Takes the frames in place of `on_frame`.
 
         Returns:
             False if another thread is reading already, so the caller must wait for it.
         """
         epoch, outer, own = 0, _local.hold, threading.get_ident()
+        handle = handle or self.on_frame
         frame: Frame | None = None
         try:  # Ctrl-C may hit anywhere from here on
             with self._lock:
@@ -274,7 +317,7 @@ class Reader:
                 while inbox:
                     frame = inbox[0]  # known before it is taken out
                     inbox.popleft()
-                    self.on_frame(frame)
+                    handle(frame)
                     frame = None
                     if self._epoch != epoch:
                         return True
