@@ -112,7 +112,7 @@ class Incoming:
         self.requests: dict[int, Request] = {}
         self.last_call_id = 0
         self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
-        self._is_leaving = False
+        self._goodbye: str | None = None
         connection.decoder.accept = LISTENER_ACCEPTS
         self.reader = Reader(connection, self._agent.reactor, self._on_handshake, self._on_end)
 
@@ -157,7 +157,7 @@ class Incoming:
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, Goodbye):
-            self._is_leaving = True
+            self._goodbye = message.reason
             return
         if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
             raise DecodeError(f"a {type(message).__name__} message after the handshake")
@@ -198,9 +198,11 @@ class Incoming:
             return
         if isinstance(error, DecodeError):
             _log.warning("%s closed a connection from %s: %s", self._agent.info.name, self.info.name, error)
+        elif self._goodbye is not None and self._goodbye != "shutdown":
+            _log.info("%s: %s closed a connection: %s", self._agent.info.name, self.info.name, self._goodbye)
         elif self.lane == "control":
-            reason = "it has shut down" if self._is_leaving else "it died or was killed (its connection ended)"
-            self._agent.on_worker_ended(self.peer, reason, was_orderly=self._is_leaving)
+            reason = "it has shut down" if self._goodbye else "it died or was killed (its connection ended)"
+            self._agent.on_worker_ended(self.peer, reason, was_orderly=self._goodbye is not None)
 
     # -- what a request needs of its source -----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ opened together, on first use. The control lane is always watched, so the end of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -121,6 +122,13 @@ def _always() -> bool:
     return True
 
 
+def _give_up(connection: StreamConnection) -> None:
+    """Closes a connection that was not needed after all. The other side may hold it for open, and its end for ours."""
+    with contextlib.suppress(TransportError, TimeoutError, OSError):
+        connection.send(Goodbye("connecting was given up"), deadline=time.monotonic())
+    connection.close()
+
+
 class Peer:
     """Another worker, as seen from here."""
 
@@ -190,6 +198,7 @@ class Peer:
             raise self.lost(f"it cannot be reached: {error}") from error
         except BaseException:  # Ctrl-C must not leave a lane that nobody watches, nor a closed worker one at all
             for open_lane in lanes.values():
+                _give_up(open_lane.connection)
                 open_lane.reader.end(ConnectionClosed("connecting was interrupted"))
             raise
 
@@ -204,7 +213,7 @@ class Peer:
                 lanes[missing[0]] = self._connect_lane(address, missing[0], deadline)
         except Exception:
             for open_lane in lanes.values():
-                open_lane.connection.close()
+                _give_up(open_lane.connection)
             lanes.clear()
             raise
 
@@ -225,7 +234,7 @@ class Peer:
             agent.on_connected(handshake.peer)
             return OpenLane(self, kind, connection, handshake.peer, not uri.startswith("tcp:"))
         except BaseException:
-            connection.close()
+            _give_up(connection)
             raise
 
     def on_lane_end(self, ended: OpenLane, error: Exception) -> None:
