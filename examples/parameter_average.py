@@ -3,8 +3,8 @@
     python examples/parameter_average.py
 
 Every worker has a part of the data that the others never see. In each round the driver sends the model's parameters to
-all workers, each trains on its own part for some steps and returns what it got, and the driver averages. (Gradients that
-flow through calls need the autograd layer, which is not here yet; this needs none.)
+all workers, each trains on its own part for some steps and returns what it got, and the driver averages. No gradient
+flows through a call here; `demo.py` shows that.
 """
 
 from __future__ import annotations

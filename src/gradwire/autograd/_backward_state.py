@@ -1,6 +1,6 @@
 r"""One backward pass on one worker: events in, actions out. No threads, no sockets, no tensors.
 
-The rules (``docs/architecture.md`` argues why they end):
+The rules (``docs/autograd.md`` argues why they end):
 
 - A *send* is settled once, by a message that carries its gradient or says that there is none.
 - A *recv* fires once, when every source that reaches it is settled: with a gradient, or with nothing.
@@ -251,11 +251,6 @@ class BackwardState:
     def unsettled(self) -> tuple[int, ...]:
         """Sends that still wait for their message."""
         return tuple(self._unsettled)
-
-    @property
-    def is_finishing(self) -> bool:
-        """Whether the report follows as soon as the run that is under way has ended."""
-        return not (self._unsettled or self._unfired or self._has_reported) and self._num_open <= 1
 
     @property
     def has_reported(self) -> bool:

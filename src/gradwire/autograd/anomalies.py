@@ -17,7 +17,7 @@ import torch
 
 _lock = threading.Lock()  # guards the two below, and what is changed in `warnings`
 _num_users = 0
-_was_on = False
+_is_ours = False  # whether it was switched on here
 _NOTHING = contextlib.nullcontext()
 _MARK = "Traceback of forward call"
 
@@ -29,10 +29,10 @@ def enabled(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
-    global _num_users, _was_on
+    global _num_users, _is_ours
     with _lock:
-        if _num_users == 0:
-            _was_on = torch.is_anomaly_enabled()
+        if _num_users == 0 and not torch.is_anomaly_enabled():
+            _is_ours = True
             torch.autograd.set_detect_anomaly(True, check_nan=torch.is_anomaly_check_nan_enabled())
         _num_users += 1
     try:
@@ -40,15 +40,17 @@ def _enabled() -> Iterator[None]:
     finally:
         with _lock:
             _num_users -= 1
-            if _num_users == 0:
-                torch.autograd.set_detect_anomaly(_was_on, check_nan=torch.is_anomaly_check_nan_enabled())
+            if _num_users == 0 and _is_ours:  # what the user switched on is the user's to switch off
+                _is_ours = False
+                torch.autograd.set_detect_anomaly(False, check_nan=torch.is_anomaly_check_nan_enabled())
 
 
 def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Surrounds a run of the local engine: what torch says about a failure is added to the error as a note.
+    """Surrounds a run of the local engine: what torch says about a failure becomes part of the error.
 
     Raises:
-        Exception: Whatever came from inside.
+        AnomalyFound: Something failed inside, and torch knows where its forward was called.
+        Exception: Whatever else came from inside.
     """
     return _detecting() if is_wanted else _NOTHING
 

@@ -69,6 +69,8 @@ class context:
         self._token: contextvars.Token[int] | None = None
 
     def __enter__(self) -> ContextId:
+        if self._token is not None:
+            raise AutogradError("a context can be entered once; make another with gradwire.autograd.context()")
         self._here = worker.here()
         self._id = ContextId(self._here.container.new_context().context_id)
         ambient.carry_into_threads()
@@ -78,8 +80,10 @@ class context:
     def __exit__(self, *_: object) -> None:
         assert self._id is not None
         assert self._token is not None
-        ambient.leave(self._token)
-        self._here.release(self._id)
+        try:
+            ambient.leave(self._token)
+        finally:
+            self._here.release(self._id)
 
 
 def backward(
@@ -151,10 +155,10 @@ def grad(
         BackwardFailed: Something failed on this or another worker, or the time was over.
     """
     here = worker.here()
-    found = check_roots(outputs, grad_outputs, inputs, runs_hooks=False)
+    found = check_roots(outputs, grad_outputs, inputs, joins_context=False)
     assert found.inputs is not None
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    table = here.engine.backward(here.container.retrieve(context_id), found, options, joins_context=False)
+    table = here.engine.backward(here.container.retrieve(context_id), found, options)
     results = tuple(table.get(tensor) for tensor in found.inputs)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)
@@ -167,7 +171,9 @@ def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout:
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
     if not (isinstance(timeout, int | float) and timeout > 0):
         raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return PassOptions(mode == "fast", retain, create, skips_leaves, torch.is_anomaly_enabled(), float(timeout))
+    return PassOptions(
+        mode == "fast", bool(retain), bool(create), skips_leaves, torch.is_anomaly_enabled(), float(timeout)
+    )
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

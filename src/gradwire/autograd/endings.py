@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradwire.autograd.container import creator_of
 from gradwire.autograd.gradients import add_gradient
 from gradwire.autograd.messages import AbortPass, CommitPass
@@ -56,9 +58,17 @@ class Endings:
             return
         failure = self.failure(error, operation)
         abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
-        has_reported = current.phase is PassPhase.DONE and not current.is_root
-        if not (has_reported and self.tell(creator_of(current.pass_id), "autograd.abort", abort)):
+        if self.drop(current, failure, abort, set(), has_last_word=current.is_root) or not current.is_undecided:
+            return
+        if not self.tell(creator_of(current.pass_id), "autograd.abort", abort):  # nobody is left to say how it ends
             self.drop(current, failure, abort, set())
+
+    def finish_commit(self, current: BackwardPass) -> None:
+        """The thread that committed was interrupted: some may have heard of it already, so all must."""
+        if current.phase in (PassPhase.COMMITTING, PassPhase.COMMITTED):
+            with current.lock:
+                others = current.termination.participants - {self._own} if current.termination is not None else ()
+            self.commit(current, others)
 
     def release(self, current: BackwardPass, where: str) -> None:
         """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""
@@ -80,10 +90,32 @@ class Endings:
     def describe(self, failure: BaseException) -> Any:
         return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)
 
-    def drop(self, current: BackwardPass, error: BaseException, abort: AbortPass, told: set[int]) -> None:
-        """Ends a pass without gradients, and passes that on to whoever has to do with it here."""
-        if not self.end(current, PassPhase.ABORTED, error):
-            return
+    def drop(
+        self,
+        current: BackwardPass,
+        error: BaseException,
+        abort: AbortPass,
+        told: set[int],
+        *,
+        has_last_word: bool = True,
+    ) -> bool:
+        """Ends a pass without gradients, and passes that on to whoever has to do with it here.
+
+        Args:
+            current: The pass.
+            error: Why.
+            abort: The same, for others.
+            told: Ranks of those who know.
+            has_last_word: Whether that ends it here even after this worker has reported.
+
+        Returns:
+            False if it had ended, or is the root's to end.
+        """
+        had_reported = current.is_undecided and not current.is_root
+        if not self.end(current, PassPhase.ABORTED, error, has_last_word=has_last_word):
+            return False
+        if had_reported:
+            return True  # the others wait for the root's word, as this one did
         with current.lock:  # after the end, so that nobody is forgotten who reports at this moment
             others = {creator_of(current.pass_id)}
             if current.is_joined:
@@ -91,18 +123,24 @@ class Endings:
             if current.termination is not None:
                 others |= current.termination.participants
         self.tell_all(others - told - {self._own}, "autograd.abort", abort)
+        return True
 
-    def end(self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None) -> bool:
+    def end(
+        self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None, *, has_last_word: bool = True
+    ) -> bool:
         """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
         context = current.context
         with context.lock, current.lock:
             if not current.is_open and (current.is_over or phase is PassPhase.ABORTED):
                 return False
+            if current.is_undecided and not has_last_word:
+                return False
             current.phase, current.error = phase, error
-            if not current.is_root:
-                if phase is PassPhase.COMMITTED and not context.released:
+            if phase is PassPhase.COMMITTED and current.joins_context and not context.released:
+                with torch.set_grad_enabled(current.options.create_graph):
                     for leaf, gradient in current.gradients.items():
                         add_gradient(context.gradients, leaf, gradient)
+            if not current.is_root:
                 current.forget()
             context.passes.pop(current.pass_id, None)
             context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED

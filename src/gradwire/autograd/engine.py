@@ -27,7 +27,7 @@ from gradwire.autograd.container import DistAutogradContainer, creator_of
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv
 from gradwire.autograd.endings import Endings
 from gradwire.autograd.functions import Gradients
-from gradwire.autograd.gradients import GradientTable, add_gradient
+from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.messages import (
     NO_ID,
     AbortPass,
@@ -86,31 +86,30 @@ class DistEngine:
 
     # -- the root --------------------------------------------------------------------------------------------------
 
-    def backward(
-        self, context: DistAutogradContext, roots: Roots, options: PassOptions, *, joins_context: bool = True
-    ) -> GradientTable:
+    def backward(self, context: DistAutogradContext, roots: Roots, options: PassOptions) -> GradientTable:
         """Runs a pass from here and waits until it is over everywhere.
 
         Args:
             context: Whose pass.
             roots: Where it begins.
             options: How.
-            joins_context: Whether the gradients join the context; they are returned in any case.
 
         Raises:
             BackwardFailed: It failed somewhere, and is dropped everywhere.
         """
-        with context.lock:
-            context.check_alive()
-            pass_id = self._container.new_message_id()
-            current = self._make_pass(pass_id, context, options, roots)
+        current: BackwardPass | None = None
         try:
+            with context.lock:
+                context.check_alive()
+                current = self._make_pass(self._container.new_message_id(), context, options, roots)
             with current.lock:
                 actions = current.join((), self.lost)
             self._perform(current, actions)
             current.wait_over()
         except BaseException as problem:  # Ctrl-C
-            self.endings.fail(current, problem, "backward")
+            if current is not None:
+                self.endings.fail(current, problem, "backward")
+                self.endings.finish_commit(current)
             raise
         with current.lock:
             failure, current.error = current.error, None
@@ -120,10 +119,6 @@ class DistEngine:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, and with it all that the pass recorded
-        if joins_context:
-            with context.lock:
-                for leaf, gradient in gradients.items():
-                    add_gradient(context.gradients, leaf, gradient)
         return gradients
 
     def _make_pass(
@@ -173,8 +168,10 @@ class DistEngine:
             step()
         except PassDropped:
             pass
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too, must not leave anybody waiting
             self.endings.fail(current, error, operation)
+            if isinstance(error, KeyboardInterrupt):
+                raise
 
     def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
         """A recv was reached by the local engine."""
@@ -182,14 +179,14 @@ class DistEngine:
             has_lost = current.state.has_lost(recv.peer)
         if all(gradient is None for gradient in gradients):
             if not has_lost and recv.peer not in self.lost:
-                self._post(current, recv.peer, (GradientItem(recv.message_id),), is_from_run=True)
+                self._post(current, recv.peer, (GradientItem(recv.message_id),))
             return
         if has_lost:  # even if it lives after all: what it would send back was settled without it
             peer = self._agent.caller.peer(self.prober.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
         recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
         item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
-        self._post(current, recv.peer, (item,), tensors, is_from_run=True)
+        self._post(current, recv.peer, (item,), tensors)
 
     def _post(
         self,
@@ -197,8 +194,6 @@ class DistEngine:
         peer: int,
         items: tuple[GradientItem, ...],
         tensors: Sequence[torch.Tensor] = (),
-        *,
-        is_from_run: bool = False,
     ) -> None:
         with current.lock:
             if current.is_over:
@@ -210,9 +205,6 @@ class DistEngine:
             current.counters.num_sent += 1
             if peer != self._own:
                 current.last_peer = peer
-            # The report follows: one system call and one wake-up there for both. Only the run that is left knows that it
-            # will be this thread that sends it, and not another one that is about to, with nothing behind it.
-            hold_back = is_from_run and current.state.is_finishing and peer == creator_of(current.pass_id)
         note = PropagateGradients(
             current.context.context_id,
             current.pass_id,
@@ -225,8 +217,7 @@ class DistEngine:
             values = [tensor.clone() for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            name = self.prober.name_of(peer)
-            self._agent.notices.send(name, "autograd.propagate", note, tensors, current.deadline, hold_back=hold_back)
+            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
 
     def _report(self, current: BackwardPass, report: Report) -> None:
         def step() -> None:
@@ -337,7 +328,9 @@ class DistEngine:
         message = parse(note, AbortPass)
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
-            # Whoever has reported asks the root to give up, and waits for its word.
+            is_from_root = creator_of(message.pass_id) == sender.id
+            if current.is_undecided and not (current.is_root or is_from_root):
+                return  # who has reported waits for the root's word, and asks nobody else
             told = set() if current.is_root else {sender.id}
             self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
             return

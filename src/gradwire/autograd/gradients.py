@@ -7,9 +7,14 @@ from collections.abc import Iterable
 
 import torch
 
+from gradwire.errors import AutogradError
+
 GradientTable = dict[torch.Tensor, torch.Tensor]
 
-_hook_lock = threading.Lock()  # guards `.grad` of leaves while their hooks look at it
+_NUM_LOCKS = 256
+_HOOK_S = 60.0
+# Each guards `.grad` of some leaves while their hooks look at it; a hook may run another pass in its thread.
+_hook_locks = [threading.RLock() for _ in range(_NUM_LOCKS)]
 
 
 def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
@@ -44,7 +49,10 @@ def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tenso
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
         if not hooks or leaf not in table:
             continue
-        with _hook_lock:
+        lock = _hook_locks[hash(leaf) % _NUM_LOCKS]
+        if not lock.acquire(timeout=_HOOK_S):
+            raise AutogradError(f"another pass has been running the hooks of a leaf for {_HOOK_S:g} s")
+        try:
             before, leaf.grad = leaf.grad, table[leaf]
             try:
                 for hook in list(hooks.values()):
@@ -52,6 +60,8 @@ def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tenso
                 after = leaf.grad
             finally:
                 leaf.grad = before
+        finally:
+            lock.release()
         if after is None:
             del table[leaf]
         else:

@@ -140,3 +140,8 @@ def parse(note: Any, kind: type[M]) -> M:
         return msgspec.convert(note, kind)
     except msgspec.ValidationError as error:
         raise DecodeError(f"not a valid {kind.__name__}: {error}") from error
+
+
+def pass_id_of(note: Any) -> int:
+    """The pass that a note as it came is about; 0 if it is about none."""
+    return note[1] if type(note) is list and len(note) > 1 and type(note[1]) is int else 0

@@ -54,13 +54,13 @@ class Roots:
         tensors: The roots.
         gradients: One for each.
         inputs: Collect gradients only for these; None for all leaves.
-        runs_hooks: Whether post-accumulate hooks run: they do for `backward`, not for `grad`.
+        joins_context: Whether gradients join the context, and post-accumulate hooks run: for `backward`, not for `grad`.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] | None = None
-    runs_hooks: bool = True
+    joins_context: bool = True
 
 
 @dataclass(slots=True)
@@ -128,6 +128,11 @@ class BackwardPass:
     def is_root(self) -> bool:
         """Whether backward was called here."""
         return self.termination is not None
+
+    @property
+    def joins_context(self) -> bool:
+        """Whether its gradients join the context."""
+        return self._roots.joins_context
 
     @property
     def is_over(self) -> bool:
@@ -209,10 +214,14 @@ class BackwardPass:
         """What came for a send of leaves is their gradient."""
         wanted = {id(leaf) for leaf in self._inputs_of(action.index)}
         found = self.gradients_of(action.sends[0])
-        with self.lock:
-            for leaf, gradient in zip(leaves, found, strict=True):
-                if gradient is not None and id(leaf) in wanted:
-                    add_gradient(self.gradients, leaf, gradient)
+        pairs = zip(leaves, found, strict=True)
+        self._add([(leaf, gradient) for leaf, gradient in pairs if gradient is not None and id(leaf) in wanted])
+
+    def _add(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Adds up, whatever the grad mode of the thread that happens to do it."""
+        with self.lock, torch.set_grad_enabled(self.options.create_graph):
+            for leaf, gradient in found:
+                add_gradient(self.gradients, leaf, gradient)
 
     def _inputs_of(self, index: int) -> list[torch.Tensor]:
         wanted, leaves = self._roots.inputs, self.graph.leaves[index]
@@ -239,9 +248,7 @@ class BackwardPass:
         found = [(leaf, gradient) for leaf, gradient in zip(inputs, results, strict=False) if gradient is not None]
         if not options.create_graph:
             found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
-        with self.lock:
-            for leaf, gradient in found:
-                add_gradient(self.gradients, leaf, gradient)
+        self._add(found)
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
         """The engine reached a recv: its gradients go to whoever sent the message."""
@@ -311,7 +318,7 @@ class BackwardPass:
 
     def run_hooks(self) -> None:
         """Everything here is done: hooks see the totals. What they raise fails the pass."""
-        if self._roots.runs_hooks:
+        if self._roots.joins_context:
             run_post_accumulate_hooks(self.gradients, list(self.gradients))
 
     def forget(self) -> None:
@@ -356,7 +363,7 @@ class BackwardPass:
             )
 
 
-def check_roots(roots: Any, gradients: Any, inputs: Any, *, runs_hooks: bool = True) -> Roots:
+def check_roots(roots: Any, gradients: Any, inputs: Any, *, joins_context: bool = True) -> Roots:
     """The roots of a pass, with a gradient for each.
 
     Raises:
@@ -391,4 +398,4 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, *, runs_hooks: bool = T
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
         raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
-    return Roots(tensors, tuple(found), wanted, runs_hooks)
+    return Roots(tensors, tuple(found), wanted, joins_context)

@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from gradwire.autograd._termination import PassSnapshot, is_stalled
 from gradwire.autograd.functions import is_inside_run
+from gradwire.autograd.messages import pass_id_of
 from gradwire.autograd.probing import Prober, waiting_text
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
 
@@ -48,7 +51,7 @@ class Watch:
         self._prober = prober
         self._fail = fail
         self._pass = current
-        self._lock = threading.Lock()  # guards the next two: one thread asks or ends the pass, others wait meanwhile
+        self._lock = threading.Lock()  # guards the next three: one thread asks or ends the pass, others wait meanwhile
         self._next_probe = time.monotonic() + self._probe_interval_s if current.is_root else _NEVER
         self._deadline = current.deadline
         self._snapshots: dict[int, PassSnapshot] = {}
@@ -64,9 +67,11 @@ class Watch:
             Whether anything came.
         """
         peer = self._pass.last_peer
-        if peer is None or is_inside_run():
+        if peer is None or is_inside_run() or not _is_like_service_thread():
             return False
-        return self._agent.server.take_notices(self._prober.name_of(peer), _HELP_S, is_done)
+        own = self._pass.pass_id  # others' passes run their users' code, and have deadlines of their own
+        name = self._prober.name_of(peer)
+        return self._agent.server.take_notices(name, _HELP_S, is_done, lambda note: pass_id_of(note) == own)
 
     def pause_s(self) -> float:
         """How long to wait before the next look."""
@@ -115,3 +120,10 @@ class Watch:
             f'mode cannot cope with; use mode="smart", the default'
         )
         return UnsettledSend(text, worker, "waiting for gradients", lines)
+
+
+def _is_like_service_thread() -> bool:
+    """Whether torch is set up in this thread as in those that run passes otherwise."""
+    return torch.is_grad_enabled() and not (
+        torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    )

@@ -164,6 +164,7 @@ class Incoming:
         if message.call_id == NOTICE_ID:
             self._agent.notices.received(self.info, frame)
             return
+        self.reader.is_lingered_on = True  # a call is often followed by the next
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)
         request.notes = message.notes
         self.last_call_id = max(self.last_call_id, message.call_id)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.errors import ConnectionClosed, ConnectionLost, NotExposed, NotInitialized, RpcTimeout
+from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, NotExposed, NotInitialized, RpcTimeout
 from gradwire.types import WorkerInfo
 from gradwire.wire import objects
 from gradwire.wire.framing import Frame
@@ -49,7 +49,7 @@ class Notices:
     def register(self, name: str, handler: Handler) -> None:
         """Calls ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
-        What it raises is logged: nobody waits for it.
+        What it raises ends the connection.
         """
         self._handlers[f"~{name}"] = handler
 
@@ -70,8 +70,6 @@ class Notices:
         note: Any,
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
-        *,
-        hold_back: bool = False,
     ) -> None:
         """Sends a notice; tensors are captured.
 
@@ -81,7 +79,6 @@ class Notices:
             note: Plain data or a msgspec struct.
             tensors: Travel beside it.
             deadline: In `time.monotonic` seconds.
-            hold_back: Another notice to the same worker follows shortly; a small one may wait and leave with it.
 
         Raises:
             WorkerLost: The worker is gone.
@@ -94,7 +91,7 @@ class Notices:
         while True:
             lane = _free_lane(peer) or peer.lanes.get("control") or peer.lane("control", limit)
             try:
-                lane.connection.send(message, b"", tensors, limit, hold_back)
+                lane.connection.send(message, b"", tensors, limit)
                 return
             except ConnectionClosed as error:  # cut off here, by Ctrl-C: the other side has not got all of it
                 lane.reader.end(error)
@@ -110,7 +107,11 @@ class Notices:
                 raise RpcTimeout(text, to, "send") from error
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
-        """Handles a notice that arrived."""
+        """Handles a notice that arrived.
+
+        Raises:
+            DecodeError: It could not be handled. Nobody waits for an answer, so the connection must end: that is heard of.
+        """
         message = frame.message
         assert isinstance(message, Call)
         try:
@@ -119,8 +120,15 @@ class Notices:
                 raise NotExposed(f"nothing here takes notices {message.function!r}")
             values = self._agent.codec.rebuild_tensors(frame, message)
             handler(sender, message.notes.get(_NOTE), values)
-        except Exception:
+        except Exception as error:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
+            raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error
+
+
+def notice_of(frame: Frame) -> Any:
+    """The note of a notice; None for any other message."""
+    message = frame.message
+    return message.notes.get(_NOTE) if isinstance(message, Call) and message.call_id == NOTICE_ID else None
 
 
 def _free_lane(peer: Peer) -> OpenLane | None:
@@ -128,7 +136,4 @@ def _free_lane(peer: Peer) -> OpenLane | None:
     lane = peer.lanes.get("calls")
     if lane is None or not lane.is_on_this_machine:
         return None
-    if lane.connection.has_held_back:
-        return lane  # what follows a notice that was held back must take the same way
-    control = peer.lanes.get("control")
-    return lane if not lane.calls and not (control is not None and control.connection.has_held_back) else None
+    return lane if not lane.calls else None

@@ -56,6 +56,7 @@ class Reader:
         wants_reading: Whether anything is expected; a connection nobody expects anything from is not watched.
 
     Attributes:
+        is_lingered_on: Whether a service thread may stay with the connection after a request.
         is_reading: A caller takes bytes from the connection; see `is_cut_off`.
     """
 
@@ -85,7 +86,7 @@ class Reader:
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
         self._num_looks = _MAX_LOOKS
-        self._is_lingered_on = True  # whether a service thread may stay with the connection
+        self.is_lingered_on = True
 
     def start(self) -> None:
         """Begins to watch the connection."""
@@ -163,7 +164,7 @@ class Reader:
         connection, reactor = self._connection, self._reactor
         if num_read != 1 or connection.has_hidden_bytes():
             return connection.read_nowait()
-        if not (self._is_lingered_on and reactor.may_linger()):
+        if not (self.is_lingered_on and reactor.may_linger()):
             return None
         reactor.leave(self)
         try:
@@ -258,7 +259,7 @@ class Reader:
         Returns:
             Whether anything came.
         """
-        self._is_lingered_on = False
+        self.is_lingered_on = False
         num_handled = 0
         on_frame = self.on_frame
 

@@ -24,13 +24,12 @@ from gradwire.rpc._slots import Slots
 from gradwire.rpc.functions import is_async_execution
 from gradwire.rpc.incoming import Incoming, Request, current_request, set_current_request
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.notices import NOTICE_ID
+from gradwire.rpc.notices import notice_of
 from gradwire.rpc.reader import release_hold
 from gradwire.transports.base import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerInfo
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -96,11 +95,25 @@ class Server:
         """A connection ended."""
         self._incoming.discard(incoming)
 
-    def take_notices(self, name: str, seconds: float, is_done: Callable[[], bool]) -> bool:
-        """Handles notices of a worker in the calling thread, which waits for them; whether anything came."""
+    def take_notices(
+        self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
+    ) -> bool:
+        """Handles notices of a worker in the calling thread, which waits for them; whether anything came.
+
+        Args:
+            name: The worker's.
+            seconds: How long.
+            is_done: Whether the thread need not wait any longer.
+            is_wanted: Told a note, whether it may be handled here; the rest goes to service threads.
+        """
+
+        def may_run_here(frame: Frame) -> bool:
+            note = notice_of(frame)
+            return note is not None and is_wanted(note)
+
         for incoming in list(self._incoming):
             if incoming.lane == "calls" and incoming.peer is not None and incoming.peer.info.name == name:
-                return incoming.reader.serve_for(seconds, is_done, _is_notice)
+                return incoming.reader.serve_for(seconds, is_done, may_run_here)
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
@@ -332,11 +345,6 @@ class Server:
         for incoming in list(self._incoming):
             say_goodbye(incoming.connection)
             incoming.reader.end(ConnectionClosed("shutdown"))
-
-
-def _is_notice(frame: Frame) -> bool:
-    """User functions run in service threads, never in one of the user's own."""
-    return isinstance(frame.message, Call) and frame.message.call_id == NOTICE_ID
 
 
 def cpu_ticks(thread: int) -> int:

@@ -377,19 +377,6 @@ class TestQuestions:
         state.component_finished(0)
         assert state.has_reported
 
-    def test_whether_only_the_report_is_left(self) -> None:
-        state = make_state([came(1), sent(2)], tied(2), tied(recvs=[1], has_roots=True))
-        state.begin()
-        assert not state.is_finishing  # 2 is not settled
-        give(state, 2)
-        assert not state.is_finishing  # 1 has not fired
-        state.recv_fired(1)
-        assert not state.is_finishing  # two runs are under way
-        state.component_finished(0)
-        assert state.is_finishing
-        assert state.component_finished(1) == [Report((B,))]
-        assert not state.is_finishing
-
     def test_repr_shows_where_it_is(self) -> None:
         state = begun(make_state([sent(1), sent(2)], tied(1), tied(2)))
         give(state, 2)

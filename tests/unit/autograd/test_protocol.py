@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,17 +269,26 @@ def test_only_the_root_commits_and_only_it_counts_reports(trio: list[Agent]) -> 
         assert torch.allclose(found, expected(1)[1])
 
 
-def test_note_that_is_no_message_is_logged_and_changes_nothing(
+def test_note_that_is_no_message_ends_the_connection_and_nothing_else(
     trio: list[Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b, _ = trio
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx, caplog.at_level(logging.ERROR, "gradwire"):
         loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
-        names = ["propagate", "report", "abort", "commit", "release", "holds"]
-        for name in names:
+
+        def has_refused(number: int) -> bool:
+            return sum("not a valid" in str(record.exc_info) for record in caplog.records) == number
+
+        def is_cut(before: object) -> bool:
+            return a.caller.peer("b").lanes.get("calls") is not before
+
+        for number, name in enumerate(["propagate", "report", "abort", "commit", "release", "holds"], 1):
+            before = a.caller.peer("b").lanes["calls"]
             a.notices.send("b", f"autograd.{name}", ["no", "such", "message"])
-        wait_until(lambda: sum("not a valid" in str(record.exc_info) for record in caplog.records) == len(names))
+            wait_until(partial(has_refused, number), 5.0, "that b refuses it")
+            wait_until(partial(is_cut, before), 5.0, "that a hears of it")
+            rpc.rpc_sync("b", torch.add, args=(1, 1))
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
         assert len(context_of(b, ctx).sends) == 1
