@@ -44,6 +44,33 @@ def gradient_on(agent: Agent, context_id: int) -> torch.Tensor:
     return worker.of(agent).gradients_of(context_of(agent, context_id), QUICK_S)[layers.weight]
 
 
+class Last(torch.autograd.Function):
+    """Its backward lasts until nothing else of the pass is left, on any worker."""
+
+    is_alone: Callable[[], bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        wait_until(Last.is_alone, QUICK_S, "that everybody else is done")
+        return gradient
+
+
+def make_root_last(a: Agent, b: Agent, ctx: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Last` on ``a`` goes on when ``b`` has reported, and ``a`` itself has nothing else to run."""
+
+    def is_alone() -> bool:
+        current = pass_of(a, ctx)
+        assert current.termination is not None
+        has_reported = b.info.id in current.termination.participants  # nobody else has named it yet
+        return has_reported and sum(item is not ComponentPhase.DONE for item in current.state.phases) == 1
+
+    monkeypatch.setattr(Last, "is_alone", is_alone, raising=False)
+
+
 # -- flags that are no booleans ---------------------------------------------------------------------------------------
 
 
@@ -265,11 +292,15 @@ def test_backward_asks_for_its_own_notices(trio: list[Agent], monkeypatch: pytes
 # -- modes of the thread that calls backward ----------------------------------------------------------------------------
 
 
-def test_grad_under_no_grad_keeps_the_graph_it_was_asked_for(trio: list[Agent]) -> None:
-    """Two parts of a gradient were added up in the mode of whoever took the second one."""
+def test_grad_under_no_grad_keeps_the_graph_it_was_asked_for(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts of a gradient were added up in the mode of whoever had the second one: here the caller."""
     x = torch.tensor([2.0], requires_grad=True)
     with gw.autograd.context() as ctx:
-        loss = (rpc.rpc_sync("b", cube, args=(x,)) + rpc.rpc_sync("c", cube, args=(x,))).sum()
+        own: torch.Tensor = Last.apply(cube(x))  # type: ignore[no-untyped-call]
+        loss = (own + rpc.rpc_sync("b", cube, args=(x,))).sum()
+        make_root_last(trio[0], trio[1], ctx, monkeypatch)
         with torch.no_grad():
             (found,) = gw.autograd.grad(ctx, loss, x, create_graph=True, timeout=LIMIT_S)
         assert found is not None
@@ -373,21 +404,6 @@ def test_failure_that_meets_the_report_leaves_the_end_to_the_root(
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
 
 
-class Last(torch.autograd.Function):
-    """Its backward lasts until nothing else of the pass is left, on any worker."""
-
-    is_alone: Callable[[], bool]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        wait_until(Last.is_alone, QUICK_S, "that everybody else is done")
-        return gradient
-
-
 def interrupt_commit_once(agent: Agent, monkeypatch: pytest.MonkeyPatch, when: str) -> list[int]:
     """Ctrl-C hits right before or after the others are told; returns in which threads."""
     endings = worker.of(agent).engine.endings
@@ -415,14 +431,7 @@ def test_interrupt_while_the_root_commits_leaves_gradients_everywhere(
     with gw.autograd.context() as ctx:
         held: torch.Tensor = Last.apply(y)  # type: ignore[no-untyped-call]
         loss = held.sum() + rpc.rpc_sync("b", layer, args=(x,)).sum()
-
-        def is_alone() -> bool:
-            current = pass_of(a, ctx)
-            assert current.termination is not None
-            has_reported = b.info.id in current.termination.participants  # nobody else has named it yet
-            return has_reported and sum(item is not ComponentPhase.DONE for item in current.state.phases) == 1
-
-        monkeypatch.setattr(Last, "is_alone", is_alone, raising=False)
+        make_root_last(a, b, ctx, monkeypatch)
         hit = interrupt_commit_once(a, monkeypatch, when)
         with pytest.raises(KeyboardInterrupt):
             ctx.backward(loss, timeout=LIMIT_S)
