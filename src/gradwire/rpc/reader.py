@@ -267,7 +267,7 @@ class Reader:
             nonlocal num_handled
             num_handled += 1
             if not may_run_here(frame):
-                self._reactor.run_soon(functools.partial(on_frame, frame))
+                self._reactor.run_soon(functools.partial(self._handle, frame))
                 return
             epoch = self._epoch
             self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
@@ -282,6 +282,13 @@ class Reader:
 
         self.read_until(lambda: num_handled > 0 or is_done(), time.monotonic() + seconds, handle)
         return num_handled > 0
+
+    def _handle(self, frame: Frame) -> None:
+        """In a service thread that does not hold the connection: what cannot be handled ends it, as it does elsewhere."""
+        try:
+            self.on_frame(frame)
+        except TransportError as error:
+            self.end(error)
 
     def read_until(
         self, is_done: Callable[[], bool], deadline: float | None, handle: Callable[[Frame], None] | None = None
@@ -336,7 +343,7 @@ class Reader:
             return True
         except BaseException:
             if frame is not None:  # it may be what another thread waits for
-                self._reactor.run_soon(functools.partial(self.on_frame, frame))
+                self._reactor.run_soon(functools.partial(self._handle, frame))
             elif epoch and self._epoch == epoch and self.is_reading:  # bytes may be lost: the rest is out of step
                 self.end(ConnectionClosed("reading was interrupted"))
             raise

@@ -498,3 +498,18 @@ def test_context_cannot_be_entered_twice_and_stays_usable(trio: list[Agent]) -> 
         context.__enter__()
     wait_until(lambda: num_contexts(trio) == 0, QUICK_S, "that the one context is released")
     assert num_contexts(trio) == 0
+
+
+def test_notice_that_fails_in_the_thread_it_was_handed_to_ends_the_connection(trio: list[Agent]) -> None:
+    """Nobody would answer for it otherwise: whoever sent it would wait until its deadline."""
+    a, b, _ = trio
+    assert b.call("a", torch.add, (1, 1)) == 2
+
+    def fail(*_: object) -> None:
+        raise ValueError("cannot be handled")
+
+    a.notices.register("review", fail)
+    before = b.caller.peer("a").lanes.get("calls")
+    take_while_waiting(a, lambda: b.notices.send("a", "review", [0, 8]), 7)
+    assert wait_until(lambda: b.caller.peer("a").lanes.get("calls") is not before, 5.0)
+    assert b.call("a", torch.add, (1, 1)) == 2
