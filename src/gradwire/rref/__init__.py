@@ -1,0 +1,1 @@
+"""References to values on other workers, and the protocol that keeps those values alive."""

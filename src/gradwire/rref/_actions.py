@@ -1,0 +1,108 @@
+"""What `_ownership` wants done: messages to other workers, and what happens to values and references here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Worker = tuple[int, int]
+"""Rank and incarnation: a worker that is started again is another worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """To the owner: list this fork of mine. The value may not have been made yet if `maker`'s call is to make it."""
+
+    to: Worker
+    rref_id: int
+    fork_id: int
+    maker: Worker | None
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """To a user: your fork is listed; or, if not known, the value is gone."""
+
+    to: Worker
+    fork_id: int
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """To whoever sent a fork: it has arrived, and the owner knows of it."""
+
+    to: Worker
+    fork_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """To the owner: my fork is gone. It made the value, or was to make it, if it `is_first`."""
+
+    to: Worker
+    rref_id: int
+    fork_id: int
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """To a worker: do you have this fork that I sent you? After a no to the last question it must not be taken any more."""
+
+    to: Worker
+    fork_id: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To whoever asked: whether the fork is here, or may still come."""
+
+    to: Worker
+    fork_id: int
+    has_it: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mourn:
+    """To another worker: tell me when you have seen the end of this one."""
+
+    to: Worker
+    dead: Worker
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSeen:
+    """To an owner that mourns: I have seen the end, and asked for whatever I got."""
+
+    to: Worker
+    dead: Worker
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Here: nobody holds this value any more."""
+
+    rref_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Here: this value was expected and will never be made."""
+
+    rref_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Here: this fork leads nowhere any more."""
+
+    fork_id: int
+    reason: str
+
+
+Message = Adopt | Confirm | Accept | Delete | Ask | Answer | Mourn | EndSeen
+Action = Message | Free | Fail | Break
