@@ -1,0 +1,88 @@
+"""Puts objects in the place of others, everywhere they are bound, and puts the old ones back.
+
+A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in torch's
+module does not change it there. So every module that is loaded is looked through for the very objects that are replaced.
+Modules are not replaced, only what they hold; whoever has imported one sees its new contents.
+
+Bindings that are found: globals of modules, and attributes of the classes that those modules define, also inside
+``staticmethod``. Not found: closures, default arguments, containers, base classes. They were taken before and stay torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+MISSING = object()
+"""Stands for a name that was not bound."""
+
+_OWN = "gradwire"
+
+
+class Patch:
+    """A set of replacements that are in place.
+
+    Args:
+        tables: By module, the values that its names shall have.
+    """
+
+    def __init__(self, tables: Mapping[ModuleType, Mapping[str, Any]]) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []  # holder, name, what it was before; in the order of the changes
+        replaced: dict[int, tuple[Any, Any]] = {}  # by id: the old object, so that it lives, and the new one
+        for module, table in tables.items():
+            for name, new in table.items():
+                old = vars(module).get(name, MISSING)
+                if old is not MISSING and has_identity(old):
+                    replaced[id(old)] = old, new
+                self._set(module, name, old, new)
+        for holder, name, old, new in _bindings_of(replaced):
+            self._set(holder, name, old, new)
+
+    def _set(self, holder: Any, name: str, old: Any, new: Any) -> None:
+        self._undo.append((holder, name, old))
+        setattr(holder, name, new)
+
+    @property
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Each holder and name, with what it was bound to before."""
+        return list(self._undo)
+
+    def undo(self) -> None:
+        """Binds every name as it was before. Idempotent."""
+        while self._undo:
+            holder, name, old = self._undo.pop()
+            if old is not MISSING:
+                setattr(holder, name, old)
+            elif name in vars(holder):
+                delattr(holder, name)
+
+
+def has_identity(value: object) -> bool:
+    """Whether two names that are bound to it mean the same thing: functions and classes, but not numbers or strings."""
+    return callable(value)
+
+
+def _bindings_of(replaced: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Where the old objects are bound: holder, name, what is bound, what to bind instead."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or _is_own(module):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced:
+                yield module, name, value, replaced[id(value)][1]
+            elif issubclass(type(value), type) and value.__module__ == module.__name__:  # no lazy object is asked
+                yield from _attributes_of(value, replaced)
+
+
+def _is_own(module: ModuleType) -> bool:
+    return module.__name__ == _OWN or module.__name__.startswith(f"{_OWN}.")
+
+
+def _attributes_of(holder: type, replaced: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any, Any]]:
+    for name, value in list(vars(holder).items()):
+        if id(value) in replaced:
+            yield holder, name, value, replaced[id(value)][1]
+        elif isinstance(value, staticmethod) and id(value.__func__) in replaced:
+            yield holder, name, value, staticmethod(replaced[id(value.__func__)][1])

@@ -1,0 +1,36 @@
+"""Which names of which torch modules gradwire answers for.
+
+One function for each part of gradwire. A name is listed at the module that people find it in; wherever else the same object is
+bound (torch's submodules, its C modules, programs), `_patching` finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from gradwire.compat import _autograd, _rpc
+
+Table = Mapping[str, Any]
+
+
+def make_tables() -> dict[ModuleType, Table]:
+    """By torch module, the values of its names; imports all of them.
+
+    Raises:
+        RuntimeError: torch's own rpc is running in this process.
+    """
+    named: dict[str, Table] = {**_rpc.make_tables(), **_autograd.make_tables()}
+    tables = {importlib.import_module(name): table for name, table in named.items()}
+    _check_quiet()
+    return tables
+
+
+def _check_quiet() -> None:
+    inner = importlib.import_module("torch._C._distributed_rpc")
+    if inner._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "torch's own rpc is running in this process; call torch.distributed.rpc.shutdown() before compat.install()"
+        )
