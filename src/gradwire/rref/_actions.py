@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 Worker = tuple[int, int]
 """Rank and incarnation: a worker that is started again is another worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
     """To the owner: list this fork of mine. The value may not have been made yet if `maker`'s call is to make it."""
 
     to: Worker
@@ -18,8 +19,7 @@ class Adopt:
     maker: Worker | None
 
 
-@dataclass(frozen=True, slots=True)
-class Confirm:
+class Confirm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """To a user: your fork is listed; or, if not known, the value is gone."""
 
     to: Worker
@@ -27,16 +27,14 @@ class Confirm:
     is_known: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
     """To whoever sent a fork: it has arrived, and the owner knows of it."""
 
     to: Worker
     fork_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """To the owner: my fork is gone. It made the value, or was to make it, if it `is_first`."""
 
     to: Worker
@@ -45,8 +43,7 @@ class Delete:
     is_first: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
     """To a worker: do you have this fork that I sent you? After a no to the last question it must not be taken any more."""
 
     to: Worker
@@ -54,8 +51,7 @@ class Ask:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
     """To whoever asked: whether the fork is here, or may still come."""
 
     to: Worker
@@ -64,8 +60,7 @@ class Answer:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Mourn:
+class Mourn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
     """To another worker: tell me when you have seen the end of this one."""
 
     to: Worker
@@ -73,8 +68,7 @@ class Mourn:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndSeen:
+class EndSeen(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
     """To an owner that mourns: I have seen the end, and asked for whatever I got."""
 
     to: Worker
