@@ -11,7 +11,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
+from gradwire.autograd import container, worker
 from gradwire.testing import wait_until
 
 weight = torch.nn.Parameter(torch.tensor([0.5, -0.25, 0.125], dtype=torch.float64))
@@ -157,6 +157,17 @@ def counts() -> tuple[int, int, int, int]:
     """Contexts, passes under way, sends and recvs on this worker."""
     numbers = worker.here().statistics()
     return numbers.num_contexts, numbers.num_passes_under_way, numbers.num_sends, numbers.num_recvs
+
+
+def left() -> str:
+    """What this worker has not freed, in words: for errors."""
+    here = worker.here()
+    contexts = [
+        f"{context!r} of rank {container.creator_of(context.context_id)}, known to {sorted(context.known_workers)}, "
+        f"with {list(context.passes.values())!r}"
+        for context in here.container
+    ]
+    return f"on {here.worker}, where {sorted(here.engine.lost)} count as lost: {'; '.join(contexts) or 'nothing'}"
 
 
 def phases(context_id: int) -> list[str]:

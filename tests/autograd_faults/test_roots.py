@@ -27,7 +27,10 @@ def set_up(puppets: Sequence[Puppet]) -> None:
 
 def wait_clean(puppets: Sequence[Puppet], timeout_s: float = BOUND_S) -> None:
     for puppet in puppets:
-        wait_until(lambda puppet=puppet: puppet.do("tasks.counts()") == CLEAN, timeout_s, "that all is freed")  # type: ignore[misc]
+        try:
+            wait_until(lambda puppet=puppet: puppet.do("tasks.counts()") == CLEAN, timeout_s, "that all is freed")  # type: ignore[misc]
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; still there: {puppet.do('tasks.left()')}") from error
 
 
 def check_works(puppet: Puppet, way: list[str]) -> None:
