@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,14 +34,12 @@ class Endings:
         agent: The worker.
         own: Its rank.
         name_of: Names of workers by rank.
-        lost: Ranks of workers that need not be told.
     """
 
-    def __init__(self, agent: Agent, own: int, name_of: Callable[[int], str], lost: Collection[int]) -> None:
+    def __init__(self, agent: Agent, own: int, name_of: Callable[[int], str]) -> None:
         self._agent = agent
         self._own = own
         self._name_of = name_of
-        self._lost = lost
 
     def commit(self, current: BackwardPass, others: Iterable[int]) -> None:
         """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here."""
@@ -157,10 +155,10 @@ class Endings:
 
     def tell(self, rank: int, name: str, note: Any) -> bool:
         """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
-        if rank in self._lost:
-            return False
         try:
             to = self._name_of(rank)
+            if self._agent.notices.is_out_of_reach(to):
+                return False
             self._agent.notices.send(to, name, note, (), time.monotonic() + _TELL_S)
         except RpcTimeout:
             self._agent.reactor.run_soon(functools.partial(self._tell_late, to, name, note))

@@ -66,7 +66,7 @@ class DistEngine:
         self.lost: set[int] = set()
         self.num_passes = 0
         self.prober = Prober(agent, container, self.lost)
-        self.endings = Endings(agent, container.worker, self.prober.name_of, self.lost)
+        self.endings = Endings(agent, container.worker, self.prober.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate)
         notices.register("autograd.report", self._on_report)
@@ -182,7 +182,7 @@ class DistEngine:
                 self._post(current, recv.peer, (GradientItem(recv.message_id),))
             return
         if has_lost:  # even if it lives after all: what it would send back was settled without it
-            peer = self._agent.caller.peer(self.prober.name_of(recv.peer))
+            peer = self._agent.peers.peer(self.prober.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
         recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
         item, tensors = pack_answer(current.context, recv, gradients, recorded_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall, parse
 from gradwire.errors import DecodeError, UnknownContext
+from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 
 
@@ -22,13 +23,17 @@ class AutogradInterceptor(Interceptor):
     Args:
         container: The worker's contexts.
         engine: Its engine.
+        ask_to_be_told: Called with a context that nobody may tell this worker the end of.
     """
 
     name = "autograd"
 
-    def __init__(self, container: DistAutogradContainer, engine: DistEngine) -> None:
+    def __init__(
+        self, container: DistAutogradContainer, engine: DistEngine, ask_to_be_told: Callable[[int], None]
+    ) -> None:
         self._container = container
         self._engine = engine
+        self._ask_to_be_told = ask_to_be_told
 
     def wants_calls(self) -> bool:
         """Calls made inside a context, with grad mode on."""
@@ -72,6 +77,9 @@ class AutogradInterceptor(Interceptor):
         context = self._container.get_or_create(message.context_id)
         if context is None or not context.touch(envelope.peer.id):  # over: a late message does not revive it
             return tensors
+        self._engine.heard_of(envelope.peer)  # it may have been taken for dead after the call was recorded
+        if envelope.kind == "call" and _is_cut_off(current_request()):
+            self._ask_to_be_told(message.context_id)
         if message.message_id == NO_ID:
             return tensors
         places = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -86,11 +94,22 @@ class AutogradInterceptor(Interceptor):
             values[number] = output
         return values
 
-    def running(self, envelope: Envelope, note: Any) -> contextlib.AbstractContextManager[object]:
+    def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The called function runs in the caller's context."""
         message = parse(note, RecordedCall)
-        inside = ambient.inside(message.context_id)
-        return _with_anomalies(inside) if message.detects_anomalies else inside
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inside = ambient.inside(message.context_id)
+            with _with_anomalies(inside) if message.detects_anomalies else inside:
+                return function(*args, **kwargs)
+
+        return run
+
+
+def _is_cut_off(request: Request | None) -> bool:
+    """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
+    connection = getattr(request.source, "connection", None) if request is not None else None
+    return connection is not None and connection.is_closed
 
 
 @contextlib.contextmanager

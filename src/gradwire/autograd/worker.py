@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -50,9 +51,10 @@ class DistAutograd:
         self._agent = agent
         self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation)
         self.engine = DistEngine(agent, self.container)
-        agent.interceptors.append(AutogradInterceptor(self.container, self.engine))
+        agent.interceptors.append(AutogradInterceptor(self.container, self.engine, self._ask_soon))
         agent.notices.register("autograd.release", self._on_release)
         agent.notices.register("autograd.holds", self._on_holds)
+        agent.notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
 
     @property
@@ -124,6 +126,18 @@ class DistAutograd:
 
         if orphans or brought:
             self._agent.reactor.run_soon(act)
+
+    def _on_cut(self, name: str) -> None:
+        """The end of a context may have been on a connection that is gone: only who made it knows."""
+        rank = self._agent.directory.find(name).info.id
+        for context in self.container:
+            if rank in context.known_workers:
+                self._ask_soon(context.context_id)
+
+    def _ask_soon(self, context_id: int) -> None:
+        """Elsewhere: this thread may hold a connection, and telling others may take a while."""
+        if creator_of(context_id) != self.container.worker:
+            self._agent.reactor.run_soon(functools.partial(self._ask_to_be_told, context_id))
 
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)

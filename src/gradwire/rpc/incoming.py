@@ -199,6 +199,7 @@ class Incoming:
             return
         if isinstance(error, DecodeError):
             _log.warning("%s closed a connection from %s: %s", self._agent.info.name, self.info.name, error)
+            self._agent.notices.lane_ended(self.info.name)
         elif self._goodbye is not None and self._goodbye != "shutdown":
             _log.info("%s: %s closed a connection: %s", self._agent.info.name, self.info.name, self._goodbye)
         elif self.lane == "control":
@@ -215,8 +216,11 @@ class Incoming:
     def reply(self, request: Request, value: Any) -> None:
         """Sends a result, unless nobody wants it any more."""
         codec = self._agent.codec
-        packed = codec.pack(value, self.shares_main)
+        packed = codec.pack(value, self.info.name, self.shares_main)
+        trip = packed.trip
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
+            if trip is not None:
+                trip.on_not_sent()
             return
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
@@ -230,6 +234,8 @@ class Incoming:
             if hold_back and not self.reader.has_more():  # taken over meanwhile, maybe flushed before this reply
                 self.connection.flush()
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet: say why
+            if trip is not None:
+                trip.on_not_sent()
             self.requests[request.call_id] = request
             self.fail(request, error)
         except (TransportError, TimeoutError) as error:

@@ -54,14 +54,19 @@ class Notices:
         self._handlers[f"~{name}"] = handler
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
-        """Asks to be told the name of a worker that lives, but whose connection ended: notices to it may be lost."""
+        """Asks to be told the name of a worker that lives, but a connection with it ended: notices on it may be lost."""
         self._cut_callbacks.append(callback)
 
     def lane_ended(self, name: str) -> None:
-        """A connection to a worker ended here; if the worker itself has, everybody is told that instead."""
+        """A connection with a worker ended here; if the worker itself has, everybody is told that instead."""
         if not (self._agent.is_closed or self._agent.has_ended(name)):
             for callback in self._cut_callbacks:
                 callback(name)
+
+    def is_out_of_reach(self, to: str) -> bool:
+        """Whether a worker's end was noticed, and it was not connected since: who was taken for dead may be back."""
+        peer = self._agent.peers.known(to)
+        return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 
     def send(
         self,
@@ -87,7 +92,7 @@ class Notices:
         """
         limit = time.monotonic() + self._agent.config.rpc_timeout_s if deadline is None else deadline
         message = Call(NOTICE_ID, f"~{name}", 0.0, objects.EMPTY, 0, (), {_NOTE: note})
-        peer = self._agent.caller.peer(to)
+        peer = self._agent.peers.peer(to)
         while True:
             lane = _free_lane(peer) or peer.lanes.get("control") or peer.lane("control", limit)
             try:
