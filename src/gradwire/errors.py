@@ -10,15 +10,18 @@ GradwireError
       LimitExceeded                      a frame that is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
-  CannotSend (TypeError)                 a value or tensor that cannot travel, and why
+  CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
   RpcError (RuntimeError)
     RpcTimeout (TimeoutError)            the deadline passed; says in which phase
     CallCancelled                        the caller cancelled it
     WorkerLost (ConnectionError)         the worker died or left
     UnknownWorker (ValueError)           no worker of that name or rank
     RemoteCallFailed                     the user's function raised there, and its type is not known here
+    NoSuchFunction (AttributeError)      the callee's module has no function of that name
     NotExposed (PermissionError)         trust="data" and the function was not marked with expose
     AlreadyInitialized (ConfigurationError)  this process is a worker already
+    DuplicateWorker (ConfigurationError)  two workers of one name or rank
+    InvalidName (ConfigurationError)     a worker cannot have that name
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
     WorkerStartFailed                    a worker process ended before it was ready
@@ -75,7 +78,7 @@ class AuthenticationFailed(TransportError):
     """The other side could not show that it belongs to this cluster."""
 
 
-class CannotSend(GradwireError, TypeError):
+class CannotSend(GradwireError, TypeError, RuntimeError):
     """A value or tensor that cannot travel to another worker; the message says which and why."""
 
 
@@ -134,12 +137,24 @@ class RemoteCallFailed(RpcError):
         self.type_name = type_name
 
 
+class NoSuchFunction(RpcError, AttributeError):
+    """The module exists on the called worker, but has no function of that name there."""
+
+
 class NotExposed(RpcError, PermissionError):
     """With ``trust="data"``, a function was called that is not marked with `gradwire.rpc.expose`."""
 
 
 class AlreadyInitialized(RpcError, ConfigurationError):
     """This process is a worker already; call `gradwire.rpc.shutdown` first."""
+
+
+class DuplicateWorker(RpcError, ConfigurationError):
+    """Two workers gave the same name or the same rank; the message says which."""
+
+
+class InvalidName(RpcError, ConfigurationError):
+    """A worker cannot have that name; the message says what names look like."""
 
 
 class NotInitialized(RpcError):

@@ -203,7 +203,7 @@ def test_other_world_size_is_refused(make_puppets: Make, meeting: str) -> None:
     ("rank", "world_size", "init_method", "words"),
     [
         (2, 2, "file:///tmp/x", "rank 2 does not fit a world of 2"),
-        (-1, 2, "file:///tmp/x", "rank must be between"),
+        (-1, 2, "file:///tmp/x", "rank parameter missing"),
         (70000, None, "file:///tmp/x", "rank must be between"),
         (0, 1, "http://x", "init_method must be"),
         (0, 1, "tcp://localhost", "init_method must be"),

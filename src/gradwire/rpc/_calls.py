@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gradwire.errors import ConfigurationError
@@ -68,6 +69,12 @@ class PendingCall:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
         return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
 
+    def again(self) -> PendingCall:
+        """The same call with another id, for another attempt to send it."""
+        call = PendingCall(new_call_id(), self.worker, self.function, self.started, 0.0)
+        call.deadline, call.future, call.on_done = self.deadline, self.future, self.on_done
+        return call
+
     def mark_done(self) -> None:
         """It has its result or error: wakes the thread that waits."""
         self.is_done = True
@@ -78,9 +85,23 @@ class PendingCall:
     def timeout_text(self, phase: str, now: float) -> str:
         """What a timeout in that phase should say."""
         return (
-            f"call of {self.function} on worker {self.worker} timed out after {now - self.started:.3g} s: "
+            f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
+            f"{now - self.started:.3g} s: "
             f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or look at what that worker does"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """What the layers above want of a call.
+
+    Attributes:
+        notes: Travel with it, beside those of the interceptors.
+        on_done: Runs in the thread that ends it; must not wait for anything.
+    """
+
+    notes: dict[str, Any]
+    on_done: Callable[[PendingCall], None]
 
 
 class CallHolder:

@@ -56,7 +56,7 @@ class StaticDirectory:
         found = self._by_name.get(worker) if isinstance(worker, str) else self._by_rank.get(worker)
         if found is None:
             known = ", ".join(info.name for info in self.infos())
-            raise UnknownWorker(f"no worker {worker!r} in this cluster; it has: {known}")
+            raise UnknownWorker(f"could not find destination: no worker {worker!r} in this cluster; it has: {known}")
         return found
 
     def refresh(self, name: str) -> WorkerAddress | None:

@@ -92,7 +92,7 @@ def _open_env(rank: int, world_size: int | None, timeout_s: float) -> MeetingPoi
     def need(name: str) -> str:
         if name not in os.environ:
             raise ConfigurationError(
-                f'init_method "env://" needs the environment variable {name}; set it, or pass '
+                f'environment variable {name} expected by init_method "env://", but not set; set it, or pass '
                 f'rpc_backend_options with init_method="tcp://host:port" and rank='
             )
         return os.environ[name]
@@ -108,6 +108,8 @@ def _open_env(rank: int, world_size: int | None, timeout_s: float) -> MeetingPoi
 
 
 def _check(rank: int, world_size: int | None) -> None:
+    if rank == -1:
+        raise ConfigurationError("rank parameter missing: pass rank= to init_rpc, or ?rank= in init_method")
     if not 0 <= rank < 1 << 16:
         raise ConfigurationError(f"rank must be between 0 and 65,535, not {rank}")
     if world_size is not None and not rank < world_size:

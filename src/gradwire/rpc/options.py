@@ -26,9 +26,15 @@ class RpcBackendOptions:
     Args:
         rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+
+    Raises:
+        TypeError: The timeout is no number.
     """
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        if not isinstance(rpc_timeout, int | float):
+            kind, given = type(self).__name__, type(rpc_timeout).__name__
+            raise TypeError(f"{kind}: incompatible constructor arguments: rpc_timeout is in seconds, not a {given}")
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
 

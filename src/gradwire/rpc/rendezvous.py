@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from gradwire.errors import ConfigurationError, GradwireError, RendezvousFailed
+from gradwire.errors import ConfigurationError, DuplicateWorker, GradwireError, RendezvousFailed
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
@@ -71,9 +71,9 @@ class Host:
         name, rank = address.info.name, address.info.id
         for other in self._joined.values():
             if (other.info.name == name) != (other.info.id == rank):
-                raise ConfigurationError(
-                    f"{other.info.name} of rank {other.info.id} and {name} of rank {rank}: every rank needs a name of its "
-                    f"own and every name a rank of its own"
+                raise DuplicateWorker(
+                    f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {name} of rank "
+                    f"{rank}; every rank needs a name of its own and every name a rank of its own"
                 )
 
     def _answer_if_complete(self) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import msgspec
 
-from gradwire.errors import ConfigurationError, TransportError, UnknownWorker
+from gradwire.errors import ConfigurationError, DuplicateWorker, TransportError, UnknownWorker
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.rpc.meeting_point import MeetingPoint, MeetingPointLost
@@ -44,12 +44,12 @@ class StoreDirectory(StaticDirectory):
         """Makes this worker known.
 
         Raises:
-            ConfigurationError: Another rank that answers has the same name.
+            DuplicateWorker: Another rank that answers has the same name.
         """
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
         if known is not None and known.info.id != info.id and self.is_fixed and _is_there(agent, known):
-            raise ConfigurationError(f"rank {known.info.id} is called {info.name}, too; names must be unique")
+            raise DuplicateWorker(f"the name {info.name} is not unique: rank {known.info.id} is called so, too")
         try:
             store.set(f"{self._prefix}/name/{info.name}", encode_address(agent.address))
             store.set(f"{self._prefix}/rank/{info.id}", encode_address(agent.address))

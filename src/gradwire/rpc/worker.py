@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.config import WorkerConfig
-from gradwire.errors import ConfigurationError
+from gradwire.errors import InvalidName
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import Directory
 from gradwire.transports import registry
@@ -83,9 +83,11 @@ def check_name(name: str, limit: int) -> None:
     """Refuses names that would be confusing in messages, paths or logs.
 
     Raises:
-        ConfigurationError: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.
+        InvalidName: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.
     """
-    if not name or len(name.encode()) > limit or not all(char.isalnum() or char in "-_:." for char in name):
-        raise ConfigurationError(
-            f"a worker's name must have 1 to {limit} letters, digits, '-', '_', ':' or '.', unlike {name!r}"
-        )
+    if not name:
+        raise InvalidName("a worker's name must be non-empty")
+    if len(name.encode()) > limit:
+        raise InvalidName(f"a worker's name must be shorter than {limit} characters or as long, unlike {name!r}")
+    if not all(char.isalnum() or char in "-_:." for char in name):
+        raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")

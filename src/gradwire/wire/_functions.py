@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from gradwire.errors import NoSuchFunction
 from gradwire.wire._pickled import MAIN_MODULES, is_in_script
 
 _MAX_KNOWN = 4096
@@ -79,7 +80,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
 
     Raises:
         ImportError: There is no such module here, or importing it fails.
-        AttributeError: The module has no such function.
+        NoSuchFunction: The module has no such function.
         TypeError: It is not callable.
     """
     known = _modules.get(name)
@@ -101,7 +102,10 @@ def _resolve(name: str) -> Callable[..., Any]:
         # Another thread may be in the middle of importing it; this waits for that.
         found = _walk(_import(module_name, name), qualname)
     if found is None:
-        raise AttributeError(f"module {module_name!r} has no {qualname!r} on this worker (asked for {name!r})")
+        raise NoSuchFunction(
+            f"module {module_name!r} has no {qualname!r} on this worker (asked for {name!r}); the RPC pickler does not "
+            f"serialize the code of importable functions, so both workers need it"
+        )
     if not callable(found):
         raise TypeError(f"{name!r} is a {type(found).__name__}, not a function")
     if "." not in qualname:
