@@ -3,7 +3,7 @@
 import gradwire.compat
 
 gradwire.compat.install()     # before or after the imports of torch.distributed
-...                           # torch.distributed.rpc, .autograd, .optim.DistributedOptimizer, .nn.RemoteModule are gradwire's
+...                           # torch.distributed.rpc, .autograd, .optim.DistributedOptimizer, .nn.RemoteModule: gradwire's
 gradwire.compat.uninstall()
 
 ``python -m gradwire.compat script.py`` does the same for a whole program.

@@ -1,8 +1,8 @@
 """Puts objects in the place of others, everywhere they are bound, and puts the old ones back.
 
-A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in torch's
-module does not change it there. So every module that is loaded is looked through for the very objects that are replaced.
-Modules are not replaced, only what they hold; whoever has imported one sees its new contents.
+A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in
+torch's module does not change it there. So every module that is loaded is looked through for the very objects that are
+replaced. Modules are not replaced, only what they hold; whoever has imported one sees its new contents.
 
 Bindings that are found: globals of modules, and attributes of the classes that those modules define, also inside
 ``staticmethod``. Not found: closures, default arguments, containers, base classes. They were taken before and stay torch's.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ MISSING = object()
 """Stands for a name that was not bound."""
 
 _OWN = "gradwire"
+_VALUES = (int, float, str, bytes, tuple, frozenset, timedelta, type(None), ModuleType)
 
 
 class Patch:
@@ -61,7 +63,7 @@ class Patch:
 
 def has_identity(value: object) -> bool:
     """Whether two names that are bound to it mean the same thing: functions and classes, but not numbers or strings."""
-    return callable(value)
+    return not isinstance(value, _VALUES)
 
 
 def _bindings_of(replaced: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any, Any]]:

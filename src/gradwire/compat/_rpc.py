@@ -1,4 +1,4 @@
-"""`torch.distributed.rpc` on gradwire."""
+"""`torch.distributed.rpc` and its submodules on gradwire."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwire import rpc
+from gradwire.compat import _agent, _start
 
-_PACKAGE = (
+_SAME = (
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "_get_current_rpc_agent",
-    "_get_debug_info",
     "_is_current_rpc_agent_set",
     "_set_rpc_timeout",
     "enable_gil_profiling",
     "get_rpc_timeout",
-    "init_rpc",
     "is_available",
 )
-_API = ("_all_gather", "_barrier", "_wait_all", "_wait_all_workers", "get_worker_info", "rpc_async", "rpc_sync", "shutdown")
-_REGISTRY = (
+_SAME_API = ("_all_gather", "_barrier", "_wait_all", "get_worker_info", "rpc_async", "rpc_sync")
+_SAME_REGISTRY = (
     "BackendType",
     "BackendValue",
     "backend_registered",
@@ -34,8 +31,34 @@ _REGISTRY = (
 def make_tables() -> dict[str, Mapping[str, Any]]:
     """By torch module, the values of its names."""
     return {
-        "torch.distributed.rpc": {name: getattr(rpc, name) for name in _PACKAGE},
-        "torch.distributed.rpc.api": {name: getattr(rpc, name) for name in _API},
+        "torch.distributed.rpc": _package(),
+        "torch.distributed.rpc.api": _api(),
         "torch.distributed.rpc.functions": {"async_execution": rpc.functions.async_execution},
-        "torch.distributed.rpc.backend_registry": {name: getattr(rpc.backend_registry, name) for name in _REGISTRY},
+        "torch.distributed.rpc.backend_registry": {
+            name: getattr(rpc.backend_registry, name) for name in _SAME_REGISTRY
+        },
+    }
+
+
+def _package() -> dict[str, Any]:
+    return {
+        **{name: getattr(rpc, name) for name in _SAME},
+        "RpcAgent": _agent.RpcAgent,
+        "TensorPipeAgent": _agent.TensorPipeAgent,
+        "WorkerInfo": _agent.WorkerInfo,
+        "_get_current_rpc_agent": _agent.current_agent,
+        "_get_debug_info": _agent.get_debug_info,
+        "_init_rpc_backend": _start._init_rpc_backend,
+        "_reset_current_rpc_agent": _start._reset_current_rpc_agent,
+        "_set_and_start_rpc_agent": _start._set_and_start_rpc_agent,
+        "init_rpc": _start.init_rpc,
+    }
+
+
+def _api() -> dict[str, Any]:
+    return {
+        **{name: getattr(rpc, name) for name in _SAME_API},
+        "_thread_local_var": rpc.api._thread_local_var,
+        "_wait_all_workers": _start._wait_all_workers,
+        "shutdown": _start.shutdown,
     }

@@ -1,7 +1,7 @@
 """Which names of which torch modules gradwire answers for.
 
-One function for each part of gradwire. A name is listed at the module that people find it in; wherever else the same object is
-bound (torch's submodules, its C modules, programs), `_patching` finds it.
+One function for each part of gradwire. A name is listed at the module that people find it in; wherever else the same object
+is bound (torch's submodules, its C modules, programs), `_patching` finds it.
 """
 
 from __future__ import annotations

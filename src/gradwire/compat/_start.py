@@ -1,0 +1,111 @@
+"""Starting and ending a worker the way torch does: what it checks, and which of its private functions it goes through.
+
+Programs and tests replace some of these functions in `torch.distributed.rpc.api`, so they are looked up there each time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire import rpc
+from gradwire.compat._agent import RpcAgent
+from gradwire.rpc.backend_registry import BackendType
+from gradwire.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
+
+
+def _api() -> Any:
+    return importlib.import_module("torch.distributed.rpc.api")
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """As `gradwire.rpc.init_rpc`, with torch's checks of types, and for backends that others registered.
+
+    Raises:
+        TypeError: The backend or its options are of another type.
+        ConfigurationError: Another argument is wrong.
+        RendezvousFailed: Not every rank arrived in time.
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {rpc_backend_options!r}"
+        )
+    if backend is None and rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcOptions):
+        raise TypeError(f"Could not infer backend for options {rpc_backend_options}; pass backend=")
+    backend = backend or BackendType.TENSORPIPE
+    if backend in (BackendType.TENSORPIPE, BackendType.GRADWIRE):
+        _check_options(backend, rpc_backend_options)
+        rpc.init_rpc(name, backend, rank, world_size, rpc_backend_options)
+    else:
+        _start_other(backend, name, rank, world_size, rpc_backend_options)
+
+
+def _check_options(backend: BackendType, options: RpcBackendOptions | None) -> None:
+    if backend is BackendType.TENSORPIPE and not isinstance(options, RpcOptions | None):
+        wanted = TensorPipeRpcBackendOptions.__name__
+        raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {type(options).__name__}")
+
+
+def _start_other(
+    backend: BackendType, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None
+) -> None:
+    options = options or rpc.backend_registry.construct_rpc_backend_options(backend)
+    store, rank, world = next(dist.rendezvous(options.init_method, rank, -1 if world_size is None else world_size))
+    agent = backend.value.init_backend_handler(
+        store=store, name=name, rank=rank, world_size=world, rpc_backend_options=options
+    )
+    _api()._set_and_start_rpc_agent(agent)
+
+
+def _init_rpc_backend(
+    backend: BackendType = BackendType.TENSORPIPE,
+    store: Any = None,
+    name: str = "",
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """As `init_rpc`. The workers meet where the options say; the store was a means to that end."""
+    init_rpc(name, backend, rank, world_size, rpc_backend_options)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Makes an agent the current one; gradwire's own are started already."""
+    rpc.set_current_agent(agent._agent if isinstance(agent, RpcAgent) else agent)
+
+
+def _reset_current_rpc_agent() -> None:
+    """Forgets the current agent."""
+    rpc.set_current_agent(None)
+
+
+def _wait_all_workers(timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Returns when every worker has called it and no call is under way anywhere."""
+    rpc._wait_all_workers(timeout)
+
+
+def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """As `gradwire.rpc.shutdown`; a replaced `_wait_all_workers` is called instead of waiting.
+
+    Raises:
+        RpcTimeout: Somebody did not come in time; this worker has left all the same.
+        NotInitialized: This process is no worker.
+    """
+    wait = _api()._wait_all_workers
+    if not graceful or wait is _wait_all_workers:
+        rpc.shutdown(graceful, timeout)
+        return
+    try:
+        wait(timeout)
+    finally:
+        rpc.shutdown(graceful=False)
