@@ -147,7 +147,7 @@ def test_old_incarnation_is_refused(make_agents: MakeAgents) -> None:
     assert old.call("target", int, ("3",)) == 3
     (new,) = make_agents("twin", directory=StaticDirectory([target.address]))
     assert new.call("target", int, ("4",)) == 4
-    assert wait_until(lambda: not old.caller.lanes())
+    assert wait_until(lambda: not old.peers.lanes())
     with pytest.raises(AuthenticationFailed, match="newer incarnation"):
         old.call("target", int, ("5",))
     assert new.call("target", int, ("6",)) == 6
@@ -161,5 +161,5 @@ def test_call_meant_for_an_old_incarnation_is_refused(make_agents: MakeAgents) -
     (caller,) = make_agents("caller", directory=StaticDirectory([stale]))
     with pytest.raises(AuthenticationFailed, match="restarted since"):
         caller.call("target", int, ("3",))
-    assert isinstance(caller.caller.peer("target"), Peer)
-    assert caller.caller.peer("target").lanes == {}
+    assert isinstance(caller.peers.peer("target"), Peer)
+    assert caller.peers.peer("target").lanes == {}

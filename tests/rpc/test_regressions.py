@@ -275,7 +275,7 @@ def test_the_caller_is_told_why_its_connection_was_closed(make_agents: MakeAgent
     a.on_worker_lost(lambda address, reason: lost.append(reason))
     pending = a.submit("b", handlers.wait_gate)
     assert handlers.entered.acquire(timeout=10)
-    peer = a.caller.known_peer("b")
+    peer = a.peers.known("b")
     assert peer is not None
     control = peer.lanes["control"]
     write_raw(peer.lanes["calls"].connection, b"this is not a frame, whoever reads it" * 4)

@@ -22,13 +22,14 @@ from gradwire.config import WorkerConfig
 from gradwire.errors import TransportError, WorkerLost
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._membership import Membership
-from gradwire.rpc.calling import Caller, To
+from gradwire.rpc.calling import Caller
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.directory import Directory
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.notices import Notices
+from gradwire.rpc.peer_table import PeerTable, To
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.serving import Server
 from gradwire.transports.base import Listener, Transport
@@ -92,11 +93,14 @@ class Agent:
         self.codec = Codec(trust, config.limits, self.interceptors)
         self.reactor = Reactor(address.info.name, config.num_worker_threads, self._sweep)
         self.server = Server(self, config.num_worker_threads)
+        self.peers = PeerTable(self)
         self.caller = Caller(self)
         self._on_close = on_close
         self._listeners: list[Listener] = []
         self._membership = Membership()
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
+        self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
+        self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
         self._lock = threading.Lock()  # guards _membership and is_closed
         self.is_closed = False
         self._closed = threading.Event()  # set when close() has ended
@@ -174,7 +178,8 @@ class Agent:
         self.caller.control(to, operation, args, timeout_s, on_done)
 
     def _sweep(self, now: float) -> float:
-        return min(self.server.sweep(now), self.caller.sweep(now), self.gathering.sweep(now))
+        wanted = min(self.server.sweep(now), self.caller.sweep(now), self.gathering.sweep(now))
+        return min([wanted, *(sweep(now) for sweep in self.sweeps)])
 
     # -- who is there --------------------------------------------------------------------------------------------
 
@@ -186,7 +191,7 @@ class Agent:
         """
         if worker is None:
             return self.info
-        return self.directory.find(worker if isinstance(worker, str | int) else self.caller.name_of(worker)).info
+        return self.directory.find(worker if isinstance(worker, str | int) else self.peers.name_of(worker)).info
 
     def is_current(self, address: WorkerAddress) -> bool:
         """Whether no newer incarnation of that worker has been seen."""
@@ -213,7 +218,7 @@ class Agent:
                 return
         if not was_orderly:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
-        peer = self.caller.known_peer(name)
+        peer = self.peers.known(name)
         if peer is not None:
             peer.end_lanes(address.incarnation, reason)
         self.server.end_incoming(name, address.incarnation)
@@ -226,7 +231,7 @@ class Agent:
 
     def forget(self, name: str, reason: str) -> None:
         """Whoever supervises the workers knows that one has ended, and how (``killed by SIGKILL``)."""
-        peer = self.caller.peer(name)
+        peer = self.peers.peer(name)
         peer.lost_reason = reason
         address = self.directory.find(name)
         incarnation = max(address.incarnation, self._membership.newest(name))
@@ -247,7 +252,10 @@ class Agent:
         """
         try:
             if graceful and not self.is_closed:
-                self._wait_for_others_to_leave(time.monotonic() + timeout_s if timeout_s > 0 else float("inf"))
+                deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
+                self._wait_for_others_to_leave(deadline)
+                for say_farewell in self.farewells:
+                    say_farewell(deadline)
         finally:
             self.close()
 
@@ -282,7 +290,7 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
         self.is_closed = True
-        streams = [lane.connection for lane in self.caller.lanes()] + self.server.connections()
+        streams = [lane.connection for lane in self.peers.lanes()] + self.server.connections()
         for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -299,7 +307,7 @@ class Agent:
     def statistics(self) -> AgentStatistics:
         """What this worker does right now."""
         running, waiting, queued, num_incoming = self.server.numbers()
-        lanes = self.caller.lanes()
+        lanes = self.peers.lanes()
         streams = [lane.connection for lane in lanes] + self.server.connections()
         return AgentStatistics(
             name=self.info.name,

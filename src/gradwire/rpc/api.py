@@ -13,7 +13,6 @@ from typing import Any
 from gradwire.errors import AlreadyInitialized, NotInitialized
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.calling import To
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.gil import GilMeter
 from gradwire.rpc.meeting_point import MeetingPointLost, agree_on_token, open_meeting_point
@@ -24,6 +23,7 @@ from gradwire.rpc.options import (
     RpcBackendOptions,
     RpcOptions,
 )
+from gradwire.rpc.peer_table import To
 from gradwire.rpc.rendezvous import Meeting
 from gradwire.rpc.store_directory import StoreDirectory
 from gradwire.rpc.worker import start_worker
@@ -31,7 +31,7 @@ from gradwire.types import WorkerInfo
 
 _agent: Agent | None = None
 _lock = threading.Lock()  # guards _agent
-_local = threading.local()  # .collecting: futures of the innermost _wait_all block
+_thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
 _PREFIX = "gradwire"
 
 
@@ -49,7 +49,8 @@ def current_agent() -> Agent:
     agent = _agent
     if agent is None:
         raise NotInitialized(
-            "RPC has not been initialized in this process. Call gradwire.rpc.init_rpc first, or use gradwire.Cluster.local"
+            "RPC has not been initialized in this process: Current RPC agent is not set! Did you initialize the RPC "
+            "framework? Call gradwire.rpc.init_rpc first, or use gradwire.Cluster.local"
         )
     return agent
 
@@ -91,7 +92,7 @@ def init_rpc(
     """
     set_current_agent(None if _agent is None or _agent.is_closed else _agent)
     if backend is not None:
-        backend_registry.name_of(backend)  # raises if there is no such backend
+        backend_registry.find_backend(backend)  # raises if there is no such backend
     options = _as_options(rpc_backend_options)
     deadline = time.monotonic() + options.init_timeout
     while True:
@@ -197,9 +198,9 @@ def rpc_async(
     future = current_agent().caller.submit(
         to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout
     )
-    collecting = getattr(_local, "collecting", None)
-    if collecting is not None:
-        collecting.append(future)
+    future_list = getattr(_thread_local_var, "future_list", None)
+    if future_list is not None:
+        future_list.append(future)
     return future
 
 
@@ -242,13 +243,16 @@ def _get_current_rpc_agent() -> Agent:
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
     """Waits, at the end of the block, for every `rpc_async` made inside it by this thread."""
-    outer = getattr(_local, "collecting", None)
+    outer = getattr(_thread_local_var, "future_list", None)
     futures: list[CallFuture[Any]] = []
-    _local.collecting = futures
+    _thread_local_var.future_list = futures
     try:
         yield
     finally:
-        _local.collecting = outer
+        if outer is None:
+            del _thread_local_var.future_list
+        else:
+            _thread_local_var.future_list = outer
     for future in futures:
         future.wait()
 

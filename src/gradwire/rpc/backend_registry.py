@@ -6,9 +6,9 @@ PyTorch's name, too. Others can be registered by programs that bring their own o
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 from gradwire.errors import ConfigurationError
 from gradwire.rpc.options import (
@@ -27,11 +27,44 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-class BackendType(enum.Enum):
-    """The backends there are. `register_backend` keeps further ones beside it."""
+class _Members(type):
+    """Lets a class be asked for its members as an enumeration is, and take more of them later."""
 
-    GRADWIRE = "GRADWIRE"
-    TENSORPIPE = "TENSORPIPE"
+    __members__: dict[str, BackendType]
+
+    def __getitem__(cls, name: str) -> BackendType:
+        return cls.__members__[name]
+
+    def __iter__(cls) -> Iterator[BackendType]:
+        return iter(list(cls.__members__.values()))
+
+    def __len__(cls) -> int:
+        return len(cls.__members__)
+
+
+class BackendType(metaclass=_Members):
+    """The backends there are, as an enumeration that `register_backend` adds to.
+
+    Attributes:
+        name: Under which it was registered.
+        value: Its two functions.
+    """
+
+    __members__: ClassVar[dict[str, BackendType]] = {}
+    GRADWIRE: ClassVar[BackendType]
+    TENSORPIPE: ClassVar[BackendType]
+
+    def __init__(self, name: str, value: BackendValue) -> None:
+        self.name = name
+        self.value = value
+        self.__members__[name] = self
+        setattr(BackendType, name, self)
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, (BackendType, self.name)
 
 
 def _init(name: str, rank: int = -1, world_size: int | None = None, rpc_backend_options: Any = None, **_: Any) -> Any:
@@ -41,34 +74,33 @@ def _init(name: str, rank: int = -1, world_size: int | None = None, rpc_backend_
     return api.current_agent()
 
 
-_values: dict[str, BackendValue] = {
-    "GRADWIRE": BackendValue(RpcOptions, _init),
-    "TENSORPIPE": BackendValue(TensorPipeRpcBackendOptions, _init),
-}
+BackendType("GRADWIRE", BackendValue(RpcOptions, _init))
+BackendType("TENSORPIPE", BackendValue(TensorPipeRpcBackendOptions, _init))
 
 
-def name_of(backend: Any) -> str:
-    """The name of a backend.
+def find_backend(backend: BackendType | str) -> BackendType:
+    """The backend of that name.
 
     Raises:
         ConfigurationError: No such backend.
     """
-    name = backend.name if isinstance(backend, enum.Enum) else str(backend)
-    if name not in _values:
-        raise ConfigurationError(f"no backend {name!r}; there are {', '.join(_values)}")
-    return name
+    if isinstance(backend, BackendType):
+        return backend
+    if backend not in BackendType.__members__:
+        raise ConfigurationError(f"no backend {backend!r}; there are {', '.join(BackendType.__members__)}")
+    return BackendType[backend]
 
 
 def backend_registered(backend_name: str) -> bool:
     """Whether a backend of that name is known."""
-    return backend_name in _values
+    return backend_name in BackendType.__members__
 
 
 def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
-) -> str:
+) -> BackendType:
     """Makes a further backend known.
 
     Raises:
@@ -76,12 +108,11 @@ def register_backend(
     """
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
-    _values[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    return backend_name
+    return BackendType(backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler))
 
 
 def construct_rpc_backend_options(
-    backend: Any,
+    backend: BackendType | str,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
@@ -91,14 +122,14 @@ def construct_rpc_backend_options(
     Raises:
         ConfigurationError: No such backend.
     """
-    make = _values[name_of(backend)].construct_rpc_backend_options_handler
+    make = find_backend(backend).value.construct_rpc_backend_options_handler
     return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
-def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+def init_backend(backend: BackendType | str, *args: Any, **kwargs: Any) -> Any:
     """Starts a backend; returns its agent.
 
     Raises:
         ConfigurationError: No such backend.
     """
-    return _values[name_of(backend)].init_backend_handler(*args, **kwargs)
+    return find_backend(backend).value.init_backend_handler(*args, **kwargs)

@@ -26,15 +26,15 @@ from gradwire.errors import (
     RpcTimeout,
     TransportError,
 )
-from gradwire.rpc._calls import CallHolder, PendingCall, check_timeout, new_call_id
+from gradwire.rpc._calls import CallHolder, PendingCall, Special, check_timeout, new_call_id
 from gradwire.rpc.codec import describe_function
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.local import LocalSource
+from gradwire.rpc.peer_table import To
 from gradwire.rpc.peers import OpenLane, Peer
 from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerInfo
 from gradwire.wire.messages import Call
 from gradwire.wire.objects import Packed
 
@@ -47,8 +47,6 @@ _PHASE_GRACE_S = 0.25  # how long a callee may take to say how far a timed-out c
 _SWEEP_S = 1.0
 _NEVER = float("inf")
 
-To = str | int | WorkerInfo
-
 
 class Caller:
     """Makes this worker's calls.
@@ -60,8 +58,6 @@ class Caller:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._peers: dict[str, Peer] = {}
-        self._lock = threading.Lock()  # guards _peers
         self.local = LocalSource(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
@@ -125,6 +121,22 @@ class Caller:
             raise
         return future
 
+    def start(
+        self,
+        to: To,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout_s: float | None,
+        special: Special,
+    ) -> None:
+        """Starts a call on behalf of the layers above.
+
+        Raises:
+            CannotSend, RpcTimeout, WorkerLost: As `submit`; `special.on_done` is not called then.
+        """
+        self._start(to, function, args, kwargs, timeout_s, CallHolder(), special=special)
+
     def _start(
         self,
         to: To,
@@ -134,42 +146,66 @@ class Caller:
         timeout_s: float | None,
         holder: CallHolder | CallFuture[Any],
         future: CallFuture[Any] | None = None,
+        special: Special | None = None,
     ) -> PendingCall:
         agent = self._agent
         if agent.is_closed:
             raise _closed(agent)
-        name = to if type(to) is str else self.name_of(to)
+        name = to if type(to) is str else agent.peers.name_of(to)
         timeout_s = check_timeout(self.default_timeout_s if timeout_s is None else timeout_s)
         if current_request() is not None:
             timeout_s = agent.server.time_left(timeout_s)
-        function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, self._shares_main(name))
+        function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, name, self._shares_main(name))
         label = function_name or describe_function(function)
         call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
         call.future = future
+        if special is not None:
+            call.on_done = special.on_done
         holder.call = call
         self.num_made += 1
+        notes = special.notes if special is not None else None
         if name == agent.address.info.name:
-            self.local.start(call, function_name, packed)
+            self.local.start(call, function_name, packed, notes)
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
+        try:
+            return self._send_somehow(call, message, packed, holder, notes)
+        except Exception:  # after Ctrl-C the callee may have all of it
+            if packed.trip is not None:
+                packed.trip.on_not_sent()
+            raise
+
+    def _send_somehow(
+        self,
+        call: PendingCall,
+        message: Call,
+        packed: Packed,
+        holder: CallHolder | CallFuture[Any],
+        notes: dict[str, Any] | None,
+    ) -> PendingCall:
+        """Sends a call, over another connection if the first is closed here meanwhile; returns the call that was sent."""
+        agent, is_noted = self._agent, False
         while True:
-            lane = self._room_on(self._peers.get(name) or self.peer(name), call)
-            if not message.notes and agent.codec.has_interest_in_calls():
-                envelope = Envelope("call", lane.address.info, label)
+            lane = self._room_on(agent.peers.peer(call.worker), call)
+            if not is_noted and agent.codec.has_interest_in_calls():
+                envelope = Envelope("call", lane.address.info, call.function)
                 message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
+            if not is_noted and notes is not None:
+                message.notes = {**message.notes, **notes}
+            is_noted = True
             if self._send(lane, call, message, packed):
                 break
             if agent.is_closed:
                 raise _closed(agent)
             # Another one for each attempt: whoever ends the connection may be about to end the first.
-            call = PendingCall(new_call_id(), name, label, call.started, timeout_s)
-            call.future, message.call_id, holder.call = future, call.call_id, call
-        if future is not None:
+            call = call.again()
+            message.call_id, holder.call = call.call_id, call
+        if call.future is not None or call.on_done is not None:
             lane.reader.ensure_watched()
         return call
 
     def _shares_main(self, name: str) -> bool:
-        peer = self._peers.get(name)
+        peer = self._agent.peers.known(name)
         if peer is not None and (lane := peer.lanes.get("calls")) is not None:
             return lane.shares_main
         own = self._agent.address
@@ -243,7 +279,7 @@ class Caller:
         call = PendingCall(new_call_id(), to, f"~{operation}", time.monotonic(), timeout_s)
         call.on_done = on_done
         message = Call(call.call_id, call.function, timeout_s, packed.codec, len(packed.body))
-        while not self._send(self.peer(to).lane("control", call.deadline), call, message, packed):
+        while not self._send(self._agent.peers.peer(to).lane("control", call.deadline), call, message, packed):
             if self._agent.is_closed:
                 raise _closed(self._agent)
 
@@ -368,7 +404,7 @@ class Caller:
     def sweep(self, now: float) -> float:
         """Ends calls whose time is over, and lanes whose machine is gone; returns when to look again."""
         wanted, run_soon = _NEVER, self._agent.reactor.run_soon  # the clock itself must not wait for anybody
-        lanes = [lane for lane in self.lanes() if lane.calls]
+        lanes = [lane for lane in self._agent.peers.lanes() if lane.calls]
         for lane in lanes:
             if lane.connection.is_vanished():
                 vanished = ConnectionLost("the other machine does not acknowledge anything")
@@ -397,50 +433,15 @@ class Caller:
         else:
             self._tell_to_drop(call, end)
 
-    # -- whom it calls -------------------------------------------------------------------------------------------
-
-    def name_of(self, to: To) -> str:
-        if isinstance(to, str):
-            return to
-        if isinstance(to, WorkerInfo):
-            return to.name
-        if isinstance(to, int):
-            return self._agent.directory.find(to).info.name
-        name = getattr(to, "name", None)
-        if isinstance(name, str):
-            return name
-        raise TypeError(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
-
-    def peer(self, name: str) -> Peer:
-        """The other worker of that name.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
-        peer = self._peers.get(name)
-        if peer is None:
-            self._agent.directory.find(name)
-            with self._lock:
-                peer = self._peers.setdefault(name, Peer(self._agent, name))
-        return peer
-
-    def known_peer(self, name: str) -> Peer | None:
-        """The other worker of that name, if anything was ever to be sent to it."""
-        return self._peers.get(name)
-
-    def lanes(self) -> list[OpenLane]:
-        """All open connections for calls and control."""
-        return [lane for peer in list(self._peers.values()) for lane in list(peer.lanes.values())]
-
     @property
     def num_pending(self) -> int:
         """Calls under way, those included whose callbacks have not ended."""
-        on_lanes = sum(len(lane.calls) for lane in self.lanes() if lane.kind == "calls")
+        on_lanes = sum(len(lane.calls) for lane in self._agent.peers.lanes() if lane.kind == "calls")
         return on_lanes + len(self.local.calls) + len(self._completing)
 
     def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
         """Ends every connection in good order; what is still under way fails."""
-        for peer in list(self._peers.values()):
+        for peer in self._agent.peers:
             peer.close(say_goodbye)
         self.local.close()
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, NotExposed
+from gradwire.rpc import trips
 from gradwire.rpc.functions import exposed_function, exposed_name
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.rpc.trips import Trip
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import objects, tensors
 from gradwire.wire.framing import Frame
@@ -31,6 +33,7 @@ class Codec:
         self._trust = trust
         self._limits = limits
         self._interceptors = interceptors
+        self.carrier: trips.Carrier | None = None
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -39,6 +42,7 @@ class Codec:
         function: Callable[..., Any] | str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        to: str,
         shares_main: bool = False,
     ) -> tuple[str, objects.Packed]:
         """The function's name (empty when it is in the body) and the packed arguments.
@@ -49,18 +53,18 @@ class Codec:
         if isinstance(function, str):
             if len(function) > self._limits.name_bytes:
                 raise CannotSend(f"a function's name may have {self._limits.name_bytes} characters (Limits.name_bytes)")
-            return function, objects.pack((tuple(args), kwargs), self._trust, self._limits, shares_main)
+            return function, self.pack((tuple(args), kwargs), to, shares_main)
         if not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
         name = exposed_name(function) if self._trust == "data" else objects.function_name(function, shares_main)
         if name is not None and len(name) <= self._limits.name_bytes:
-            return name, objects.pack((tuple(args), kwargs), self._trust, self._limits, shares_main)
+            return name, self.pack((tuple(args), kwargs), to, shares_main)
         if self._trust == "data":
             raise CannotSend(
                 f'trust="data": {describe_function(function)} cannot be sent; mark it with @gradwire.rpc.expose on both '
                 f"workers, or call it by its exposed name"
             )
-        return "", objects.pack((function, tuple(args), kwargs), self._trust, self._limits, shares_main)
+        return "", self.pack((function, tuple(args), kwargs), to, shares_main)
 
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
@@ -75,7 +79,7 @@ class Codec:
         # The function first: nobody's arguments are decoded for a function that may not be called.
         function = self.find(message.function)
         values = self._receive(frame, message, peer, message.function)
-        return self.split_call(function, objects.unpack(message.codec, frame.body, values, self._trust, self._limits))
+        return self.split_call(function, self.unpack(message.codec, frame.body, values, peer.name))
 
     def split_call(
         self, function: Callable[..., Any] | None, value: Any
@@ -120,22 +124,37 @@ class Codec:
 
     # -- replies -------------------------------------------------------------------------------------------------
 
-    def pack(self, value: Any, shares_main: bool = False) -> objects.Packed:
-        """A result, packed.
+    def pack(self, value: Any, to: str, shares_main: bool = False) -> objects.Packed:
+        """A value, packed for the worker of that name.
 
         Raises:
             CannotSend: It cannot travel.
         """
-        return objects.pack(value, self._trust, self._limits, shares_main)
+        here, outer = trips.current, trips.current.departing
+        here.departing = trip = Trip(self.carrier, to)
+        try:
+            packed = objects.pack(value, self._trust, self._limits, shares_main)
+        except BaseException:
+            trip.on_not_sent()
+            raise
+        finally:
+            here.departing = outer
+        return packed if trip.cargo is None else msgspec.structs.replace(packed, trip=trip)
 
-    def unpack(self, packed: objects.Packed, values: list[torch.Tensor]) -> Any:
-        """The value of something packed in this process, with other tensors in place of its own."""
-        return objects.unpack(packed.codec, packed.body, values, self._trust, self._limits)
+    def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
+        """A value that came from the worker of that name."""
+        here, outer = trips.current, trips.current.arriving
+        here.arriving = trip = Trip(self.carrier, sender)
+        try:
+            return objects.unpack(codec, body, values, self._trust, self._limits)
+        finally:
+            here.arriving = outer
+            trip.on_arrived()
 
     def load_reply(self, frame: Frame, message: Reply, peer: WorkerInfo, function: str) -> Any:
         """The value of a reply that arrived."""
         values = self._receive(frame, message, peer, function)
-        return objects.unpack(message.codec, frame.body, values, self._trust, self._limits)
+        return self.unpack(message.codec, frame.body, values, peer.name)
 
     # -- tensors and notes ------------------------------------------------------------------------------------------
 
@@ -180,14 +199,10 @@ class Codec:
         notes: dict[str, Any],
     ) -> Any:
         """Calls the function, inside what the interceptors want around it."""
-        surroundings = [item.running(envelope, notes[item.name]) for item in self._interceptors if item.name in notes]
-        if len(surroundings) == 1:
-            with surroundings[0]:
-                return function(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for surrounding in surroundings:
-                stack.enter_context(surrounding)
-            return function(*args, **kwargs)
+        for interceptor in self._interceptors:
+            if interceptor.name in notes:
+                function = interceptor.around(envelope, notes[interceptor.name], function)
+        return function(*args, **kwargs)
 
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:

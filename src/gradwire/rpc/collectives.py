@@ -23,8 +23,8 @@ import torch
 from gradwire.errors import ConfigurationError, RpcTimeout, WorkerLost
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.rpc.trips import EVERYBODY
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire import objects
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -72,13 +72,12 @@ class Gathering:
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
             raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
-        packed = agent.codec.pack(value)
+        packed = agent.codec.pack(value, EVERYBODY)
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         answer = self._ask(self._collector(group), args, timeout_s).wait()
         return {
-            name: agent.codec.unpack(objects.Packed(codec, body, []), tensors)
-            for name, (codec, body, tensors) in answer.items()
+            name: agent.codec.unpack(codec, body, tensors, EVERYBODY) for name, (codec, body, tensors) in answer.items()
         }
 
     def _collector(self, names: Sequence[str]) -> str:

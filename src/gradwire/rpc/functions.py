@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from gradwire.errors import ConfigurationError
 from gradwire.wire.objects import register_plain_class
 
@@ -74,6 +76,15 @@ def async_execution(function: F) -> F:
 
     setattr(wrapper, _ASYNC_MARK, function)
     return wrapper  # type: ignore[return-value]
+
+
+class Later:
+    """What a function of gradwire's own returns when its answer is the value of a future."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:

@@ -2,7 +2,7 @@
 
     caller                                         callee
     outgoing(call, tensors) -> note  --- Call --->  incoming(call, note, tensors) -> tensors
-                                                    with running(note): the function
+                                                    around(note, function) -> what is called in its place
     incoming(reply, ...) -> tensors  <--- Reply --  outgoing(reply, tensors) -> note
 
 Replies are shown to those alone that attached a note to the call. A call that no interceptor wants to see pays for one
@@ -11,8 +11,7 @@ question to each.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,6 +52,9 @@ class Interceptor:
         """Sees a message that came with a note; returns the tensors to use in place of those that came."""
         return tensors
 
-    def running(self, envelope: Envelope, note: Any) -> contextlib.AbstractContextManager[object]:
-        """Surrounds the called function."""
-        return contextlib.nullcontext()
+    def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of the function, in a call that came with a note.
+
+        A function marked with `async_execution` returns a future, and so must what replaces it.
+        """
+        return function

@@ -41,13 +41,15 @@ class LocalSource:
         """Who calls."""
         return self._agent.info
 
-    def start(self, call: PendingCall, function: str, packed: objects.Packed) -> None:
+    def start(
+        self, call: PendingCall, function: str, packed: objects.Packed, notes: dict[str, Any] | None = None
+    ) -> None:
         """Queues a call to oneself."""
-        notes = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
-        captured = objects.Packed(packed.codec, packed.body, self._copies(packed.tensors))
+        found = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
+        captured = objects.Packed(packed.codec, packed.body, self._copies(packed.tensors), packed.trip)
         timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
         request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
-        request.notes = notes
+        request.notes = {**found, **notes} if notes is not None else found
         self.requests[call.call_id] = request
         self.calls.add(call)
         self._agent.reactor.expect(call.deadline)
@@ -59,16 +61,16 @@ class LocalSource:
         (name, packed), request.frame = request.frame, None
         function = codec.find(name)
         values = codec.incoming(Envelope("call", self.info, request.function), request.notes, packed.tensors)
-        return codec.split_call(function, codec.unpack(packed, values))
+        return codec.split_call(function, codec.unpack(packed.codec, packed.body, values, self.info.name))
 
     def reply(self, request: Request, value: Any) -> None:
         """Ends the call with a copy of the result."""
         codec = self._agent.codec
-        packed = codec.pack(value, shares_main=True)
+        packed = codec.pack(value, self.info.name, shares_main=True)
         envelope = Envelope("reply", self.info, request.function)
         notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
         values = codec.incoming(envelope, notes, self._copies(packed.tensors))
-        self._finish(request, codec.unpack(packed, values), None)
+        self._finish(request, codec.unpack(packed.codec, packed.body, values, self.info.name), None)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Ends the call with the error, in the form in which others would get it."""

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcTimeout
+from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
 from gradwire.rpc._slots import Slots
-from gradwire.rpc.functions import is_async_execution
+from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.incoming import Incoming, Request, current_request, set_current_request
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.notices import notice_of
 from gradwire.rpc.reader import release_hold
 from gradwire.transports.base import Listener
 from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerInfo
+from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.framing import Frame
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ class Server:
             else:
                 value = function(*args, **kwargs)
             del args, kwargs  # a tensor that only the arguments held is free before the reply is made
-            if is_async_execution(function):
+            if type(value) is Later:
+                self._answer_later(request, value.future)
+            elif is_async_execution(function):
                 self._answer_later(request, value)
             else:
                 request.source.reply(request, value)
@@ -218,9 +220,9 @@ class Server:
 
     def _answer_later(self, request: Request, future: Any) -> None:
         if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise TypeError(
-                f"functions marked with async_execution must return a torch.futures.Future, but {request.function} "
-                f"returned {type(future).__name__}"
+            raise RpcError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                f"{request.function}, which is marked with async_execution, returned {type(future).__name__}"
             )
 
         def answer(done: Any) -> None:
@@ -330,6 +332,19 @@ class Server:
     def has_visitors(self) -> bool:
         """Whether another worker still has a control lane open to this one."""
         return any(incoming.lane == "control" for incoming in list(self._incoming))
+
+    def visitors(self) -> list[WorkerAddress]:
+        """Who has a connection open to this worker."""
+        return [incoming.peer for incoming in list(self._incoming) if incoming.peer is not None]
+
+    def has_unread_call_of(self, name: str) -> bool:
+        """Whether a call of that worker lies here whose arguments nobody has looked at yet."""
+        return any(
+            request.frame is not None
+            for incoming in list(self._incoming)
+            if incoming.peer is not None and incoming.info.name == name
+            for request in list(incoming.requests.values())
+        )
 
     def numbers(self) -> tuple[int, int, int, int]:
         """Functions running, waiting and queued, and connections."""

@@ -61,11 +61,13 @@ class Packed(msgspec.Struct, frozen=True):
         codec: How `body` is encoded.
         body: The value without its tensors.
         tensors: The tensors, in the order in which `body` numbers them.
+        trip: For whoever packs: what the value holds that must know whether it arrives; opaque here.
     """
 
     codec: int
     body: bytes
     tensors: list[torch.Tensor]
+    trip: Any = None
 
 
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:

@@ -281,10 +281,10 @@ def test_note_that_is_no_message_ends_the_connection_and_nothing_else(
             return sum("not a valid" in str(record.exc_info) for record in caplog.records) == number
 
         def is_cut(before: object) -> bool:
-            return a.caller.peer("b").lanes.get("calls") is not before
+            return a.peers.peer("b").lanes.get("calls") is not before
 
         for number, name in enumerate(["propagate", "report", "abort", "commit", "release", "holds"], 1):
-            before = a.caller.peer("b").lanes["calls"]
+            before = a.peers.peer("b").lanes["calls"]
             a.notices.send("b", f"autograd.{name}", ["no", "such", "message"])
             wait_until(partial(has_refused, number), 5.0, "that b refuses it")
             wait_until(partial(is_cut, before), 5.0, "that a hears of it")

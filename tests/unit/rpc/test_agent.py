@@ -154,10 +154,10 @@ def test_a_cancellation_that_overtakes_its_call_counts(make_agents: MakeAgents) 
     """Calls and control travel on two connections; which one is read first is chance."""
     first, second = make_agents(2)
     assert first.call("b", add, (1, 1)) == 2
-    lane = first.caller.peer("b").lanes["calls"]
+    lane = first.peers.peer("b").lanes["calls"]
     overtaken = new_call_id()
     assert second.server.cancel(first.info, overtaken) == "send"
-    packed = first.codec.pack_call(open_gate, (), {})[1]
+    packed = first.codec.pack_call(open_gate, (), {}, "b")[1]
     message = Call(overtaken, f"{__name__}:open_gate", 0.0, packed.codec, len(packed.body))
     lane.connection.send(message, packed.body)
     assert first.call("b", add, (1, 2)) == 3  # behind it on the same connection

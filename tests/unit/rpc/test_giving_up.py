@@ -54,7 +54,7 @@ def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     lost: list[str] = []
     b.on_worker_lost(lambda address, reason: lost.append(address.info.name))
     assert a.call("b", operator.add, (1, 2)) == 3
-    lane = a.caller.peer("b").lanes["control"]
+    lane = a.peers.peer("b").lanes["control"]
     if reason is not None:
         lane.connection.send(Goodbye(reason))
     lane.reader.end(ConnectionClosed("by a test"))
