@@ -80,10 +80,15 @@ class Endings:
         name = self._agent.info.name
         if isinstance(error, WorkerLost) and error.worker:  # whoever noticed it, and by whatever means: name the dead
             name, operation = error.worker, "taking part in the pass"
-        text = f"the backward pass failed on worker {name} while {operation}: {type(error).__name__}: {error}"
+        node = "" if (rank := self._rank_of(name)) is None else f" on Node {rank}"
+        kind = type(error).__name__
+        text = f"Error{node}: {error} ({kind}; the backward pass failed on worker {name} while {operation})"
         failure = BackwardFailed(text, name, operation)
         failure.__cause__ = error
         return failure
+
+    def _rank_of(self, name: str) -> int | None:
+        return next((info.id for info in self._agent.directory.infos() if info.name == name), None)
 
     def describe(self, failure: BaseException) -> Any:
         return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)

@@ -166,6 +166,6 @@ def test_without_the_mode_nothing_is_said_of_the_forward_call(trio: list[Agent])
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", fail_in_backward, args=(x,)).sum()
-        with pytest.raises(BackwardFailed, match="ValueError: on purpose") as caught:
+        with pytest.raises(BackwardFailed, match=r"on purpose \(ValueError;") as caught:
             ctx.backward(loss, timeout=20)
     assert MARK not in str(caught.value)

@@ -195,7 +195,7 @@ def test_hook_that_raises_fails_the_pass(trio: list[Agent]) -> None:
     leaf = hooked_leaf(fail)
     with gw.autograd.context() as ctx:
         value = rpc.rpc_sync("b", torch.mul, args=(leaf, 3.0))
-        with pytest.raises(BackwardFailed, match="ValueError: no good gradient") as caught:
+        with pytest.raises(BackwardFailed, match=r"no good gradient \(ValueError;") as caught:
             ctx.backward(value.sum())
         assert caught.value.worker == "a"
         assert ctx.gradients() == {}
