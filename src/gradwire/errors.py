@@ -25,6 +25,9 @@ GradwireError
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
     WorkerStartFailed                    a worker process ended before it was ready
+  RRefError (RuntimeError)               a reference cannot be used like that
+    NotTheOwner                          only the worker that owns the value can do that
+    OwnerLost (WorkerLost)               the worker that owned the value is gone, and the value with it
   AutogradError (RuntimeError)
     NoActiveContext                      not inside gradwire.autograd.context()
     UnknownContext                       a context that was released or never existed here
@@ -167,6 +170,18 @@ class RendezvousFailed(RpcError):
 
 class WorkerStartFailed(RpcError):
     """A worker process ended before it was ready; the message carries what it printed."""
+
+
+class RRefError(GradwireError, RuntimeError):
+    """A reference cannot be used like that: it was deleted, its value was never made, or it is not inside a message."""
+
+
+class NotTheOwner(RRefError):
+    """The value of a reference lives on another worker, which alone can do that."""
+
+
+class OwnerLost(RRefError, WorkerLost):
+    """The worker that owned the value of a reference is gone, and the value with it."""
 
 
 class AutogradError(GradwireError, RuntimeError):

@@ -12,24 +12,11 @@ from collections.abc import Iterator
 
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.errors import AutogradError, UnknownContext
+from gradwire.rpc._ids import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter
 
-COUNTER_BITS = 48
-MAX_COUNTER = (1 << COUNTER_BITS) - 1
 MAX_WORKER = (1 << 16) - 1
 _NUM_SHARDS = 16
 _MEMORY = 16_384  # released contexts that are remembered, so that a late message does not revive one
-_TICK_NS = 10_000_000
-_IDS_PER_TICK_BITS = 9
-
-
-def first_counter(incarnation: int) -> int:
-    """Where the counters of a worker begin: 512 ids for each hundredth of a second since the epoch."""
-    return ((incarnation // _TICK_NS) << _IDS_PER_TICK_BITS) & MAX_COUNTER
-
-
-def creator_of(context_id: int) -> int:
-    """Rank of the worker that made an id."""
-    return context_id >> COUNTER_BITS
 
 
 class IdSource:

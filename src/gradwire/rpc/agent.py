@@ -197,6 +197,15 @@ class Agent:
         """Whether no newer incarnation of that worker has been seen."""
         return self._membership.is_current(address)
 
+    def incarnation_of(self, name: str) -> int:
+        """The newest incarnation of a worker that was connected here, or is now.
+
+        Raises:
+            UnknownWorker: There is no such worker.
+            WorkerLost, RpcTimeout: It cannot be reached.
+        """
+        return self._membership.newest(name) or self.peers.address_of(name).incarnation
+
     def has_ended(self, name: str) -> bool:
         """Whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)

@@ -72,7 +72,11 @@ class Gathering:
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
             raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
+        began = time.monotonic()
         packed = agent.codec.pack(value, EVERYBODY)
+        if time.monotonic() >= deadline:
+            text = f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds, packing its value"
+            raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         answer = self._ask(self._collector(group), args, timeout_s).wait()
@@ -167,7 +171,7 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            error = RpcTimeout(f"these workers did not take part in time: {names}", names, "run")
+            error = RpcTimeout(f"_all_gather: these workers did not take part in time: {names}", names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 

@@ -111,6 +111,7 @@ class CallFuture(InterruptibleFuture[T]):
         torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
         self._keeper = keeper
         self.call: PendingCall | None = None
+        self.keeps: Any = None  # what must live until the call has ended
 
     def wait(self) -> T:
         """Blocks until the result is there.

@@ -22,7 +22,10 @@ it does not have a fork never takes it.
 
 A dead worker may have sent forks that are not listed yet. What it held, and what was on its way to it, is therefore kept
 until every other worker has said that it has seen the end, too (`Mourn`, `EndSeen`), and that whatever it got from the dead
-one is listed. If one of those dies as well, its end has to be seen in turn.
+one is listed. See `_mourning`.
+
+Workers that live may take each other for dead and meet again (`worker_seen`): neither knows then what of its messages has
+arrived. The owner keeps what it has listed and asks for it, a user asks again to be listed.
 
 A reference may reach its owner before the call that makes the value does: the value is then *expected* until that call
 arrives, or until whoever made it says that it never will.
@@ -268,14 +271,16 @@ class Ownership:
         actions: list[Action] = []
         for fork_id in children:
             child = self._children.get(fork_id)
-            if child is not None:
-                child.num_asked += 1
-                actions.append(Ask(child.to, fork_id, child.num_asked > 1))
+            if child is not None and child.to not in self._mourning.mourned:
+                actions += self._ask_for(fork_id, child)
         return actions
 
     def asked(self, by: Worker, fork_id: int, is_last: bool, may_come: bool) -> list[Action]:
         """Somebody sent us a fork and heard nothing; `may_come` if messages of that worker lie here unread."""
-        has_it = fork_id in self._forks or may_come
+        phase = self.phase_of(fork_id)
+        if phase is ForkPhase.CONFIRMED:
+            return [Accept(by, fork_id)]  # that we said so before may have been lost while one took the other for dead
+        has_it = phase is ForkPhase.PENDING or may_come
         if is_last and not has_it:
             self._end(fork_id)
         return [Answer(by, fork_id, has_it, is_last)]
@@ -292,15 +297,26 @@ class Ownership:
 
     # -- death -------------------------------------------------------------------------------------------------------
 
-    def worker_seen(self, worker: Worker) -> None:
-        """A worker that was taken for dead is there."""
-        self._mourning.ended.discard(worker)
+    def worker_seen(self, worker: Worker) -> list[Action]:
+        """A worker is connected again, after it was taken for dead, or took us for dead.
+
+        Whatever one had for the other may be lost. It keeps what is listed, but may have given that up: it is asked.
+        """
+        for rref_id, value in self._values.items():
+            for fork_id in [fork_id for fork_id, holder in value.holders.items() if holder == worker]:
+                self._children.setdefault(fork_id, _Child(worker, rref_id, None))
+        adopt = [
+            Adopt(worker, fork.rref_id, fork_id, fork.maker)
+            for fork_id, fork in self._forks.items()
+            if fork.owner == worker and fork.phase is ForkPhase.PENDING and not fork.is_first
+        ]
+        return [*adopt, *self._mourning.returned(worker), *self._end_mourning()]
 
     def worker_lost(
         self, worker: Worker, others: Collection[Worker], reason: str = "its owner is lost"
     ) -> list[Action]:
         """A worker died; `others` are those still alive, without us."""
-        mourn = self._mourning.lost(worker, others, self._has_to_do_with(worker))
+        mourn = self._mourning.lost(worker, others, self._has_shared())
         actions = self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == worker], reason)
         for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == worker]:
             actions += [*self._give_up_expecting(rref_id), *self._free_if_unheld(rref_id)]
@@ -346,6 +362,10 @@ class Ownership:
         """Forks of others' values that are here."""
         return list(self._forks)
 
+    def mourned(self) -> list[Worker]:
+        """The dead whose references are still kept, because not everybody has seen their end."""
+        return sorted(self._mourning.mourned)
+
     @property
     def counts(self) -> tuple[int, int, int, int]:
         """Values here, forks here, forks here that the owner has not confirmed, forks sent and not accepted."""
@@ -371,13 +391,19 @@ class Ownership:
         return [Fail(rref_id)]
 
     def _delete_if_unneeded(self, fork_id: int) -> list[Action]:
-        fork = self._forks[fork_id]
-        if fork.is_needed or fork.pins or fork.phase is ForkPhase.PENDING:
+        fork = self._forks.get(fork_id)
+        if fork is None or fork.is_needed or fork.pins or fork.phase is ForkPhase.PENDING:
             return []
         del self._forks[fork_id]
         self._end(fork_id)
         is_listed = fork.phase is ForkPhase.CONFIRMED
         return [Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)] if is_listed else []
+
+    def _ask_for(self, fork_id: int, child: _Child) -> list[Action]:
+        if child.to in self._mourning.ended:  # sent when it was dead already
+            return self._end_child(fork_id, is_taken=False)
+        child.num_asked += 1
+        return [Ask(child.to, fork_id, child.num_asked > 1)]
 
     def _end_child(self, fork_id: int, *, is_taken: bool) -> list[Action]:
         """A child is accepted, or will never be taken."""
@@ -396,8 +422,8 @@ class Ownership:
     def _break(self, fork_ids: Collection[int], reason: str) -> list[Action]:
         actions: list[Action] = []
         for fork_id in fork_ids:
-            fork = self._forks[fork_id]
-            if fork.phase is not ForkPhase.BROKEN:
+            fork = self._forks.get(fork_id)
+            if fork is not None and fork.phase is not ForkPhase.BROKEN:
                 fork.phase = ForkPhase.BROKEN
                 actions += [Break(fork_id, reason), *self._tell_parent(fork_id), *self._delete_if_unneeded(fork_id)]
         return actions
@@ -406,19 +432,22 @@ class Ownership:
         """The owner knows of a fork, or is dead: whoever sent it need not wait any longer."""
         fork = self._forks[fork_id]
         parent, fork.parent = fork.parent, None
-        return [] if parent is None else [Accept(parent, fork_id), *self._tell_mourners(parent)]
+        if parent is None:
+            return []
+        return [Accept(parent, fork_id), *self._tell_mourners(parent), *self._end_mourning()]
 
     def _tell_mourners(self, worker: Worker) -> list[Action]:
         if worker not in self._mourning.ended or any(fork.parent == worker for fork in self._forks.values()):
             return []
         return [*self._mourning.tell(worker)]
 
-    def _has_to_do_with(self, worker: Worker) -> bool:
-        return any(child.to == worker for child in self._children.values()) or any(
-            worker in value.holders.values() for value in self._values.values()
-        )
+    def _has_shared(self) -> bool:
+        """Whether others may have something that is not listed, but protected by what is listed or was sent here."""
+        return bool(self._children) or any(value.holders for value in self._values.values())
 
     def _end_mourning(self) -> list[Action]:
+        if any(fork.parent in self._mourning.ended for fork in self._forks.values()):
+            return []  # what we got from the dead is not listed yet, and may come from what we sent to them
         actions: list[Action] = []
         for worker in self._mourning.take_over():
             for child in [child for child, item in self._children.items() if item.to == worker]:

@@ -1,0 +1,384 @@
+"""`RRef` and `remote`: PyTorch's names, on the references of this worker."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+
+from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RRefError, WorkerLost
+from gradwire.rpc import trips
+from gradwire.rpc._calls import PendingCall, Special
+from gradwire.rpc.futures import CallFuture, InterruptibleFuture
+from gradwire.rpc.options import UNSET_RPC_TIMEOUT
+from gradwire.rpc.peer_table import To
+from gradwire.rref import operations, references
+from gradwire.rref._ownership import ForkPhase
+from gradwire.rref.creation import NOTE, Creates
+from gradwire.rref.proxy import Proxy
+from gradwire.rref.references import References
+from gradwire.rref.values import Owned, UserFork, deleted, describe
+from gradwire.types import WorkerInfo
+from gradwire.wire.objects import register_plain_type
+
+T = TypeVar("T")
+
+Backward = Callable[["RRef[Any]", int, bool], None]
+_backward: list[Backward] = []  # set by the layer above, which alone knows how
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker. It may travel inside arguments and results; the value lives while one does.
+
+    Args:
+        value: A value of this worker, which becomes its owner.
+        type_hint: For programs written for PyTorch; not looked at.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+
+    __slots__ = ("__weakref__", "_known", "_state", "_token")
+
+    _known: References
+    _state: Owned | UserFork
+    _token: int
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        owned = Owned(references.here().new_id())
+        owned.set(value)
+        self._attach(references.here(), owned)
+
+    @classmethod
+    def _of(cls, known: References, state: Owned | UserFork) -> RRef[Any]:
+        made = cls.__new__(cls)
+        made._attach(known, state)
+        return made
+
+    def _attach(self, known: References, state: Owned | UserFork) -> None:
+        self._known = known
+        self._token = 0
+        if isinstance(state, Owned):
+            state.token += 1
+            self._token = state.token
+        state.rref = weakref.ref(self)
+        self._state = state
+
+    def __del__(self) -> None:
+        state = getattr(self, "_state", None)
+        if state is not None and (isinstance(state, UserFork) or state.is_shared):
+            self._known.on_dropped(state, self._token)
+
+    def __repr__(self) -> str:
+        state = self._state
+        if isinstance(state, UserFork):
+            where = f"owned by {state.owner.name}, {state.phase.value}"
+        else:
+            where = f"owned here by {self._known.agent.info.name}, {'ready' if state.is_done else 'being made'}"
+        return f"<RRef {describe(state.rref_id)} {where}>"
+
+    # -- whose it is -------------------------------------------------------------------------------------------------
+
+    def is_owner(self) -> bool:
+        """Whether the value is on this worker."""
+        return isinstance(self._state, Owned)
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        state = self._state
+        return state.owner if isinstance(state, UserFork) else self._known.agent.info
+
+    def owner_name(self) -> str:
+        """The name of the worker that has the value."""
+        return self.owner().name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this reference."""
+        state = self._state
+        return isinstance(state, Owned) or state.phase is ForkPhase.CONFIRMED
+
+    # -- the value -----------------------------------------------------------------------------------------------------
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """The value: itself on its owner, a copy elsewhere. Inside a context the fetch is recorded like any call.
+
+        Args:
+            timeout: Seconds to wait for it, also while it is still being made; 0 for no limit.
+
+        Raises:
+            RpcTimeout: It did not come in time.
+            OwnerLost: Its owner is gone.
+            RRefError: This reference was deleted, or the value was never made.
+            Exception: What the function raised that was to make it.
+        """
+        if isinstance(self._state, Owned):
+            return self._known.wait(self._state, self._deadline(timeout))  # type: ignore[no-any-return]
+        return self._ask(operations.FETCH, (), timeout)  # type: ignore[no-any-return]
+
+    def local_value(self) -> T:
+        """The value, on its owner.
+
+        Raises:
+            NotTheOwner: It is on another worker.
+            RpcTimeout: It was not made in the time of a call.
+            Exception: What the function raised that was to make it.
+        """
+        state = self._state
+        if isinstance(state, UserFork):
+            raise NotTheOwner(
+                f"Cannot call localValue() on a non-local reference. Call it on {state.owner.name}, or use to_here()"
+            )
+        return self._known.wait(state, self._deadline(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass from the value, which must be a tensor with one element, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: The context; without one, and on the owner only, gradients go to ``.grad``.
+            retain_graph: Keep the graph for another pass.
+
+        Raises:
+            RRefError: The value is no tensor, or there is no context and it is on another worker.
+            BackwardFailed: The pass failed.
+        """
+        _backward[0](self, int(dist_autograd_ctx_id), retain_graph)
+
+    def close(self) -> None:
+        """Lets go of the value now, instead of when this object is collected. May be called again."""
+        state = self._state
+        if isinstance(state, UserFork):
+            if state.phase is not ForkPhase.BROKEN:
+                self._known.on_dropped(state, self._token)
+                state.end(deleted(state.rref_id))
+        elif state.is_shared:
+            self._known.on_dropped(state, self._token)
+
+    # -- methods of the value ------------------------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """``rref.rpc_sync().method(*args)`` calls a method of the value on its owner and returns the result."""
+        return Proxy(lambda *call: self._ask(operations.INVOKE, call, timeout))
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """``rref.rpc_async().method(*args)`` does so, too, and returns a future."""
+        return Proxy(lambda *call: self._submit(operations.INVOKE, call, timeout))
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """``rref.remote().method(*args)`` does so, too, and returns a reference to the result."""
+
+        def call(*parts: Any) -> RRef[Any]:
+            name, args = self._prepare(parts, timeout)
+            return create(self._known, name, operations.INVOKE, args, None, timeout, keep=self)
+
+        return Proxy(call)
+
+    # -- private names that PyTorch's users know -----------------------------------------------------------------------
+
+    @overload
+    def _get_type(self, timeout: float = ..., blocking: Literal[True] = ...) -> type: ...
+    @overload
+    def _get_type(self, timeout: float = ..., *, blocking: Literal[False]) -> torch.futures.Future[type]: ...
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it."""
+        state = self._state
+        if isinstance(state, UserFork) and state.type_ is None:
+            future = self._submit(operations.TYPE_OF, (), timeout)
+            if not blocking:
+                return future
+            state.type_ = future.wait()
+        known = state.type_ if isinstance(state, UserFork) else type(self.local_value())
+        if blocking:
+            return known
+        done: InterruptibleFuture[Any] = InterruptibleFuture()
+        done.set_result(known)
+        return done
+
+    def _get_future(self) -> torch.futures.Future[None]:
+        """Completes when the owner has answered the call that makes the value."""
+        future: InterruptibleFuture[None] = InterruptibleFuture()
+        state = self._state
+
+        def on_done() -> None:
+            error = state.error
+            future.set_exception(error()) if error is not None else future.set_result(None)
+
+        state.when_done(on_done)
+        return future
+
+    # -- how it travels --------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self._pack(),)
+
+    def _pack(self) -> tuple[Any, ...]:
+        """What another worker needs to make a reference of its own.
+
+        Raises:
+            RRefError: Not inside a message.
+            OwnerLost: It leads nowhere.
+        """
+        trip, state, known = trips.departing(), self._state, self._known
+        if trip is None or trip.carrier is not known:
+            raise RRefError(
+                "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
+                "pass it in the arguments or the result of a call, or send what to_here() returns"
+            )
+        if trip.peer == trips.EVERYBODY:
+            raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
+        if trip.cargo is None:
+            trip.cargo = {}
+        owner = state.owner_life if isinstance(state, UserFork) else known.own
+        if trip.peer == known.agent.info.name:
+            if isinstance(state, Owned):
+                known.share(state)
+            trip.cargo[id(self)] = self  # stays alive while the message is under way
+            number = state.fork_id if isinstance(state, UserFork) else 0
+            return state.rref_id, number, owner, known.own, None
+        if id(self) not in trip.cargo:
+            trip.cargo[id(self)], maker = known.depart(state, trip.peer)
+            trip.cargo[-id(self)] = (self, maker)  # so that its id stays its own
+        return state.rref_id, trip.cargo[id(self)], owner, known.own, trip.cargo[-id(self)][1]
+
+    # -- calls to the owner ----------------------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: float) -> float:
+        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        return time.monotonic() + seconds if seconds > 0 else float("inf")
+
+    def _prepare(self, args: Sequence[Any], timeout: float) -> tuple[str, tuple[Any, ...]]:
+        """Whom to call, and with what."""
+        state = self._state
+        if isinstance(state, UserFork):
+            maker = None if state.phase is ForkPhase.CONFIRMED else self._known.maker_of(state, self._deadline(timeout))
+            return state.owner.name, (state.rref_id, maker, *args)
+        self._known.share(state)
+        return self._known.agent.info.name, (state.rref_id, None, *args)
+
+    def _ask(self, function: str, args: Sequence[Any], timeout: float) -> Any:
+        name, full = self._prepare(args, timeout)
+        try:
+            return self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
+        except WorkerLost as lost:
+            if lost.worker != name or isinstance(lost, OwnerLost):
+                raise
+            raise self._lost(lost) from lost
+
+    def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
+        name, full = self._prepare(args, timeout)
+        future = self._known.agent.caller.submit(name, function, full, None, None if timeout < 0 else timeout)
+        future.keeps = self  # the value must live until the call has arrived
+        return future
+
+    def _lost(self, lost: WorkerLost) -> OwnerLost:
+        return OwnerLost(f"{self!r} is lost with its owner: {lost}", lost.worker, lost.last_seen)
+
+
+PyRRef = RRef
+
+
+def remote(
+    to: To,
+    func: Callable[..., Any] | str,
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs a function on a worker, which keeps the result, and returns a reference to it at once.
+
+    What the function raises is raised by `RRef.to_here`.
+
+    Args:
+        to: Name, rank or `WorkerInfo`; this worker, too.
+        func: The function; with ``trust="data"`` an exposed one, or its exposed name.
+        args: Its arguments, captured now.
+        kwargs: Its keyword arguments.
+        timeout: Seconds for the function to run; 0 for no limit.
+
+    Raises:
+        ConfigurationError: The timeout is negative or not a number.
+        CannotSend: An argument cannot travel.
+        UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
+    """
+    known = references.here()
+    return create(known, known.agent.peers.name_of(to), func, args or (), kwargs, timeout)
+
+
+def create(
+    known: References,
+    name: str,
+    function: Callable[..., Any] | str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+    keep: Any = None,
+) -> RRef[Any]:
+    """Starts the call that makes a value, and returns a reference to it; `keep` lives until the call has ended."""
+    agent = known.agent
+    state = known.make_here() if name == agent.info.name else known.create_fork(agent.peers.address_of(name))
+    rref = RRef._of(known, state)
+
+    def on_done(call: PendingCall) -> None:
+        nonlocal keep
+        keep = None
+        if isinstance(state, UserFork):
+            known.on_created(state, call.error)
+        elif call.error is not None:
+            error = call.error
+            state.fail(lambda: error)
+
+    note = Creates(state.rref_id, state.fork_id if isinstance(state, UserFork) else 0, known.own[1])
+    seconds = None if timeout < 0 else timeout
+    try:
+        agent.caller.start(name, function, args, kwargs, seconds, Special({NOTE: note}, on_done))
+    except BaseException as error:
+        if isinstance(state, UserFork):
+            known.on_created(state, error if isinstance(error, Exception) else RRefError("interrupted"))
+        raise
+    return rref
+
+
+def set_backward(run: Backward) -> None:
+    """The layer above says how a backward pass begins at the value of a reference."""
+    _backward[:] = [run]
+
+
+def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
+    """A reference that came in a message."""
+    trip = trips.arriving()
+    if trip is None or trip.carrier is None:
+        raise RRefError("a reference can only be unpickled when it came in a message of gradwire.rpc")
+    known: References = trip.carrier  # type: ignore[assignment]
+    rref_id, fork_id, owner, sender, maker = fields
+    owner, sender, maker = _worker(owner), _worker(sender), None if maker is None else _worker(maker)
+    if type(rref_id) is not int or type(fork_id) is not int or known.agent.worker_info(sender[0]).name != trip.peer:
+        raise ValueError("not a reference")
+    if trip.cargo is None:
+        trip.cargo = {}
+    key = (rref_id, fork_id)
+    if key not in trip.cargo:
+        state = (
+            known.find_own(rref_id, fork_id)
+            if sender == known.own
+            else known.arrive(rref_id, fork_id, owner, sender, maker)
+        )
+        trip.cargo[key] = _reference_to(known, state)
+    found: RRef[Any] = trip.cargo[key]
+    return found
+
+
+def _reference_to(known: References, state: Owned | UserFork) -> RRef[Any]:
+    rref = state.rref() if state.rref is not None else None
+    return rref if rref is not None else RRef._of(known, state)
+
+
+def _worker(value: Any) -> tuple[int, int]:
+    rank, incarnation = value
+    if type(rank) is not int or type(incarnation) is not int:
+        raise ValueError("not a worker")
+    return rank, incarnation
+
+
+register_plain_type(RRef, "gradwire.RRef", RRef._pack, _rebuild)

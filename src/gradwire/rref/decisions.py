@@ -1,0 +1,101 @@
+"""The lock around what is decided about references, and the tables that go with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gradwire.errors import OwnerLost, RRefError
+from gradwire.rref._actions import Action, Break, Delete, Fail, Free, Worker
+from gradwire.rref._outbox import Outbox
+from gradwire.rref._ownership import Ownership
+from gradwire.rref.values import Owned, UserFork, describe
+
+_log = logging.getLogger("gradwire")
+
+
+class Decisions:
+    """What one worker knows of references. Use it inside ``with``: what is to be done is done when the lock is released.
+
+    Args:
+        own: The worker.
+
+    Attributes:
+        ownership: Decides.
+        outbox: What is to be sent.
+        owned: Values here that others know of, by id.
+        forks: References to values elsewhere, by fork id.
+        asked_at: By fork that was sent and not accepted: when it was, or when it was last asked for.
+    """
+
+    def __init__(self, own: Worker) -> None:
+        self.ownership = Ownership(own)
+        self.outbox = Outbox(own)
+        self.owned: dict[int, Owned] = {}
+        self.forks: dict[int, UserFork] = {}
+        self.asked_at: dict[int, float] = {}
+        self._lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
+        self._effects: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Decisions:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        effects = self._effects
+        if effects:
+            self._effects = []
+        self._lock.release()
+        for effect in effects:
+            effect()
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Queues messages, and what concerns this worker alone for when the lock is released."""
+        for action in actions:
+            if isinstance(action, Free):
+                owned = self.owned.pop(action.rref_id, None)
+                if owned is not None:
+                    owned.is_freed = True
+                    self._effects.append(owned.free)
+            elif isinstance(action, Fail):
+                self._fail(action.rref_id)
+            elif isinstance(action, Break):
+                self._break(action.fork_id, action.reason)
+            else:
+                if isinstance(action, Delete):
+                    self.forks.pop(action.fork_id, None)
+                self.outbox.put(action)
+
+    def later(self, effect: Callable[[], Any]) -> None:
+        """Called when the lock is released."""
+        self._effects.append(effect)
+
+    def expect(self, rref_id: int) -> Owned:
+        """The value of that id, which others know of."""
+        owned = self.owned.get(rref_id)
+        if owned is None:
+            owned = self.owned[rref_id] = Owned(rref_id)
+            owned.is_shared = True
+        return owned
+
+    def share(self, owned: Owned) -> None:
+        """Others are going to know of a value."""
+        if not owned.is_shared:
+            owned.is_shared = True
+            self.owned[owned.rref_id] = owned
+            self.ownership.value_made(owned.rref_id)
+
+    def _fail(self, rref_id: int) -> None:
+        owned = self.owned.get(rref_id)
+        if owned is not None:
+            text = f"the value of reference {describe(rref_id)} was never made: whoever was to have it made gave up or died"
+            self._effects.append(lambda: owned.fail(lambda: RRefError(text)))
+
+    def _break(self, fork_id: int, reason: str) -> None:
+        fork = self.forks.get(fork_id)
+        if fork is not None:
+            name = fork.owner.name
+            text = f"reference {describe(fork.rref_id)} to a value of worker {name} is lost: {reason}. Make the value again"
+            self._effects.append(lambda: fork.end(lambda: OwnerLost(text, name)))

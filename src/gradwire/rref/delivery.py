@@ -1,0 +1,209 @@
+"""Carries the messages about references between workers, and tells the state machine who is gone.
+
+What somebody waits for is sent at once; acceptances and deletions leave together, a moment later. A worker that does not
+read is written to again, and one that cannot be reached is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from gradwire.errors import DecodeError, RpcError, RpcTimeout, TransportError, UnknownWorker
+from gradwire.rpc.agent import Agent
+from gradwire.rref._actions import (
+    Accept,
+    Action,
+    Adopt,
+    Answer,
+    Ask,
+    Confirm,
+    Delete,
+    EndSeen,
+    Message,
+    Mourn,
+    Worker,
+)
+from gradwire.rref._outbox import Batch
+from gradwire.rref.decisions import Decisions
+from gradwire.types import WorkerAddress, WorkerInfo
+
+_log = logging.getLogger("gradwire")
+
+_NOTICE: Final = "rref"
+_ASK_S: Final = 5.0  # how long nothing may be heard of a reference that was sent
+_DELAY_S: Final = 0.01
+_RETRY_S: Final = 1.0
+_SEND_S: Final = 10.0
+_NEVER: Final = float("inf")
+
+
+class Delivery:
+    """Sends and receives for one worker.
+
+    Args:
+        agent: The worker.
+        decisions: What it knows of references.
+    """
+
+    def __init__(self, agent: Agent, decisions: Decisions) -> None:
+        self._agent = agent
+        self._decisions = decisions
+        self._own: Worker = (agent.info.id, agent.address.incarnation)
+        self._flush_at = _NEVER  # when the clock is to look again; single operations only
+        self._unreached: set[int] = set()  # ranks that could not be written to; single operations only
+        agent.notices.register(_NOTICE, self._on_batch)
+        agent.notices.on_cut(self._on_cut)
+        agent.on_worker_lost(self._on_worker_lost)
+        agent.sweeps.append(self._sweep)
+
+    # -- when ------------------------------------------------------------------------------------------------------
+
+    def plan(self, delay_s: float = _DELAY_S) -> None:
+        """Something is to be sent soon."""
+        when = time.monotonic() + delay_s
+        if when < self._flush_at:
+            self._flush_at = when
+            self._agent.reactor.expect(when)
+
+    def plan_to_ask(self) -> None:
+        """A reference was sent; if nothing is heard of it, somebody has to ask."""
+        self.plan(_ASK_S)
+
+    def _sweep(self, now: float) -> float:
+        if self._flush_at <= now:
+            self._flush_at = _NEVER
+            self._agent.reactor.run_soon(self._flush_later)
+        return self._flush_at
+
+    def _flush_later(self) -> None:
+        """In a service thread: sends what waits, asks for what was not heard of, tries again where it failed."""
+        now = time.monotonic()
+        with self._decisions as known:
+            for child in known.asked_at.keys() - set(known.ownership.children()):
+                del known.asked_at[child]
+            overdue = [child for child, asked in known.asked_at.items() if asked <= now - _ASK_S]
+            known.do(known.ownership.overdue(overdue))
+            known.asked_at.update(dict.fromkeys(overdue, now))
+            next_ask = min(known.asked_at.values(), default=_NEVER)
+            again = [batch for rank in list(self._unreached) for batch in known.outbox.cut(rank)]
+        self._unreached.clear()
+        self._send(again)
+        self.flush()
+        if next_ask < _NEVER:
+            self.plan(max(0.0, next_ask + _ASK_S - now))
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Sends whatever waits."""
+        with self._decisions as known:
+            batches = known.outbox.take()
+        self._send(batches)
+
+    def flush_urgent(self) -> None:
+        """Sends whatever waits if somebody waits for it; else plans to."""
+        with self._decisions as known:
+            batches = known.outbox.take() if known.outbox.has_urgent else []
+            is_empty = known.outbox.is_empty
+        self._send(batches)
+        if not is_empty:
+            self.plan()
+
+    def _send(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            if self._agent.is_closed:
+                return
+            rank, incarnation = batch.to
+            try:
+                name = self._agent.worker_info(rank).name
+                address = self._agent.peers.address_of(name, _SEND_S)
+                if address.incarnation != incarnation:
+                    self._lose(batch.to, "it was restarted")
+                    continue
+                self._agent.notices.send(name, _NOTICE, batch, deadline=time.monotonic() + _SEND_S)
+            except (RpcTimeout, TransportError):
+                self._unreached.add(rank)
+                self.plan(_RETRY_S)
+            except (UnknownWorker, RpcError) as error:
+                self._lose(batch.to, str(error))
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def _on_batch(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
+        try:
+            batch = msgspec.convert(note, Batch)
+        except msgspec.ValidationError as error:
+            raise DecodeError(f"not valid messages about references: {error}") from error
+        if batch.sender[0] != sender.id:
+            raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
+        if batch.to != self._own:
+            return  # for an earlier life of this worker
+        with self._decisions as known:
+            known.outbox.arrived(batch)
+            known.ownership.worker_seen(batch.sender)
+            for message in batch.messages:
+                known.do(self._event(message, batch.sender, sender.name))
+        self.flush_urgent()
+
+    def _event(self, message: Message, sender: Worker, name: str) -> list[Action]:
+        """Tells the state machine of a message; the caller holds the lock."""
+        known = self._decisions.ownership
+        match message:
+            case Adopt():
+                return known.adopt_received(sender, message.rref_id, message.fork_id, message.maker)
+            case Confirm():
+                fork = self._decisions.forks.get(message.fork_id)
+                if fork is not None and message.is_known:
+                    self._decisions.later(fork.confirm)
+                return known.confirmed(message.fork_id, message.is_known)
+            case Accept():
+                return known.accepted(message.fork_id, sender)
+            case Delete():
+                return known.delete_received(sender, message.rref_id, message.fork_id, message.is_first)
+            case Ask():
+                may_come = self._agent.server.has_unread_call_of(name)
+                return known.asked(sender, message.fork_id, message.is_last, may_come)
+            case Answer():
+                return known.answered(sender, message.fork_id, message.has_it, message.is_last)
+            case Mourn():
+                may_come = self._agent.peers.is_connected(*message.dead)
+                return known.mourn_received(sender, message.dead, message.round, may_come)
+            case EndSeen():
+                return known.end_seen(sender, message.dead, message.round)
+
+    # -- workers that are gone -----------------------------------------------------------------------------------------
+
+    def _on_cut(self, name: str) -> None:
+        """A connection ended, and the worker lives: what was not acknowledged is sent again."""
+        self._unreached.add(self._agent.worker_info(name).id)
+        self.plan()
+
+    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
+        worker = (address.info.id, address.incarnation)
+        self._agent.reactor.run_soon(lambda: self._lose(worker, f"worker {address.info.name} is lost: {reason}"))
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        others = self._others(worker)
+        with self._decisions as known:
+            known.outbox.lost(worker)
+            known.do(known.ownership.worker_lost(worker, others, reason))
+        self.flush_urgent()
+
+    def _others(self, dead: Worker) -> list[Worker]:
+        """Everybody who may have got a reference from a dead worker."""
+        with self._decisions as known:
+            if not any(known.ownership.counts):
+                return []
+        others: list[Worker] = []
+        for info in self._agent.directory.infos():
+            if info.id in (dead[0], self._own[0]) or self._agent.has_ended(info.name):
+                continue
+            with contextlib.suppress(RpcError, TransportError):  # who cannot be reached is as good as dead
+                others.append((info.id, self._agent.incarnation_of(info.name)))
+        return others

@@ -1,0 +1,110 @@
+"""What users of a reference ask of its owner: called by name, with plain data, at every trust level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gradwire.errors import DecodeError, NotExposed, RRefError
+from gradwire.rpc.functions import Later, expose, exposed_name, is_async_execution
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.rpc.incoming import current_request
+from gradwire.rref import references
+from gradwire.rref._actions import Worker
+from gradwire.rref.values import Owned
+
+FETCH = "gradwire.rref.fetch"
+INVOKE = "gradwire.rref.invoke"
+TYPE_OF = "gradwire.rref.type_of"
+
+
+def _find(rref_id: Any, maker: Any) -> Owned:
+    if type(rref_id) is not int or (maker is not None and not _is_worker(maker)):
+        raise DecodeError("not the id of a reference")
+    return references.here().find(rref_id, maker)
+
+
+def _is_worker(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and all(type(item) is int for item in value)
+
+
+def find_value(rref_id: Any, maker: Any) -> Any:
+    """The value of that id, once it is made; at most until the deadline of the call that is being served.
+
+    Raises:
+        RRefError: It is not here.
+        RpcTimeout: It was not made in time.
+    """
+    owned, request = _find(rref_id, maker), current_request()
+    if owned.is_done:
+        return owned.get()
+    return references.here().wait(owned, request.deadline if request is not None else time.monotonic() + 60.0)
+
+
+def when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
+    """``answer(value)``, now or when the value is there."""
+    if owned.is_done:
+        return answer(owned.get())
+    future: InterruptibleFuture[Any] = InterruptibleFuture()
+
+    def on_done() -> None:
+        try:
+            future.set_result(answer(owned.get()))
+        except Exception as error:
+            future.set_exception(error)
+
+    owned.when_done(on_done)
+    return Later(future)
+
+
+def fetch(rref_id: int, maker: Worker | None) -> Any:
+    """The value itself."""
+    return when_made(_find(rref_id, maker), lambda value: value)
+
+
+def type_of(rref_id: int, maker: Worker | None) -> Any:
+    """The value's type."""
+    return when_made(_find(rref_id, maker), type)
+
+
+def invoke(rref_id: int, maker: Worker | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of the value.
+
+    Raises:
+        NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
+    """
+    value = find_value(rref_id, maker)
+    if references.here().agent.trust == "data":
+        check_exposed(value, name)
+    method = getattr(value, name)
+    result = method(*args, **kwargs)
+    return Later(result) if is_async_execution(method) else result
+
+
+def check_exposed(value: Any, name: str) -> None:
+    """
+    Raises:
+        NotExposed: The method is not marked.
+    """
+    function = getattr(type(value), name, None)
+    if function is None or exposed_name(function) is None:
+        raise NotExposed(
+            f'trust="data": {type(value).__name__}.{name} is not exposed; mark it with @gradwire.rpc.expose'
+        )
+
+
+def check_future(value: Any, label: str) -> None:
+    """
+    Raises:
+        RRefError: A function marked with `async_execution` returned something else than a future.
+    """
+    if not hasattr(value, "add_done_callback"):
+        raise RRefError(
+            f"functions marked with async_execution must return a torch.futures.Future, but {label} returned "
+            f"{type(value).__name__}"
+        )
+
+
+for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
+    expose(_function, name=_name)

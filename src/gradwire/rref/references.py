@@ -1,0 +1,341 @@
+"""All references of one worker: what they refer to, how they travel, and how their end is noticed."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gradwire.errors import OwnerLost, RpcTimeout, RRefError
+from gradwire.rpc._ids import COUNTER_BITS, first_counter
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import current_agent
+from gradwire.rpc.incoming import current_request
+from gradwire.rref._actions import Worker
+from gradwire.rref.decisions import Decisions
+from gradwire.rref.delivery import Delivery
+from gradwire.rref.values import Owned, UserFork, deleted, describe
+from gradwire.types import WorkerAddress
+
+_log = logging.getLogger("gradwire")
+
+_EXTENSION: Final = "rref"
+_FAREWELL_S: Final = 10.0
+_SLICE_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStatistics:
+    """A snapshot of one worker's references.
+
+    Attributes:
+        num_values: Values here that other workers know of.
+        num_forks: References here to values elsewhere.
+        num_pending: Those among them that their owner has not confirmed yet.
+        num_children: References that were sent and are not known to have arrived.
+        num_messages: Messages about references that are on their way.
+    """
+
+    num_values: int
+    num_forks: int
+    num_pending: int
+    num_children: int
+    num_messages: int
+
+
+class References:
+    """The references of one worker.
+
+    Args:
+        agent: The worker.
+
+    Attributes:
+        own: The worker by rank and incarnation.
+        new_id: Gives ids of values and forks.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.own: Worker = (agent.info.id, agent.address.incarnation)
+        first = (agent.info.id << COUNTER_BITS) | first_counter(agent.address.incarnation)
+        self.new_id: Callable[[], int] = itertools.count(first).__next__
+        self._decisions = Decisions(self.own)
+        self._delivery = Delivery(agent, self._decisions)
+        self._dropped: collections.deque[tuple[Owned | UserFork, int]] = collections.deque()  # filled by finalizers
+        self._is_noticed = False  # somebody is going to look at _dropped
+        agent.codec.carrier = self
+        agent.farewells.append(self._say_farewell)
+
+    def __repr__(self) -> str:
+        return f"<References of {self.agent.info.name}: {self.statistics()}>"
+
+    # -- values here -----------------------------------------------------------------------------------------------
+
+    def find(self, rref_id: int, maker: Worker | None = None) -> Owned:
+        """A value of this worker, which `maker` may still have to make.
+
+        Raises:
+            RRefError: It is not here and never will be.
+        """
+        owned = self._decisions.owned.get(rref_id)
+        if owned is not None:
+            return owned
+        with self._decisions as known:
+            if known.ownership.value_expected(rref_id, maker):
+                return known.expect(rref_id)
+        raise RRefError(
+            f"worker {self.agent.info.name} does not have the value of reference {describe(rref_id)} any more"
+        )
+
+    def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
+        """A call arrived that makes a value for a worker.
+
+        Raises:
+            RRefError: That worker does not want it any more.
+        """
+        with self._decisions as known:
+            if user == self.own or known.ownership.value_created(rref_id, fork_id, user):
+                return known.expect(rref_id)
+        raise RRefError(f"nobody wants the value of reference {describe(rref_id)} any more")
+
+    def make_here(self) -> Owned:
+        """A value of this worker that a call of its own is going to make."""
+        owned = Owned(self.new_id())
+        with self._decisions as known:
+            known.share(owned)
+        return owned
+
+    def share(self, owned: Owned) -> None:
+        """Calls are going to name a value of this worker."""
+        if not owned.is_shared:
+            with self._decisions as known:
+                known.share(owned)
+
+    def find_own(self, rref_id: int, fork_id: int) -> Owned | UserFork:
+        """What a reference that this worker sent to itself refers to.
+
+        Raises:
+            RRefError: Nothing.
+        """
+        if not fork_id:
+            return self.find(rref_id)
+        fork = self._decisions.forks.get(fork_id)
+        if fork is None:
+            raise RRefError(f"reference {describe(rref_id)} was deleted here")
+        return fork
+
+    def wait(self, owned: Owned, deadline: float) -> Any:
+        """A value of this worker, once it is made.
+
+        Raises:
+            RpcTimeout: It was not, in time.
+            Exception: What went wrong when it was made.
+        """
+        owned.wait(deadline, f"the value of reference {describe(owned.rref_id)} was not made", self.agent.info.name)
+        return owned.get()
+
+    # -- references to values elsewhere ------------------------------------------------------------------------------
+
+    def create_fork(self, owner: WorkerAddress) -> UserFork:
+        """A reference to a value that a call is going to make on another worker."""
+        life = (owner.info.id, owner.incarnation)
+        fork = UserFork(self.new_id(), self.new_id(), owner.info, life, is_first=True)
+        with self._decisions as known:
+            known.forks[fork.fork_id] = fork
+            known.ownership.fork_created(fork.rref_id, fork.fork_id, life)
+        return fork
+
+    def on_created(self, fork: UserFork, error: Exception | None) -> None:
+        """The call that makes the value has ended."""
+        with self._decisions as known:
+            if error is None:
+                known.do(known.ownership.confirmed(fork.fork_id))
+            else:
+                known.do(known.ownership.fork_failed(fork.fork_id, str(error)))
+                if known.ownership.phase_of(fork.fork_id) is None:
+                    known.forks.pop(fork.fork_id, None)
+        if error is None:
+            fork.confirm()
+        else:
+            fork.end(lambda: error)
+            self._delivery.plan()
+
+    def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
+        """Who may still have to make the value of a reference that is about to be used.
+
+        Raises:
+            OwnerLost, RRefError: It leads nowhere.
+            RpcTimeout: The owner did not confirm it in time.
+        """
+        if not (fork.is_done or fork.is_first):
+            fork.wait(deadline, f"reference {describe(fork.rref_id)} was not confirmed by its owner", fork.owner.name)
+        fork.check()
+        return None if fork.is_done else self.own
+
+    # -- references on their way ---------------------------------------------------------------------------------------
+
+    def depart(self, state: Owned | UserFork, to: str) -> tuple[int, Worker | None]:
+        """A reference is about to travel: the id of the new fork, and who may still have to make the value.
+
+        Raises:
+            OwnerLost, RRefError: It leads nowhere.
+        """
+        receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
+        child, maker = self.new_id(), None
+        with self._decisions as known:
+            if isinstance(state, Owned):
+                known.share(state)
+                is_sent = known.ownership.sent(state.rref_id, None, child, receiver)
+            else:
+                maker = known.ownership.maker_of(state.fork_id)
+                is_sent = known.ownership.sent(state.rref_id, state.fork_id, child, receiver)
+            if is_sent:
+                known.asked_at[child] = time.monotonic()
+        if not is_sent:
+            if isinstance(state, UserFork):
+                state.check()
+            raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
+        self._delivery.plan_to_ask()
+        return child, maker
+
+    def arrive(
+        self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None
+    ) -> Owned | UserFork:
+        """A reference arrived: what it refers to. One that cannot be used is a broken fork."""
+        info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
+        is_there = not self.agent.has_ended(sender_info.name)
+        with self._decisions as known:
+            if is_there:
+                known.ownership.worker_seen(sender)
+            actions = known.ownership.received(rref_id, fork_id, owner, sender, maker)
+            if actions is not None:
+                known.do(actions)
+                if owner == self.own:
+                    return known.expect(rref_id)
+                fork = known.forks.get(fork_id)
+                if fork is None:
+                    fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner, is_first=False)
+                    if owner == sender:
+                        known.later(fork.confirm)
+                return fork
+        fork = UserFork(rref_id, fork_id, info, owner, is_first=False)
+        text = f"reference {describe(rref_id)}, sent by {sender_info.name}, leads nowhere"
+        fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Make the value again", info.name))
+        return fork
+
+    def on_not_sent(self, cargo: dict[Any, Any]) -> None:
+        """References were packed into a message that will never arrive."""
+        with self._decisions as known:
+            for child in cargo.values():
+                if type(child) is int:
+                    known.asked_at.pop(child, None)
+                    known.do(known.ownership.not_sent(child))
+        self._delivery.plan()
+
+    def on_arrived(self, cargo: dict[Any, Any]) -> None:
+        """A message with references was unpacked: their owners are asked to list them."""
+        self._delivery.flush_urgent()
+
+    # -- their end -------------------------------------------------------------------------------------------------------
+
+    def on_dropped(self, state: Owned | UserFork, token: int) -> None:
+        """This worker's own code has let go of a reference. Called by finalizers, so it takes no lock."""
+        self._dropped.append((state, token))
+        if not self._is_noticed:
+            self._is_noticed = True
+            self.agent.reactor.run_soon(self._notice_dropped)
+
+    def _notice_dropped(self) -> None:
+        self.take_dropped()
+        self._delivery.plan()
+
+    def take_dropped(self) -> None:
+        """Tells the state machine of references that were let go of."""
+        self._is_noticed = False
+        with self._decisions as known:
+            while self._dropped:
+                state, token = self._dropped.popleft()
+                if isinstance(state, UserFork):
+                    known.do(known.ownership.fork_dropped(state.fork_id))
+                    if known.ownership.phase_of(state.fork_id) is None:
+                        known.forks.pop(state.fork_id, None)
+                elif state.token == token and state.is_shared:
+                    known.do(known.ownership.value_dropped(state.rref_id))
+
+    def delete_all(self) -> None:
+        """Deletes every reference of this worker to values elsewhere, whoever still has one."""
+        self.take_dropped()
+        with self._decisions as known:
+            for fork in list(known.forks.values()):
+                known.do(known.ownership.fork_dropped(fork.fork_id))
+                known.later(functools.partial(fork.end, deleted(fork.rref_id)))
+        self._delivery.flush()
+
+    def _say_farewell(self, deadline: float) -> None:
+        """Before this worker leaves: nobody is to hold anything of it, nor it of others; whoever still does is named."""
+        limit = min(deadline, time.monotonic() + _FAREWELL_S)
+        mine = self.statistics().num_forks
+        if mine:
+            _log.info("%s leaves while it has %d references to values of other workers", self.agent.info.name, mine)
+        self.delete_all()
+        pause = threading.Event()  # never set: its wait is a pause that lets signals through
+        while holders := self.holders():
+            if time.monotonic() >= limit:
+                listed = ", ".join(f"{name} ({count})" for name, count in holders.items())
+                text = f"worker {self.agent.info.name} left while others still had references to its values: {listed}"
+                raise RpcTimeout(f"{text}. Delete them there, or call shutdown there, too", next(iter(holders)), "run")
+            pause.wait(_SLICE_S)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def holders(self) -> dict[str, int]:
+        """How many references to values of this worker each other worker has, by name."""
+        with self._decisions as known:
+            found = known.ownership.holders()
+        return {self.agent.worker_info(rank).name: count for (rank, _), count in sorted(found.items())}
+
+    def statistics(self) -> ReferenceStatistics:
+        """Counts, right now."""
+        self.take_dropped()
+        with self._decisions as known:
+            return ReferenceStatistics(*known.ownership.counts, known.outbox.num_open)
+
+
+_made: weakref.WeakSet[References] = weakref.WeakSet()
+_lock = threading.Lock()  # guards _made
+
+
+def attach(agent: Agent) -> None:
+    """Gives a new worker references."""
+    made = agent.extensions[_EXTENSION] = References(agent)
+    with _lock:
+        _made.add(made)
+
+
+def all_open() -> list[References]:
+    """Those of all workers of this process that are not closed."""
+    with _lock:
+        return [item for item in _made if not item.agent.is_closed]
+
+
+def of(agent: Agent) -> References:
+    """The references of a worker."""
+    found: References = agent.extensions[_EXTENSION]
+    return found
+
+
+def here() -> References:
+    """Those of the worker whose call the current thread serves, or of this process.
+
+    Raises:
+        NotInitialized: This process is no worker.
+    """
+    request = current_request()
+    return of(request.source.server.agent if request is not None else current_agent())
