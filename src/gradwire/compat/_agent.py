@@ -9,7 +9,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.worker import check_name
 from gradwire.types import WorkerInfo as GradwireWorkerInfo
 
-_MAX_NAME = 127
+_MAX_NAME = 128
 
 
 class RpcAgent:

@@ -27,18 +27,18 @@ class Patch:
     """A set of replacements that are in place.
 
     Args:
-        tables: By module, the values that its names shall have.
+        tables: By module or class, the values that its names shall have.
     """
 
-    def __init__(self, tables: Mapping[ModuleType, Mapping[str, Any]]) -> None:
+    def __init__(self, tables: Mapping[ModuleType | type, Mapping[str, Any]]) -> None:
         self._undo: list[tuple[Any, str, Any]] = []  # holder, name, what it was before; in the order of the changes
         replaced: dict[int, tuple[Any, Any]] = {}  # by id: the old object, so that it lives, and the new one
-        for module, table in tables.items():
+        for holder, table in tables.items():
             for name, new in table.items():
-                old = vars(module).get(name, MISSING)
+                old = getattr(holder, name, MISSING)
                 if old is not MISSING and has_identity(old):
                     replaced[id(old)] = old, new
-                self._set(module, name, old, new)
+                self._set(holder, name, old, new)
         for holder, name, old, new in _bindings_of(replaced):
             self._set(holder, name, old, new)
 
@@ -69,7 +69,7 @@ def has_identity(value: object) -> bool:
 def _bindings_of(replaced: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any, Any]]:
     """Where the old objects are bound: holder, name, what is bound, what to bind instead."""
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or _is_own(module):
+        if not issubclass(type(module), ModuleType) or _is_own(module):  # programs put other things there, too
             continue
         for name, value in list(vars(module).items()):
             if id(value) in replaced:

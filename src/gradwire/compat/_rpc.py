@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwire import rpc
-from gradwire.compat import _agent, _start
+from gradwire.compat import _agent, _calls, _start
 
 _SAME = (
     "RpcBackendOptions",
@@ -17,7 +17,7 @@ _SAME = (
     "get_rpc_timeout",
     "is_available",
 )
-_SAME_API = ("_all_gather", "_barrier", "_wait_all", "get_worker_info", "rpc_async", "rpc_sync")
+_SAME_API = ("_all_gather", "_barrier", "_wait_all", "get_worker_info")
 _SAME_REGISTRY = (
     "BackendType",
     "BackendValue",
@@ -60,5 +60,7 @@ def _api() -> dict[str, Any]:
         **{name: getattr(rpc, name) for name in _SAME_API},
         "_thread_local_var": rpc.api._thread_local_var,
         "_wait_all_workers": _start._wait_all_workers,
+        "rpc_async": _calls.rpc_async,
+        "rpc_sync": _calls.rpc_sync,
         "shutdown": _start.shutdown,
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch.distributed as dist
+from torch._C import _distributed_rpc
+from torch.distributed.rendezvous import rendezvous
 
 from gradwire import rpc
 from gradwire.compat._agent import RpcAgent
@@ -46,6 +47,7 @@ def init_rpc(
     if backend in (BackendType.TENSORPIPE, BackendType.GRADWIRE):
         _check_options(backend, rpc_backend_options)
         rpc.init_rpc(name, backend, rank, world_size, rpc_backend_options)
+        _distributed_rpc._set_profiler_node_id(rpc.get_worker_info().id)  # torch's profiler notes it with each event
     else:
         _start_other(backend, name, rank, world_size, rpc_backend_options)
 
@@ -60,7 +62,7 @@ def _start_other(
     backend: BackendType, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None
 ) -> None:
     options = options or rpc.backend_registry.construct_rpc_backend_options(backend)
-    store, rank, world = next(dist.rendezvous(options.init_method, rank, -1 if world_size is None else world_size))
+    store, rank, world = next(rendezvous(options.init_method, rank, -1 if world_size is None else world_size))
     agent = backend.value.init_backend_handler(
         store=store, name=name, rank=rank, world_size=world, rpc_backend_options=options
     )

@@ -11,21 +11,24 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from gradwire.compat import _autograd, _rpc
+from torch.autograd import profiler_legacy
+
+from gradwire.compat import _autograd, _futures, _profiling, _rpc
 
 Table = Mapping[str, Any]
 
 
-def make_tables() -> dict[ModuleType, Table]:
-    """By torch module, the values of its names; imports all of them.
+def make_tables() -> dict[ModuleType | type, Table]:
+    """By torch module, the values of its names; imports all of them. By class, its name.
 
     Raises:
         RuntimeError: torch's own rpc is running in this process.
     """
-    named: dict[str, Table] = {**_rpc.make_tables(), **_autograd.make_tables()}
-    tables = {importlib.import_module(name): table for name, table in named.items()}
+    named: dict[str, Table] = {**_rpc.make_tables(), **_autograd.make_tables(), **_futures.make_tables()}
+    tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
     _check_quiet()
-    return tables
+    tables[profiler_legacy.profile] = {"__enter__": _profiling.enter, "__exit__": _profiling.leave}
+    return {**tables, **{kind: {"__name__": name} for kind, name in _autograd.make_node_names().items()}}
 
 
 def _check_quiet() -> None:
