@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.autograd.container import creator_of
 from gradwire.autograd.gradients import add_gradient
 from gradwire.autograd.messages import AbortPass, CommitPass
 from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
+from gradwire.rpc._ids import creator_of
 from gradwire.wire import failures
 
 if TYPE_CHECKING:

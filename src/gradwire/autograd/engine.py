@@ -23,7 +23,7 @@ import torch
 
 from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
 from gradwire.autograd.answers import pack_answer, unpack_answers
-from gradwire.autograd.container import DistAutogradContainer, creator_of
+from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv
 from gradwire.autograd.endings import Endings
 from gradwire.autograd.functions import Gradients
@@ -42,6 +42,7 @@ from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.watching import Watch
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
+from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 

@@ -12,8 +12,9 @@ import msgspec
 import torch
 
 from gradwire.autograd._termination import PassSnapshot, WaitingSend
-from gradwire.autograd.container import DistAutogradContainer, creator_of
+from gradwire.autograd.container import DistAutogradContainer
 from gradwire.errors import GradwireError
+from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd.container import DistAutogradContainer, creator_of
+from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import DistAutogradContext, find_call_site
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
 from gradwire.autograd.messages import HoldsContext, ReleaseContext, parse
 from gradwire.errors import RpcTimeout
+from gradwire.rpc._ids import creator_of
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.incoming import current_request, while_waiting

@@ -14,8 +14,8 @@ from gradwire.autograd.container import (
     MAX_WORKER,
     DistAutogradContainer,
     IdSource,
-    creator_of,
-    first_counter,
+
+
 )
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.config import WorkerConfig
