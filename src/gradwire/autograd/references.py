@@ -22,7 +22,7 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         _run(rref.local_value(), context_id, retain_graph)
     elif context_id == -1:
         raise RRefError(
-            f"{rref!r}: User RRefs require 'dist_autograd_ctx_id' to be specified; without a context, call backward on the owner"
+            f"{rref!r}: User RRefs require 'dist_autograd_ctx_id' to be specified; without it, call backward on the owner"
         )
     else:
         with torch.no_grad():  # the call itself has no part in the graph

@@ -9,17 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.autograd import worker
-from gradwire.autograd.container import (
-    MAX_COUNTER,
-    MAX_WORKER,
-    DistAutogradContainer,
-    IdSource,
-
-
-)
+from gradwire.autograd.container import MAX_WORKER, DistAutogradContainer, IdSource
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.config import WorkerConfig
 from gradwire.errors import AutogradError, UnknownContext
+from gradwire.rpc._ids import MAX_COUNTER, creator_of, first_counter
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerInfo
