@@ -98,10 +98,13 @@ class Special:
     Attributes:
         notes: Travel with it, beside those of the interceptors.
         on_done: Runs in the thread that ends it; must not wait for anything.
+        is_watched: Whether the answer is read as soon as it is there; else by whoever waits for another answer of that
+            worker, or by the clock within a second or two.
     """
 
     notes: dict[str, Any]
     on_done: Callable[[PendingCall], None]
+    is_watched: bool = True
 
 
 class CallHolder:

@@ -169,11 +169,14 @@ class Caller:
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         try:
-            return self._send_somehow(call, message, packed, holder, notes)
+            call, lane = self._send_somehow(call, message, packed, holder, notes)
         except Exception:  # after Ctrl-C the callee may have all of it
             if packed.trip is not None:
                 packed.trip.on_not_sent()
             raise
+        if future is not None or (special is not None and special.is_watched):
+            lane.reader.ensure_watched()
+        return call
 
     def _send_somehow(
         self,
@@ -182,8 +185,8 @@ class Caller:
         packed: Packed,
         holder: CallHolder | CallFuture[Any],
         notes: dict[str, Any] | None,
-    ) -> PendingCall:
-        """Sends a call, over another connection if the first is closed here meanwhile; returns the call that was sent."""
+    ) -> tuple[PendingCall, OpenLane]:
+        """Sends a call, over another connection if the first is closed here meanwhile; returns what was sent, and where."""
         agent, is_noted = self._agent, False
         while True:
             lane = self._room_on(agent.peers.peer(call.worker), call)
@@ -194,15 +197,12 @@ class Caller:
                 message.notes = {**message.notes, **notes}
             is_noted = True
             if self._send(lane, call, message, packed):
-                break
+                return call, lane
             if agent.is_closed:
                 raise _closed(agent)
             # Another one for each attempt: whoever ends the connection may be about to end the first.
             call = call.again()
             message.call_id, holder.call = call.call_id, call
-        if call.future is not None or call.on_done is not None:
-            lane.reader.ensure_watched()
-        return call
 
     def _shares_main(self, name: str) -> bool:
         peer = self._agent.peers.known(name)

@@ -98,6 +98,8 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this reference."""
         state = self._state
+        if isinstance(state, UserFork) and not state.is_done:
+            self._known.watch(state)
         return isinstance(state, Owned) or state.phase is ForkPhase.CONFIRMED
 
     # -- the value -----------------------------------------------------------------------------------------------------
@@ -206,6 +208,8 @@ class RRef(Generic[T]):
             future.set_exception(error()) if error is not None else future.set_result(None)
 
         state.when_done(on_done)
+        if isinstance(state, UserFork):
+            self._known.watch(state)
         return future
 
     # -- how it travels --------------------------------------------------------------------------------------------------
@@ -332,7 +336,7 @@ def create(
     note = Creates(state.rref_id, state.fork_id if isinstance(state, UserFork) else 0, known.own[1])
     seconds = None if timeout < 0 else timeout
     try:
-        agent.caller.start(name, function, args, kwargs, seconds, Special({NOTE: note}, on_done))
+        agent.caller.start(name, function, args, kwargs, seconds, Special({NOTE: note}, on_done, is_watched=False))
     except BaseException as error:
         if isinstance(state, UserFork):
             known.on_created(state, error if isinstance(error, Exception) else RRefError("interrupted"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +28,7 @@ from gradwire.rref._actions import (
     EndSeen,
     Message,
     Mourn,
+    Resume,
     Worker,
 )
 from gradwire.rref._outbox import Batch
@@ -49,11 +51,13 @@ class Delivery:
     Args:
         agent: The worker.
         decisions: What it knows of references.
+        before_flush: Called before what waits is sent.
     """
 
-    def __init__(self, agent: Agent, decisions: Decisions) -> None:
+    def __init__(self, agent: Agent, decisions: Decisions, before_flush: Callable[[], None]) -> None:
         self._agent = agent
         self._decisions = decisions
+        self._before_flush = before_flush
         self._own: Worker = (agent.info.id, agent.address.incarnation)
         self._flush_at = _NEVER  # when the clock is to look again; single operations only
         self._unreached: set[int] = set()  # ranks that could not be written to; single operations only
@@ -84,6 +88,7 @@ class Delivery:
     def _flush_later(self) -> None:
         """In a service thread: sends what waits, asks for what was not heard of, tries again where it failed."""
         now = time.monotonic()
+        self._before_flush()
         with self._decisions as known:
             for child in known.asked_at.keys() - set(known.ownership.children()):
                 del known.asked_at[child]
@@ -146,7 +151,8 @@ class Delivery:
             return  # for an earlier life of this worker
         with self._decisions as known:
             known.outbox.arrived(batch)
-            known.ownership.worker_seen(batch.sender)
+            if not self._agent.has_ended(sender.name):  # else these are its last words
+                known.do(known.ownership.worker_seen(batch.sender))
             for message in batch.messages:
                 known.do(self._event(message, batch.sender, sender.name))
         self.flush_urgent()
@@ -176,6 +182,8 @@ class Delivery:
                 return known.mourn_received(sender, message.dead, message.round, may_come)
             case EndSeen():
                 return known.end_seen(sender, message.dead, message.round)
+            case Resume():
+                return known.resume_received(sender)
 
     # -- workers that are gone -----------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class References:
         first = (agent.info.id << COUNTER_BITS) | first_counter(agent.address.incarnation)
         self.new_id: Callable[[], int] = itertools.count(first).__next__
         self._decisions = Decisions(self.own)
-        self._delivery = Delivery(agent, self._decisions)
+        self._delivery = Delivery(agent, self._decisions, self.take_dropped)
         self._dropped: collections.deque[tuple[Owned | UserFork, int]] = collections.deque()  # filled by finalizers
         self._is_noticed = False  # somebody is going to look at _dropped
         agent.codec.carrier = self
@@ -167,6 +167,13 @@ class References:
             fork.end(lambda: error)
             self._delivery.plan()
 
+    def watch(self, fork: UserFork) -> None:
+        """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""
+        peer = self.agent.peers.known(fork.owner.name)
+        lane = peer.lanes.get("calls") if peer is not None else None
+        if lane is not None and not fork.is_done:
+            lane.reader.ensure_watched()
+
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
         """Who may still have to make the value of a reference that is about to be used.
 
@@ -213,7 +220,7 @@ class References:
         is_there = not self.agent.has_ended(sender_info.name)
         with self._decisions as known:
             if is_there:
-                known.ownership.worker_seen(sender)
+                known.do(known.ownership.worker_seen(sender))
             actions = known.ownership.received(rref_id, fork_id, owner, sender, maker)
             if actions is not None:
                 known.do(actions)
@@ -250,11 +257,7 @@ class References:
         self._dropped.append((state, token))
         if not self._is_noticed:
             self._is_noticed = True
-            self.agent.reactor.run_soon(self._notice_dropped)
-
-    def _notice_dropped(self) -> None:
-        self.take_dropped()
-        self._delivery.plan()
+            self.agent.reactor.run_soon(self._delivery.plan)
 
     def take_dropped(self) -> None:
         """Tells the state machine of references that were let go of."""
@@ -263,6 +266,8 @@ class References:
             while self._dropped:
                 state, token = self._dropped.popleft()
                 if isinstance(state, UserFork):
+                    if not state.is_done:
+                        known.later(functools.partial(self.watch, state))
                     known.do(known.ownership.fork_dropped(state.fork_id))
                     if known.ownership.phase_of(state.fork_id) is None:
                         known.forks.pop(state.fork_id, None)
