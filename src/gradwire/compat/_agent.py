@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire import autograd, rpc
+from gradwire.compat import _rref
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.worker import check_name
 from gradwire.types import WorkerInfo as GradwireWorkerInfo
@@ -110,4 +111,4 @@ def current_agent() -> RpcAgent:
 
 def get_debug_info() -> dict[str, str]:
     """Numbers about references, agent and autograd of this worker, as text."""
-    return {**current_agent().get_debug_info(), **autograd._get_debug_info()}
+    return {**_rref.get_debug_info(), **current_agent().get_debug_info(), **autograd._get_debug_info()}

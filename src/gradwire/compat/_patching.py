@@ -35,8 +35,8 @@ class Patch:
         replaced: dict[int, tuple[Any, Any]] = {}  # by id: the old object, so that it lives, and the new one
         for holder, table in tables.items():
             for name, new in table.items():
-                old = getattr(holder, name, MISSING)
-                if old is not MISSING and has_identity(old):
+                old = _bound(holder, name)
+                if old is not MISSING and isinstance(holder, ModuleType) and has_identity(old):
                     replaced[id(old)] = old, new
                 self._set(holder, name, old, new)
         for holder, name, old, new in _bindings_of(replaced):
@@ -59,6 +59,11 @@ class Patch:
                 setattr(holder, name, old)
             elif name in vars(holder):
                 delattr(holder, name)
+
+
+def _bound(holder: Any, name: str) -> Any:
+    """What a name of a module or class is bound to there; what a class inherits does not count."""
+    return holder.__name__ if name == "__name__" else vars(holder).get(name, MISSING)
 
 
 def has_identity(value: object) -> bool:

@@ -32,6 +32,7 @@ REMOTE_OP = "#remote_op: "
 _MAX_KEPT = 1000
 _OPTIONS = ("record_shapes", "profile_memory", "with_flops")
 
+_make_event: Any = torch.autograd.profiler.record_function
 _make_profile: Any = profiler_legacy.profile
 _enter: Any = profiler_legacy.profile.__enter__
 _exit: Any = profiler_legacy.profile.__exit__
@@ -100,7 +101,7 @@ class ProfiledCall:
         self._profile = _local.profiles[-1]
         self._key = make_key(mode, function, to)
         self._ticket = f"{os.getpid()}-{next(_numbers)}-{rpc.current_agent().info.name}"
-        self._event: Any = torch.autograd.profiler.record_function(self._key)
+        self._event = _make_event(self._key)
         self._event.__enter__()
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire import rpc
-from gradwire.compat import _agent, _calls, _start
+from gradwire import rpc, rref
+from gradwire.compat import _agent, _calls, _rref, _start
 
 _SAME = (
     "RpcBackendOptions",
@@ -43,13 +43,16 @@ def make_tables() -> dict[str, Mapping[str, Any]]:
 def _package() -> dict[str, Any]:
     return {
         **{name: getattr(rpc, name) for name in _SAME},
+        "PyRRef": rref.RRef,
         "RpcAgent": _agent.RpcAgent,
         "TensorPipeAgent": _agent.TensorPipeAgent,
         "WorkerInfo": _agent.WorkerInfo,
+        "_delete_all_user_and_unforked_owner_rrefs": _rref.delete_all,
         "_get_current_rpc_agent": _agent.current_agent,
         "_get_debug_info": _agent.get_debug_info,
         "_init_rpc_backend": _start._init_rpc_backend,
         "_reset_current_rpc_agent": _start._reset_current_rpc_agent,
+        "_rref_context_get_debug_info": _rref.get_debug_info,
         "_set_and_start_rpc_agent": _start._set_and_start_rpc_agent,
         "init_rpc": _start.init_rpc,
     }
@@ -58,8 +61,10 @@ def _package() -> dict[str, Any]:
 def _api() -> dict[str, Any]:
     return {
         **{name: getattr(rpc, name) for name in _SAME_API},
+        "RRef": rref.RRef,
         "_thread_local_var": rpc.api._thread_local_var,
         "_wait_all_workers": _start._wait_all_workers,
+        "remote": _rref.remote,
         "rpc_async": _calls.rpc_async,
         "rpc_sync": _calls.rpc_sync,
         "shutdown": _start.shutdown,

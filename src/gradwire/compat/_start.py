@@ -6,15 +6,19 @@ Programs and tests replace some of these functions in `torch.distributed.rpc.api
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import Any
 
 from torch._C import _distributed_rpc
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire import rpc
+from gradwire.compat import _rref
 from gradwire.compat._agent import RpcAgent
 from gradwire.rpc.backend_registry import BackendType
 from gradwire.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
+
+_DELETE = operator.attrgetter("_delete_all_user_and_unforked_owner_rrefs")
 
 
 def _api() -> Any:
@@ -97,17 +101,22 @@ def _wait_all_workers(timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """As `gradwire.rpc.shutdown`; a replaced `_wait_all_workers` is called instead of waiting.
+    """As `gradwire.rpc.shutdown`; replaced steps of it are taken as they are.
 
     Raises:
         RpcTimeout: Somebody did not come in time; this worker has left all the same.
+        RRefError: A replaced step left references behind, and that is not to be ignored.
         NotInitialized: This process is no worker.
     """
-    wait = _api()._wait_all_workers
-    if not graceful or wait is _wait_all_workers:
+    api = _api()
+    is_whole = api._wait_all_workers is _wait_all_workers and _DELETE(api) is _rref.delete_all
+    if is_whole or not graceful:
         rpc.shutdown(graceful, timeout)
         return
     try:
-        wait(timeout)
+        api._wait_all_workers(timeout)
+        _DELETE(api)()
+        if not api._ignore_rref_leak:
+            _rref.check_leaks()
     finally:
         rpc.shutdown(graceful=False)

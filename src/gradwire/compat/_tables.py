@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.autograd import profiler_legacy
 
-from gradwire.compat import _autograd, _futures, _profiling, _rpc
+from gradwire.compat import _autograd, _futures, _profiling, _rpc, _rref
+from gradwire.rref import RRef
 
 Table = Mapping[str, Any]
 
@@ -27,6 +28,7 @@ def make_tables() -> dict[ModuleType | type, Table]:
     named: dict[str, Table] = {**_rpc.make_tables(), **_autograd.make_tables(), **_futures.make_tables()}
     tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
     _check_quiet()
+    tables[RRef] = _rref.METHODS
     tables[profiler_legacy.profile] = {"__enter__": _profiling.enter, "__exit__": _profiling.leave}
     return {**tables, **{kind: {"__name__": name} for kind, name in _autograd.make_node_names().items()}}
 
