@@ -76,6 +76,12 @@ class EndSeen(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     round: int
 
 
+class Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+    """To a worker that I had taken for dead: I broke what I had of yours, and dropped what I had to tell you."""
+
+    to: Worker
+
+
 @dataclass(frozen=True, slots=True)
 class Free:
     """Here: nobody holds this value any more."""
@@ -98,5 +104,5 @@ class Break:
     reason: str
 
 
-Message = Adopt | Confirm | Accept | Delete | Ask | Answer | Mourn | EndSeen
+Message = Adopt | Confirm | Accept | Delete | Ask | Answer | Mourn | EndSeen | Resume
 Action = Message | Free | Fail | Break

@@ -33,9 +33,7 @@ arrives, or until whoever made it says that it never will.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 from gradwire.rref._actions import (
     Accept,
@@ -48,78 +46,26 @@ from gradwire.rref._actions import (
     Delete,
     Fail,
     Free,
+    Resume,
     Worker,
 )
-from gradwire.rref._mourning import Mourning
+from gradwire.rref._holdings import Child, Fork, ForkPhase, Holdings, Value
 
-_MEMORY = 65_536  # what ended here and is remembered, so that a late or repeated message does not revive it
-
-
-class ForkPhase(enum.Enum):
-    """Where a user's fork is."""
-
-    PENDING = "pending"
-    CONFIRMED = "confirmed"
-    BROKEN = "broken"
+__all__ = ["ForkPhase", "Ownership"]
 
 
-@dataclass(slots=True)
-class _Fork:
-    """A reference that this worker has to another one's value."""
-
-    rref_id: int
-    owner: Worker
-    phase: ForkPhase = ForkPhase.PENDING
-    parent: Worker | None = None  # who sent it, as long as that worker waits to hear of it
-    pins: int = 0  # children on their way
-    is_needed: bool = True  # by this worker's own code
-    is_first: bool = False  # the value was, or is to be, made for it
-    maker: Worker | None = None  # whose call makes the value, while that may not have arrived
-
-
-@dataclass(slots=True)
-class _Value:
-    """A value that this worker owns."""
-
-    holders: dict[int, Worker] = field(default_factory=dict)  # by fork
-    is_needed: bool = False  # by this worker's own code
-    maker: Worker | None = None  # whose call is to make it, while it is only expected
-
-
-@dataclass(slots=True)
-class _Child:
-    """A fork that was sent and is not accepted yet."""
-
-    to: Worker
-    rref_id: int
-    parent: int | None  # our own fork, or None if the value is ours
-    num_asked: int = 0
-
-
-class Ownership:
-    """All references of one worker.
+class Ownership(Holdings):
+    """Decides what becomes of the references of one worker.
 
     Args:
         own: This worker.
     """
 
-    def __init__(self, own: Worker) -> None:
-        self._own = own
-        self._values: dict[int, _Value] = {}
-        self._forks: dict[int, _Fork] = {}
-        self._children: dict[int, _Child] = {}
-        self._ended: dict[int, None] = {}  # forks and values, the latest last
-        self._mourning = Mourning()
-
-    def __repr__(self) -> str:
-        counts = f"{len(self._values)} values, {len(self._forks)} forks, {len(self._children)} sent"
-        return f"<Ownership of worker {self._own[0]}: {counts}>"
-
     # -- values that are here ----------------------------------------------------------------------------------------
 
     def value_made(self, rref_id: int) -> None:
         """This worker's own code has a value that it is going to share."""
-        value = self._values.setdefault(rref_id, _Value())
+        value = self._values.setdefault(rref_id, Value())
         value.is_needed, value.maker = True, None
 
     def value_needed(self, rref_id: int) -> bool:
@@ -141,7 +87,7 @@ class Ownership:
         """Another worker has a value made here, and holds it; False if it has given it up already."""
         if fork_id in self._ended or user in self._mourning.ended:
             return False
-        value = self._values.setdefault(rref_id, _Value())
+        value = self._values.setdefault(rref_id, Value())
         value.maker = None
         value.holders[fork_id] = user
         return True
@@ -152,14 +98,14 @@ class Ownership:
             return True
         if maker is None or rref_id in self._ended or maker in self._mourning.ended:
             return False
-        self._values[rref_id] = _Value(maker=maker)
+        self._values[rref_id] = Value(maker=maker)
         return True
 
     # -- references to values elsewhere ------------------------------------------------------------------------------
 
     def fork_created(self, rref_id: int, fork_id: int, owner: Worker) -> None:
         """This worker has a value made elsewhere; the owner has not said so yet."""
-        self._forks[fork_id] = _Fork(rref_id, owner, is_first=True, maker=self._own)
+        self._forks[fork_id] = Fork(rref_id, owner, is_first=True, maker=self._own)
 
     def fork_dropped(self, fork_id: int) -> list[Action]:
         """This worker's own code needs a reference no longer."""
@@ -194,7 +140,7 @@ class Ownership:
             if fork is None or fork.phase is ForkPhase.BROKEN:
                 return False
             fork.pins += 1
-        self._children[child] = _Child(to, rref_id, parent)
+        self._children[child] = Child(to, rref_id, parent)
         return True
 
     def not_sent(self, child: int) -> list[Action]:
@@ -221,9 +167,9 @@ class Ownership:
         if fork_id in self._forks:
             return []  # a repeat
         if sender == owner:
-            self._forks[fork_id] = _Fork(rref_id, owner, ForkPhase.CONFIRMED)
+            self._forks[fork_id] = Fork(rref_id, owner, ForkPhase.CONFIRMED)
             return [Accept(sender, fork_id)]
-        self._forks[fork_id] = _Fork(rref_id, owner, parent=sender, maker=maker)
+        self._forks[fork_id] = Fork(rref_id, owner, parent=sender, maker=maker)
         return [Adopt(owner, rref_id, fork_id, maker)]
 
     def adopt_received(self, user: Worker, rref_id: int, fork_id: int, maker: Worker | None) -> list[Action]:
@@ -271,8 +217,9 @@ class Ownership:
         actions: list[Action] = []
         for fork_id in children:
             child = self._children.get(fork_id)
-            if child is not None and child.to not in self._mourning.mourned:
-                actions += self._ask_for(fork_id, child)
+            if child is not None and fork_id not in self._mourning.mourned.get(child.to, ()):
+                child.num_asked += 1
+                actions.append(Ask(child.to, fork_id, child.num_asked > 1))
         return actions
 
     def asked(self, by: Worker, fork_id: int, is_last: bool, may_come: bool) -> list[Action]:
@@ -298,28 +245,28 @@ class Ownership:
     # -- death -------------------------------------------------------------------------------------------------------
 
     def worker_seen(self, worker: Worker) -> list[Action]:
-        """A worker is connected again, after it was taken for dead, or took us for dead.
+        """A worker is there; if it was taken for dead, it is told so."""
+        if worker not in self._mourning.ended:
+            return []
+        return [Resume(worker), *self._mourning.returned(worker), *self._resume(worker)]
 
-        Whatever one had for the other may be lost. It keeps what is listed, but may have given that up: it is asked.
-        """
-        for rref_id, value in self._values.items():
-            for fork_id in [fork_id for fork_id, holder in value.holders.items() if holder == worker]:
-                self._children.setdefault(fork_id, _Child(worker, rref_id, None))
-        adopt = [
-            Adopt(worker, fork.rref_id, fork_id, fork.maker)
-            for fork_id, fork in self._forks.items()
-            if fork.owner == worker and fork.phase is ForkPhase.PENDING and not fork.is_first
-        ]
-        return [*adopt, *self._mourning.returned(worker), *self._end_mourning()]
+    def resume_received(self, by: Worker) -> list[Action]:
+        """A worker had taken us for dead: what it had to tell us is lost, and what it was to make will not be made."""
+        return [*self._stop_expecting_from(by), *self._mourning.remind(by), *self._resume(by)]
 
     def worker_lost(
         self, worker: Worker, others: Collection[Worker], reason: str = "its owner is lost"
     ) -> list[Action]:
         """A worker died; `others` are those still alive, without us."""
-        mourn = self._mourning.lost(worker, others, self._has_shared())
-        actions = self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == worker], reason)
-        for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == worker]:
-            actions += [*self._give_up_expecting(rref_id), *self._free_if_unheld(rref_id)]
+        mourn = self._mourning.lost(worker, others, self._kept_for(worker), self._has_shared())
+        forks = {fork_id: fork for fork_id, fork in self._forks.items() if fork.owner == worker}
+        actions: list[Action] = [  # if it lives, others may have made it expect a value of ours
+            Delete(worker, fork.rref_id, fork_id, True)
+            for fork_id, fork in forks.items()
+            if fork.is_first and fork.phase is ForkPhase.PENDING
+        ]
+        actions += self._break(forks, reason)
+        actions += self._stop_expecting_from(worker)
         return [*actions, *self._tell_mourners(worker), *mourn, *self._end_mourning()]
 
     def mourn_received(self, by: Worker, dead: Worker, round_: int, may_come: bool) -> list[Action]:
@@ -333,44 +280,6 @@ class Ownership:
         """Another worker has seen the end of a dead one, and whatever it got from that one is listed."""
         self._mourning.seen(by, dead, round_)
         return self._end_mourning()
-
-    # -- questions ---------------------------------------------------------------------------------------------------
-
-    def phase_of(self, fork_id: int) -> ForkPhase | None:
-        """Where a fork of this worker is; None if it is not here."""
-        fork = self._forks.get(fork_id)
-        return fork.phase if fork is not None else None
-
-    def maker_of(self, fork_id: int) -> Worker | None:
-        """Who may still have to make the value that a fork refers to."""
-        fork = self._forks.get(fork_id)
-        return fork.maker if fork is not None else None
-
-    def holders(self) -> dict[Worker, int]:
-        """How many forks of values of this worker each other worker has."""
-        counts: dict[Worker, int] = {}
-        for value in self._values.values():
-            for worker in value.holders.values():
-                counts[worker] = counts.get(worker, 0) + 1
-        return counts
-
-    def children(self) -> list[int]:
-        """Forks that were sent and are not accepted yet."""
-        return list(self._children)
-
-    def forks(self) -> list[int]:
-        """Forks of others' values that are here."""
-        return list(self._forks)
-
-    def mourned(self) -> list[Worker]:
-        """The dead whose references are still kept, because not everybody has seen their end."""
-        return sorted(self._mourning.mourned)
-
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """Values here, forks here, forks here that the owner has not confirmed, forks sent and not accepted."""
-        pending = sum(fork.phase is ForkPhase.PENDING for fork in self._forks.values())
-        return len(self._values), len(self._forks), pending, len(self._children)
 
     # -- rules -------------------------------------------------------------------------------------------------------
 
@@ -390,6 +299,12 @@ class Ownership:
         value.maker = None
         return [Fail(rref_id)]
 
+    def _stop_expecting_from(self, maker: Worker) -> list[Action]:
+        actions: list[Action] = []
+        for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == maker]:
+            actions += [*self._give_up_expecting(rref_id), *self._free_if_unheld(rref_id)]
+        return actions
+
     def _delete_if_unneeded(self, fork_id: int) -> list[Action]:
         fork = self._forks.get(fork_id)
         if fork is None or fork.is_needed or fork.pins or fork.phase is ForkPhase.PENDING:
@@ -398,12 +313,6 @@ class Ownership:
         self._end(fork_id)
         is_listed = fork.phase is ForkPhase.CONFIRMED
         return [Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)] if is_listed else []
-
-    def _ask_for(self, fork_id: int, child: _Child) -> list[Action]:
-        if child.to in self._mourning.ended:  # sent when it was dead already
-            return self._end_child(fork_id, is_taken=False)
-        child.num_asked += 1
-        return [Ask(child.to, fork_id, child.num_asked > 1)]
 
     def _end_child(self, fork_id: int, *, is_taken: bool) -> list[Action]:
         """A child is accepted, or will never be taken."""
@@ -434,31 +343,35 @@ class Ownership:
         parent, fork.parent = fork.parent, None
         if parent is None:
             return []
-        return [Accept(parent, fork_id), *self._tell_mourners(parent), *self._end_mourning()]
+        accept = [Accept(parent, fork_id)] if parent not in self._mourning.ended else []
+        return [*accept, *self._tell_mourners(parent), *self._end_mourning()]
 
     def _tell_mourners(self, worker: Worker) -> list[Action]:
         if worker not in self._mourning.ended or any(fork.parent == worker for fork in self._forks.values()):
             return []
         return [*self._mourning.tell(worker)]
 
-    def _has_shared(self) -> bool:
-        """Whether others may have something that is not listed, but protected by what is listed or was sent here."""
-        return bool(self._children) or any(value.holders for value in self._values.values())
-
     def _end_mourning(self) -> list[Action]:
         if any(fork.parent in self._mourning.ended for fork in self._forks.values()):
             return []  # what we got from the dead is not listed yet, and may come from what we sent to them
         actions: list[Action] = []
-        for worker in self._mourning.take_over():
-            for child in [child for child, item in self._children.items() if item.to == worker]:
-                actions += self._end_child(child, is_taken=False)
-            for rref_id, value in list(self._values.items()):
-                for fork_id in [fork_id for fork_id, holder in value.holders.items() if holder == worker]:
-                    del value.holders[fork_id]
+        for fork_id, rref_id in self._mourning.take_over().items():
+            actions += self._end_child(fork_id, is_taken=False)
+            if rref_id in self._values:
+                self._values[rref_id].holders.pop(fork_id, None)
                 actions += self._free_if_unheld(rref_id)
         return actions
 
-    def _end(self, number: int) -> None:
-        self._ended[number] = None
-        if len(self._ended) > _MEMORY:
-            del self._ended[next(iter(self._ended))]
+    def _resume(self, worker: Worker) -> list[Action]:
+        """One has taken the other for dead. It keeps what is listed unless it says no; we ask again to be listed."""
+        asks: list[Action] = []
+        for fork_id, rref_id in self._kept_for(worker).items():
+            if fork_id not in self._children:
+                self._children[fork_id] = Child(worker, rref_id, None, num_asked=1)
+                asks.append(Ask(worker, fork_id, True))
+        adopts = [
+            Adopt(worker, fork.rref_id, fork_id, fork.maker)
+            for fork_id, fork in self._forks.items()
+            if fork.owner == worker and fork.phase is ForkPhase.PENDING and not fork.is_first
+        ]
+        return [*asks, *adopts, *self._end_mourning()]
