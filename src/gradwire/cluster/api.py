@@ -18,6 +18,7 @@ from gradwire.cluster._survey import ask_calls_served
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
 from gradwire.cluster.options import LocalOptions
 from gradwire.errors import WorkerLost
+from gradwire.nn import RemoteModule
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.futures import CallFuture
@@ -113,6 +114,22 @@ class Worker:
             WorkerLost: The worker died.
         """
         return self._agent.submit(self.name, function, args, kwargs, self._timeout_s)
+
+    def module(self, module_cls: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RemoteModule:
+        """Makes a module on this worker and returns a handle on it, which is used like the module.
+
+        `gradwire.nn.RemoteModule` does the same with a device and a choice of how trainers share the parameters.
+
+        Args:
+            module_cls: The class, or any function that returns a module.
+            *args: Its arguments.
+            **kwargs: Its arguments by name.
+
+        Raises:
+            CannotSend: An argument cannot travel.
+            WorkerLost: The worker died.
+        """
+        return RemoteModule(self.name, module_cls, args, kwargs)
 
 
 class Cluster:

@@ -22,6 +22,8 @@ _ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decora
 def expose(function: Any = None, *, name: str | None = None) -> Any:
     """Marks a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
 
+    A class of modules is callable, too: others may then make such modules here (`gradwire.nn.RemoteModule`).
+
     Args:
         function: What to expose.
         name: The name others call it by; ``module:qualname`` if not given.
@@ -31,7 +33,7 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
     """
     if function is None:
         return functools.partial(expose, name=name)
-    if isinstance(function, type):
+    if isinstance(function, type) and not issubclass(function, torch.nn.Module):
         register_plain_class(function, name)
         return function
     public = name or f"{function.__module__}:{function.__qualname__}"

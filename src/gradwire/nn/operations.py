@@ -1,0 +1,184 @@
+"""The owner's side of `RemoteModule`: what its handles ask for, by name and with plain data, at every trust level."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gradwire.autograd import sharing
+from gradwire.errors import ConfigurationError, NotExposed
+from gradwire.rpc.functions import expose
+from gradwire.rref import RRef, operations, references
+from gradwire.rref.operations import find_value
+
+MAKE = "gradwire.nn.make"
+FORWARD = "gradwire.nn.forward"
+FORWARD_BY_NAME = "gradwire.nn.forward_by_name"
+INVOKE = "gradwire.nn.invoke"
+PARAMETERS = "gradwire.nn.parameters"
+VALUES = "gradwire.nn.values"
+SAVE = "gradwire.nn.save"
+LOAD = "gradwire.nn.load"
+CHANGE = "gradwire.nn.change"
+APPLY = "gradwire.nn.apply"
+HOOK = "gradwire.nn.hook"
+UNHOOK = "gradwire.nn.unhook"
+HAS_METHOD = "gradwire.nn.has_method"
+
+HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
+_HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+_CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
+
+
+def make(
+    module_cls: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, mode: sharing.Mode
+) -> nn.Module:
+    """Makes the module, on its owner.
+
+    Raises:
+        ValueError: What was called made no module.
+        NotExposed: ``trust="data"``, and nothing is exposed under that name.
+    """
+    if isinstance(module_cls, str):
+        module_cls = _find(module_cls)
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but {module_cls!r} made a {type(module).__name__}"
+        )
+    module.to(device)
+    sharing.guard(module.parameters(), mode)
+    return module
+
+
+def _find(name: str) -> Callable[..., Any]:
+    """What a name means on this worker: something exposed, or ``module:qualname`` where code is trusted."""
+    found = references.here().agent.codec.find(name)
+    if found is None:
+        raise NotExposed(f"{name!r} names no class of modules on this worker")
+    return found
+
+
+def forward(rref_id: int, maker: Any, *args: Any) -> Any:
+    """Calls the module, with its hooks."""
+    module = find_value(rref_id, maker)
+    sharing.wait_turn(module.parameters())
+    return module(*args)
+
+
+def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the module with keyword arguments."""
+    module = find_value(rref_id, maker)
+    sharing.wait_turn(module.parameters())
+    return module(*args, **kwargs)
+
+
+def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
+    sharing.wait_turn(find_value(rref_id, maker).parameters())
+    return operations.invoke(rref_id, maker, name, args, kwargs)
+
+
+def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[Any]]]:
+    """References to the module's parameters, by name and in its order."""
+    module = find_value(rref_id, maker)
+    return [(name, RRef(item)) for name, item in module.named_parameters(recurse=recurse)]
+
+
+def values(rref_id: int, maker: Any, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
+    """Parameters or buffers themselves, by name."""
+    module = find_value(rref_id, maker)
+    named = module.named_buffers(recurse=recurse) if kind == "buffers" else module.named_parameters(recurse=recurse)
+    return [(name, item.detach()) for name, item in named]
+
+
+def save(rref_id: int, maker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's state dict, of one moment between steps, and the versions of its parts."""
+    module = find_value(rref_id, maker)
+    with sharing.standing_still(module.parameters()):
+        state = module.state_dict()
+        copies = {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in state.items()}
+    return copies, dict(getattr(state, "_metadata", {}))
+
+
+def load(
+    rref_id: int, maker: Any, state: dict[str, Any], metadata: Mapping[str, Any], assign: bool
+) -> tuple[list[str], list[str], str]:
+    """Loads a state dict; returns the keys that are missing, those nobody wants, and what does not fit."""
+    module = find_value(rref_id, maker)
+    given = OrderedDict(state)
+    given._metadata = dict(metadata)  # type: ignore[attr-defined]
+    with sharing.stepping(module.parameters(), ()):
+        try:
+            missing, unexpected = module.load_state_dict(given, strict=False, assign=assign)
+        except RuntimeError as error:
+            return [], [], str(error)
+    return missing, unexpected, ""
+
+
+def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Calls a method of `nn.Module` that changes the module and returns it.
+
+    Raises:
+        NotExposed: It is not one of those that may be called like that.
+    """
+    module = find_value(rref_id, maker)
+    if name not in _CHANGES:
+        raise NotExposed(f"{name!r} is no method that handles may call without a mark")
+    getattr(module, name)(*args, **kwargs)
+
+
+def apply(rref_id: int, maker: Any, function: Callable[[nn.Module], Any] | str) -> None:
+    """Calls a function with every part of the module."""
+    module = find_value(rref_id, maker)
+    with sharing.stepping(module.parameters(), ()):  # it may change what others have seen
+        module.apply(_find(function) if isinstance(function, str) else function)
+
+
+def hook(rref_id: int, maker: Any, kind: HookKind, function: Callable[..., Any] | str, options: dict[str, Any]) -> Any:
+    """Registers a hook of the module here; returns a reference to its handle.
+
+    Raises:
+        ConfigurationError: There is no such kind of hook.
+    """
+    if kind not in _HOOK_KINDS:
+        raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_KINDS)}")
+    module = find_value(rref_id, maker)
+    chosen = _find(function) if isinstance(function, str) else function
+    return RRef(getattr(module, f"register_{kind}_hook")(chosen, **options))
+
+
+def unhook(rref_id: int, maker: Any) -> None:
+    """Removes a hook."""
+    handle = find_value(rref_id, maker)
+    if not isinstance(handle, torch.utils.hooks.RemovableHandle):
+        raise ConfigurationError("not the handle of a hook")
+    handle.remove()
+
+
+def has_method(rref_id: int, maker: Any, name: str) -> bool:
+    """Whether the module has a method of that name."""
+    return callable(getattr(type(find_value(rref_id, maker)), name, None))
+
+
+for _name, _function in {
+    MAKE: make,
+    FORWARD: forward,
+    FORWARD_BY_NAME: forward_by_name,
+    INVOKE: invoke,
+    PARAMETERS: parameters,
+    VALUES: values,
+    SAVE: save,
+    LOAD: load,
+    CHANGE: change,
+    APPLY: apply,
+    HOOK: hook,
+    UNHOOK: unhook,
+    HAS_METHOD: has_method,
+}.items():
+    expose(_function, name=_name)

@@ -1,0 +1,40 @@
+"""Where a module is to live: a worker and one of its devices, as PyTorch writes it."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.errors import ConfigurationError
+from gradwire.rpc.peer_table import To
+
+_FORMS = '"<worker>", "<worker>/<device>", "rank:<rank>" or "rank:<rank>/<device>"'
+
+
+def parse_placement(where: To) -> tuple[To, str]:
+    """The worker, by name or rank, and the device there.
+
+    Args:
+        where: One of the four forms of text, or whatever names a worker in a call (the device is then ``cpu``).
+
+    Raises:
+        ConfigurationError: The text has none of the forms.
+        RuntimeError: torch does not know the device.
+    """
+    if not isinstance(where, str):
+        return where, "cpu"
+    worker, slash, device = where.partition("/")
+    if not worker or (slash and not device) or "/" in device:
+        raise ConfigurationError(f"Could not parse remote_device: {where}. The valid format is {_FORMS}")
+    if not slash and _is_device(worker):
+        raise ConfigurationError(f"{where!r} names a device and no worker. The valid format is {_FORMS}")
+    kind, _, number = worker.partition(":")
+    to: To = int(number) if kind == "rank" and number.isdecimal() else worker
+    return to, str(torch.device(device or "cpu"))
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,427 @@
+"""`RemoteModule`: a module on another worker, used like one that is here.
+
+    here                                            owner
+    RemoteModule.forward(x)  -- gradwire.nn.forward(id, x) -->  module(x)
+                             <------------- result -----------
+
+A handle knows its module by a reference (`RRef`) and nothing else, so any number of workers may have handles on one module.
+It is an `nn.Module` without parameters of its own: hooks registered on it run here, and what belongs to the module itself
+(parameters, buffers, mode, hooks registered with `register_owner_hook`) is asked of the owner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gradwire.autograd import sharing
+from gradwire.errors import ConfigurationError, RRefError
+from gradwire.nn import operations
+from gradwire.nn.placement import parse_placement
+from gradwire.rpc import trips
+from gradwire.rpc.functions import exposed_name
+from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.options import UNSET_RPC_TIMEOUT
+from gradwire.rpc.peer_table import To
+from gradwire.rref import RRef, references, remote
+from gradwire.rref.proxy import Proxy
+from gradwire.wire.objects import register_plain_type
+
+Self = TypeVar("Self", bound="RemoteModule")
+
+
+class RemoteModule(nn.Module):
+    """A module that is made on a worker and stays there; calling it here runs it there.
+
+    Args:
+        remote_device: Where: ``"worker"``, ``"worker/cpu"``, ``"rank:1"`` or ``"rank:1/cpu"``; a rank or `WorkerInfo`, too.
+        module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        concurrency: How contexts share the parameters; see `gradwire.autograd.sharing`. ``"snapshot"``: each has exact
+            gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: no protection.
+
+    What goes wrong while the module is made is raised by its first use.
+
+    Attributes:
+        on: The owner's name, or rank if it was given by rank.
+        device: The device there.
+        module_rref: The reference to the module.
+
+    Raises:
+        ConfigurationError: The placement or the kind of sharing cannot be understood.
+        NotInitialized: This process is no worker.
+        UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
+    """
+
+    is_device_map_set = False
+    is_scriptable = False
+
+    on: str | int
+    device: str
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: To,
+        module_cls: Callable[..., Any] | str,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        concurrency: sharing.Mode = "snapshot",
+    ) -> None:
+        sharing.check_mode(concurrency)
+        to, device = parse_placement(remote_device)
+        sent = _name_of(module_cls)
+        with torch.no_grad():  # making it has no part in any graph
+            rref = remote(to, operations.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
+        self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
+
+    def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
+        super().__init__()
+        self.on = to if isinstance(to, str | int) else rref.owner_name()
+        self.device = device
+        self.module_rref = rref
+        self._label = label
+        self._methods: dict[str, bool] = {}  # what the owner said about names
+
+    @staticmethod
+    def init_from_module_rref(remote_device: To, module_rref: RRef[Any]) -> RemoteModule:
+        """Another handle on a module that somebody has a reference to.
+
+        Args:
+            remote_device: Where the module is, as in the constructor; the reference knows the worker, too, and counts.
+            module_rref: The reference.
+
+        Raises:
+            ConfigurationError: The placement cannot be understood.
+        """
+        made = RemoteModule.__new__(RemoteModule)
+        made._attach(module_rref.owner_name(), parse_placement(remote_device)[1], module_rref, "")
+        return made
+
+    # -- calling ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on its owner and returns the result.
+
+        Raises:
+            OwnerLost: The owner is gone.
+            RpcTimeout: It took longer than a call may.
+            Exception: What the module raised, or what went wrong when it was made.
+        """
+        function, sent = _forward_call(args, kwargs)
+        return self.module_rref._ask(function, sent, UNSET_RPC_TIMEOUT)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
+        """Starts the module on its owner and returns a future of the result."""
+        function, sent = _forward_call(args, kwargs)
+        return self.module_rref._submit(function, sent, UNSET_RPC_TIMEOUT)
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
+        return Proxy(lambda *call: self.module_rref._ask(operations.INVOKE, call, timeout))
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
+        return Proxy(lambda *call: self.module_rref._submit(operations.INVOKE, call, timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        """A method that the module has and `nn.Module` has not: calling it calls it on the owner."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module_rref" not in self.__dict__ or not self._has_method(name):
+                raise
+        return functools.partial(_call_method, self, name)
+
+    def _has_method(self, name: str) -> bool:
+        if name not in self._methods:
+            self._methods[name] = bool(self._ask(operations.HAS_METHOD, name))
+        return self._methods[name]
+
+    def _ask(self, function: str, *args: Any) -> Any:
+        """A question to the owner that has no part in any graph."""
+        with torch.no_grad():
+            return self.module_rref._ask(function, args, UNSET_RPC_TIMEOUT)
+
+    # -- the module's parameters --------------------------------------------------------------------------------------
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def named_remote_parameters(self, recurse: bool = True) -> list[tuple[str, RRef[nn.Parameter]]]:
+        """References to the parameters with their names, in the module's order.
+
+        Args:
+            recurse: Those of its parts, too.
+        """
+        found: list[tuple[str, RRef[nn.Parameter]]] = self._ask(operations.PARAMETERS, recurse)
+        return found
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the parameters, in the module's order: what an optimizer takes.
+
+        Args:
+            recurse: Those of its parts, too.
+        """
+        return [rref for _, rref in self.named_remote_parameters(recurse)]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Not here: an optimizer on copies would train nothing.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ConfigurationError(
+            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead. "
+            "named_parameters() gives copies to look at"
+        )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Copies of the parameters, to look at: changing them changes nothing on the owner."""
+        return iter(self._values("parameters", prefix, recurse))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the buffers, to look at."""
+        return iter(self._values("buffers", prefix, recurse))
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Copies of the buffers, to look at."""
+        return (value for _, value in self._values("buffers", "", recurse))
+
+    def _values(self, kind: str, prefix: str, recurse: bool) -> list[tuple[str, Any]]:
+        start = f"{prefix}." if prefix else ""
+        return [(start + name, value) for name, value in self._ask(operations.VALUES, kind, recurse)]
+
+    # -- its state ----------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """What `state_dict` calls, also that of a module which this one is a part of."""
+        state, metadata = self._ask(operations.SAVE)
+        destination.update((prefix + name, value) for name, value in state.items())
+        known = getattr(destination, "_metadata", None)
+        if known is not None:
+            known.update(((prefix + name).rstrip("."), value) for name, value in metadata.items())
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What `load_state_dict` calls, also that of a module which this one is a part of."""
+        mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        metadata = getattr(state_dict, "_metadata", None) if not prefix else None
+        versions = metadata or {"": {"version": local_metadata.get("version")}}
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        missing, unexpected, error = self._ask(operations.LOAD, mine, dict(versions), assign)
+        missing_keys.extend(prefix + name for name in missing)
+        if strict:
+            unexpected_keys.extend(prefix + name for name in unexpected)
+        if error:
+            error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
+
+    # -- what changes it ----------------------------------------------------------------------------------------------
+
+    def _change(self: Self, name: str, *args: Any, **kwargs: Any) -> Self:
+        self._ask(operations.CHANGE, name, args, kwargs)
+        return self
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Sets the mode there and here; `eval` and the mode of an outer module come here, too."""
+        self._change("train", mode)
+        self.training = mode
+        return self
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Moves or converts the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
+        return self._change("to", *args, **kwargs)
+
+    def cpu(self: Self) -> Self:
+        """As ``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self: Self, device: Any = None) -> Self:
+        """As ``to("cuda")``."""
+        return self.to(
+            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        )
+
+    def type(self: Self, dst_type: Any) -> Self:
+        """Converts all parameters and buffers."""
+        return self._change("type", dst_type)
+
+    def float(self: Self) -> Self:
+        """As ``to(torch.float32)``."""
+        return self.to(torch.float32)
+
+    def double(self: Self) -> Self:
+        """As ``to(torch.float64)``."""
+        return self.to(torch.float64)
+
+    def half(self: Self) -> Self:
+        """As ``to(torch.float16)``."""
+        return self.to(torch.float16)
+
+    def bfloat16(self: Self) -> Self:
+        """As ``to(torch.bfloat16)``."""
+        return self.to(torch.bfloat16)
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Whether the parameters are to get gradients."""
+        return self._change("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
+        self._change("zero_grad", set_to_none)
+
+    def apply(self: Self, fn: Callable[[nn.Module], Any] | str) -> Self:
+        """Calls a function on the owner, with every part of the module and then the module itself.
+
+        Args:
+            fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
+        """
+        self._ask(operations.APPLY, _name_of(fn))
+        return self
+
+    def register_owner_hook(
+        self, kind: operations.HookKind, hook: Callable[..., Any] | str, **options: Any
+    ) -> OwnerHook:
+        """Registers a hook that runs on the owner, whoever calls the module.
+
+        Hooks of the usual names (`register_forward_hook`...) are registered here and run here, for calls of this handle.
+
+        Args:
+            kind: ``"forward_pre"``, ``"forward"``, ``"full_backward_pre"`` or ``"full_backward"``.
+            hook: As `nn.Module` takes it; it travels to the owner. With ``trust="data"``, an exposed one or its name.
+            **options: Of `nn.Module`'s method, for example ``prepend=True``.
+        """
+        return OwnerHook(self._ask(operations.HOOK, kind, _name_of(hook), options))
+
+    # -- what a handle cannot have ------------------------------------------------------------------------------------
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: the module on the owner alone has buffers."""
+        raise _refused("register_buffer")
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: the module on the owner alone has parameters."""
+        raise _refused("register_parameter")
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: the module on the owner alone has parts."""
+        raise _refused("add_module")
+
+    def share_memory(self: Self) -> Self:
+        """Not here: the memory is the owner's."""
+        raise _refused("share_memory")
+
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What an outer module's `to` and `double` do to its parts: nothing to this one, which is on another worker."""
+        return self
+
+    # -- how it is shown, and travels ---------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        """The class, the worker and what the reference says."""
+        mode = "training" if self.training else "eval"
+        return (
+            f"{self._label or 'module'} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
+        )
+
+    def __reduce__(self) -> Any:
+        trip = trips.departing()
+        if trip is None or trip.carrier is None:
+            raise RRefError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass it in "
+                "the arguments of a call. Its state_dict() can be saved, and init_from_module_rref makes another handle"
+            )
+        return _rebuild, (self._pack(),)
+
+    def _pack(self) -> tuple[Any, ...]:
+        return self.on, self.device, self.module_rref, self._label, self.training
+
+
+class OwnerHook:
+    """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
+
+    Args:
+        handle: Reference to the handle there.
+    """
+
+    def __init__(self, handle: RRef[Any]) -> None:
+        self._handle: RRef[Any] | None = handle
+
+    def __repr__(self) -> str:
+        return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
+
+    def remove(self) -> None:
+        """Takes the hook away. May be called again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with torch.no_grad():
+                handle._ask(operations.UNHOOK, (), UNSET_RPC_TIMEOUT)
+
+    def __enter__(self) -> OwnerHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """The operation, and its arguments: as flat as they can be, because that is what costs."""
+    return (operations.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (operations.FORWARD, args)
+
+
+def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return module.module_rref._ask(operations.INVOKE, (name, args, kwargs), UNSET_RPC_TIMEOUT)
+
+
+def _name_of(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
+    """What names a function or class to the owner: with ``trust="data"`` its exposed name."""
+    if isinstance(function, str) or references.here().agent.trust == "code":
+        return function
+    name = exposed_name(function)
+    if name is None:
+        raise ConfigurationError(
+            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
+        )
+    return name
+
+
+def _refused(name: str) -> ConfigurationError:
+    return ConfigurationError(f"Method ``{name}`` not supported for RemoteModule. Call it on the owner, in a function")
+
+
+def _rebuild(fields: Sequence[Any]) -> RemoteModule:
+    """A handle that came in a message."""
+    on, device, rref, label, training = fields
+    if not (
+        isinstance(rref, RRef) and isinstance(device, str) and isinstance(label, str) and isinstance(on, str | int)
+    ):
+        raise ValueError("not a remote module")
+    made = RemoteModule.__new__(RemoteModule)
+    made._attach(on, str(torch.device(device)), rref, label)
+    made.training = bool(training)
+    return made
+
+
+register_plain_type(RemoteModule, "gradwire.RemoteModule", RemoteModule._pack, _rebuild)
