@@ -33,12 +33,18 @@ GradwireError
     UnknownContext                       a context that was released or never existed here
     BackwardFailed                       a backward pass ended without gradients, everywhere
       UnsettledSend                      FAST mode: a message that no gradient comes back for
+  OptimizerError (RuntimeError)          a distributed optimizer could not do that on some workers; says which
+    OptimizerNotMade (ConfigurationError)  some workers could not make their part of it
+    OptimizerStepFailed                  some workers did not step; says who did
 
 Messages name the worker, the operation and the next step. Errors travel between workers as data (`ErrorInfo` in
 `gradwire.wire.messages`), never as pickles.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class GradwireError(Exception):
@@ -224,3 +230,84 @@ class UnsettledSend(BackwardFailed):
     def __init__(self, message: str, worker: str = "", operation: str = "", sends: tuple[str, ...] = ()) -> None:
         super().__init__(message, worker, operation)
         self.sends = sends
+
+
+class OptimizerError(GradwireError, RuntimeError):
+    """A distributed optimizer could not do something on some of the workers that own its parameters.
+
+    Attributes:
+        failed: What went wrong, by the worker's name; empty if the error came from another worker.
+    """
+
+    failed: Mapping[str, Exception] = MappingProxyType({})
+
+    def __init__(self, message: str, failed: Mapping[str, Exception] = failed) -> None:
+        super().__init__(message)
+        self.failed = failed
+
+
+class OptimizerNotMade(OptimizerError, ConfigurationError):
+    """Some workers could not make their part of an optimizer; there is none."""
+
+
+class OptimizerStepFailed(OptimizerError):
+    """Some workers did not step, or did not say so. Calling `step` again with the same contexts repeats it for those alone.
+
+    Attributes:
+        stepped: Names of the workers that have.
+        failed: What went wrong elsewhere, by the worker's name.
+    """
+
+    stepped: tuple[str, ...] = ()
+
+    def __init__(
+        self, message: str, stepped: tuple[str, ...] = (), failed: Mapping[str, Exception] = OptimizerError.failed
+    ) -> None:
+        super().__init__(message, failed)
+        self.stepped = stepped
+
+
+class CheckpointError(GradwireError, RuntimeError):
+    """A checkpoint was not saved or not loaded; the message names the directory, the file or the value.
+
+    Attributes:
+        file: Name of the file it is about, or "".
+        tensor: Name of the tensor it is about, or "".
+    """
+
+    def __init__(self, message: str, file: str = "", tensor: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+
+
+class CannotSave(CheckpointError, TypeError):
+    """A value that has no place in a checkpoint; the message says where it is and what to save instead."""
+
+
+class CheckpointBusy(CheckpointError):
+    """Somebody else is saving to that directory; the message says who."""
+
+
+class CheckpointWriteFailed(CheckpointError):
+    """A worker could not write its part; the checkpoint that was there before is whole."""
+
+
+class CheckpointMissing(CheckpointError, FileNotFoundError):
+    """There is no checkpoint in that directory, or a file of it is gone."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A file of a checkpoint is not what was written: shorter, changed, or not a checkpoint at all."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint does not fit the objects that were to be filled; all of them are as they were.
+
+    Attributes:
+        problems: One line for each thing that does not fit.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
