@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gradwire.errors import DecodeError
-from gradwire.wire.messages import ErrorInfo
+from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
 """Stands for no message: real ids carry a counter that begins at 1."""
@@ -145,3 +145,6 @@ def parse(note: Any, kind: type[M]) -> M:
 def pass_id_of(note: Any) -> int:
     """The pass that a note as it came is about; 0 if it is about none."""
     return note[1] if type(note) is list and len(note) > 1 and type(note[1]) is int else 0
+
+
+prepare(RecordedCall, PropagateGradients, ReportDone, AbortPass, CommitPass, ReleaseContext, HoldsContext)

@@ -16,6 +16,7 @@ from gradwire.autograd.container import DistAutogradContainer
 from gradwire.errors import GradwireError
 from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerInfo
+from gradwire.wire.messages import prepare
 
 if TYPE_CHECKING:
     from gradwire.autograd.context import DistAutogradContext
@@ -234,3 +235,6 @@ def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
     if busy:
         text += f"{'; ' if text else ''}{', '.join(busy)} still compute"
     return text or "nobody says what they wait for"
+
+
+prepare(WorkerView, PassSnapshot)

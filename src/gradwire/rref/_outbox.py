@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from gradwire.rref._actions import Accept, Delete, Message, Worker
+from gradwire.wire.messages import prepare
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -94,3 +95,6 @@ class Outbox:
     def num_open(self) -> int:
         """Messages that wait, and batches that are not acknowledged."""
         return sum(map(len, self._waiting.values())) + sum(map(len, self._unacknowledged.values()))
+
+
+prepare(Batch)

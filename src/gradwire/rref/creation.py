@@ -17,6 +17,7 @@ from gradwire.rref import references
 from gradwire.rref.operations import check_future
 from gradwire.rref.values import Owned
 from gradwire.wire import failures
+from gradwire.wire.messages import prepare
 
 NOTE: Final = "rref"
 
@@ -110,3 +111,6 @@ def parse(note: Any) -> Creates:
         return msgspec.convert(note, Creates)
     except msgspec.ValidationError as error:
         raise DecodeError(f"not a valid note about a reference: {error}") from error
+
+
+prepare(Creates)

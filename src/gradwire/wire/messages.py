@@ -177,3 +177,13 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     18: Failure,
     19: Goodbye,
 }
+
+
+def prepare(*kinds: Any) -> None:
+    """Makes types known to msgspec before threads use them.
+
+    msgspec works out how to check a type when it first meets it. Two threads that do so at the same moment crash the
+    process, so every type that notes are checked against is prepared when its module is imported.
+    """
+    for kind in kinds:
+        msgspec.msgpack.Decoder(kind)
