@@ -1,0 +1,237 @@
+"""The owner's side: one torch optimizer for the parameters of a distributed one that live on this worker."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.autograd import worker
+from gradwire.autograd.gradients import GradientTable, add_gradient
+from gradwire.errors import ConfigurationError, NotExposed, RpcTimeout, UnknownContext
+from gradwire.optim._once import StepMemory
+from gradwire.optim.edits import Edit, are_finite, edited, norm_of
+from gradwire.rpc.functions import expose
+from gradwire.rpc.incoming import while_waiting
+from gradwire.rref import RRef
+from gradwire.rref.operations import find_value
+
+MAKE = "gradwire.optim.make"
+OPERATE = "gradwire.optim.operate"
+
+_WAIT_S = 600.0
+_step_lock = threading.Lock()  # guards `.grad` of parameters while a step uses it
+
+OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
+"""The number of a group, and what of it a worker has: names, references, options."""
+
+
+@contextlib.contextmanager
+def stepping(params: Sequence[torch.Tensor], context_ids: Sequence[int]) -> Iterator[None]:
+    """Nobody else steps meanwhile."""
+    with while_waiting():
+        if not _step_lock.acquire(timeout=_WAIT_S):
+            raise RpcTimeout(f"another optimizer has been stepping for {_WAIT_S:g} s")
+    try:
+        yield
+    finally:
+        _step_lock.release()
+
+
+class LocalOptimizer:
+    """What one worker does for a distributed optimizer.
+
+    Args:
+        optimizer_class: A class of optimizers.
+        groups: The groups that this worker has a part in.
+        args: More arguments for the class.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ConfigurationError: A parameter is there twice.
+        Exception: What the class raises.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Any], groups: Sequence[OwnedGroup], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._lock = threading.Lock()  # guards everything below: one operation at a time
+        self._names: dict[torch.Tensor, str] = {}
+        self._numbers: list[int] = []
+        self._memory = StepMemory()
+        found = [self._take(group) for group in groups]
+        is_plain = len(found) == 1 and set(found[0]) == {"params"}  # some classes know no groups
+        self._optimizer = optimizer_class(found[0]["params"] if is_plain else found, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<LocalOptimizer: {type(self._optimizer).__name__} of {len(self._names)} parameters>"
+
+    def _take(self, group: OwnedGroup) -> dict[str, Any]:
+        number, names, rrefs, options = group
+        params = [rref.local_value() for rref in rrefs]
+        for name, parameter in zip(names, params, strict=True):
+            if not isinstance(parameter, torch.Tensor):
+                raise ConfigurationError(f"parameter {name!r} is no tensor, but of type {type(parameter).__name__}")
+            if parameter in self._names:
+                raise ConfigurationError(
+                    f"some parameters appear more than once: {name!r} and {self._names[parameter]!r} are the same"
+                )
+            self._names[parameter] = name
+        self._numbers.append(number)
+        return {"params": params, **options}
+
+    def describe(self) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """The defaults of the optimizer, and the options of its groups by number."""
+        return dict(self._optimizer.defaults), {
+            number: _options_of(group)
+            for number, group in zip(self._numbers, self._optimizer.param_groups, strict=True)
+        }
+
+    def add_groups(self, groups: Sequence[OwnedGroup]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """More groups; returns what `describe` does."""
+        with self._alone():
+            first = groups[0][0]
+            try:
+                for group in groups:
+                    self._optimizer.add_param_group(self._take(group))
+            except BaseException:
+                self._remove_groups(first)
+                raise
+            return self.describe()
+
+    def remove_groups(self, first: int) -> None:
+        """Groups from that number on are not wanted: another worker could not add its part of them."""
+        with self._alone():
+            self._remove_groups(first)
+
+    def _remove_groups(self, first: int) -> None:
+        keep = sum(number < first for number in self._numbers)
+        del self._numbers[keep:]
+        del self._optimizer.param_groups[keep:]
+        kept = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        self._names = {parameter: name for parameter, name in self._names.items() if parameter in kept}
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, step_id: int, context_ids: Sequence[int], options: dict[int, dict[str, Any]], edits: Sequence[Edit]
+    ) -> int:
+        """Steps with the gradients of some contexts, unless that was done already.
+
+        Args:
+            step_id: Rises from step to step.
+            context_ids: Their gradients are added up.
+            options: What has changed, by group.
+            edits: What is done to the gradients first.
+
+        Returns:
+            How many parameters had a gradient.
+        """
+        with self._alone():
+            self._set_options(options)  # first: whoever repeats a step may have more to say
+            done = self._memory.find(step_id)
+            if done is not None:
+                return done
+            table = self._gather(context_ids, edits)
+            self._step(table, context_ids)
+            self._memory.add(step_id, len(table))
+            return len(table)
+
+    def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
+        with stepping(list(table), context_ids):
+            before = [(parameter, parameter.grad) for parameter in self._names]
+            try:
+                for parameter in self._names:
+                    parameter.grad = table.get(parameter)
+                self._optimizer.step()
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
+
+    def _set_options(self, options: dict[int, dict[str, Any]]) -> None:
+        for number, group in zip(self._numbers, self._optimizer.param_groups, strict=True):
+            group.update(options.get(number, {}))
+
+    def _gather(self, context_ids: Sequence[int], edits: Sequence[Edit]) -> GradientTable:
+        """The gradients of this optimizer's parameters in some contexts, added up and edited."""
+        table: GradientTable = {}
+        for context_id in context_ids:
+            for leaf, gradient in _gradients_of(context_id).items():
+                if leaf in self._names:
+                    add_gradient(table, leaf, gradient.detach())
+        return edited(table, edits) if edits else table
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with while_waiting():
+            if not self._lock.acquire(timeout=_WAIT_S):
+                raise RpcTimeout(f"this optimizer has been busy for {_WAIT_S:g} s")
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._lock.release()
+
+    # -- gradients -------------------------------------------------------------------------------------------------------
+
+    def norms(self, context_ids: Sequence[int], edits: Sequence[Edit], norm_type: float) -> dict[str, torch.Tensor]:
+        """The norm of each gradient, by the parameter's name."""
+        with self._alone():
+            table = self._gather(context_ids, edits)
+            return {self._names[leaf]: norm_of(gradient, norm_type) for leaf, gradient in table.items()}
+
+    def is_finite(self, context_ids: Sequence[int], edits: Sequence[Edit]) -> bool:
+        """Whether all gradients are finite."""
+        with self._alone():
+            return are_finite(self._gather(context_ids, edits).values())
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears ``.grad`` of the parameters; contexts are left alone."""
+        with self._alone():
+            self._optimizer.zero_grad(set_to_none)
+
+
+def _gradients_of(context_id: int) -> GradientTable:
+    """What a context has gathered on this worker; nothing if this worker has no part in it.
+
+    Raises:
+        UnknownContext: It was released.
+    """
+    here = worker.here()
+    context = here.container.find(context_id)
+    if context is not None:
+        return here.gradients_of(context, _WAIT_S)
+    where = here.container.where_released(context_id)
+    if where is not None:
+        raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
+    return {}
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+# -- what others may ask for -----------------------------------------------------------------------------------------------
+
+_OPERATIONS = frozenset(("describe", "add_groups", "remove_groups", "step", "norms", "is_finite", "zero_grad"))
+
+
+def _make(optimizer_class: Any, groups: Any, args: Any, kwargs: Any) -> LocalOptimizer:
+    if isinstance(optimizer_class, str):
+        optimizer_class = getattr(importlib.import_module("torch.optim"), optimizer_class)
+    return LocalOptimizer(optimizer_class, groups, args, kwargs)
+
+
+def _operate(rref_id: int, maker: Any, operation: str, *args: Any) -> Any:
+    optimizer = find_value(rref_id, maker)
+    if operation not in _OPERATIONS or not isinstance(optimizer, LocalOptimizer):
+        raise NotExposed(f"{operation!r} is nothing that optimizers do")
+    return getattr(optimizer, operation)(*args)
+
+
+for _function, _name in ((_make, MAKE), (_operate, OPERATE)):
+    expose(_function, name=_name)
