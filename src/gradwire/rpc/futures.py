@@ -7,6 +7,7 @@ does more: the waiting thread reads its answer itself, a service thread that wai
 from __future__ import annotations
 
 import contextvars
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -22,6 +23,24 @@ S = TypeVar("S")
 
 _SLICE_S = 0.2
 _NO_DEVICES: list[torch.device] = []
+
+
+def copies_of(error: Exception) -> Callable[[], Exception]:
+    """Makes an error like this one for everybody who is told.
+
+    An error that is raised knows all frames it came through, and what lies in them. Kept by something that these frames
+    know, a future say, it would keep all of that alive for ever.
+    """
+
+    def make() -> Exception:
+        try:
+            made = copy.copy(error)
+        except Exception:  # an exception class that cannot be copied
+            return error
+        made.__cause__, made.__traceback__ = error.__cause__, error.__traceback__
+        return made if type(made) is type(error) else error
+
+    return make
 
 
 class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
@@ -44,6 +63,18 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                     pass
         return cast(T, super().wait())
 
+    def set_exception(self, result: Any) -> None:
+        """Completes the future with an error; everybody who asks for its value gets one of their own."""
+        if not isinstance(result, Exception):
+            raise TypeError(f"a future fails with an exception, not with {result!r}")
+        make = copies_of(result)
+
+        def raise_error(_: Any) -> None:
+            raise make()
+
+        self._set_unwrap_func(raise_error)
+        self.set_result(result)
+
     def then(self, callback: Callable[[Any], S]) -> InterruptibleFuture[S]:
         """A future for `callback(self)`, which runs when this one is completed.
 
@@ -57,7 +88,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             try:
                 value = call_back(self)
             except Exception as error:
-                derived.set_exception(error)
+                derived.set_exception(_without_this_frame(error))
             except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
                 derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
             else:
@@ -71,6 +102,11 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         self.has_callbacks = True
         call_back = _in_these_surroundings(callback)
         super().add_done_callback(lambda _: call_back(self))
+
+
+def _without_this_frame(error: Exception) -> Exception:
+    """The caller's frame knows the future that is to keep the error."""
+    return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ is not None else None)
 
 
 def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:

@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RRefError, WorkerLost
 from gradwire.rpc import trips
 from gradwire.rpc._calls import PendingCall, Special
-from gradwire.rpc.futures import CallFuture, InterruptibleFuture
+from gradwire.rpc.futures import CallFuture, InterruptibleFuture, copies_of
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
 from gradwire.rref import operations, references
@@ -264,11 +264,18 @@ class RRef(Generic[T]):
     def _ask(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         name, full = self._prepare(args, timeout)
         try:
-            return self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
+            value = self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
         except WorkerLost as lost:
             if lost.worker != name or isinstance(lost, OwnerLost):
                 raise
             raise self._lost(lost) from lost
+        except RRefError:
+            if isinstance(self._state, UserFork):
+                self._state.check()  # why the value is not there may be known here by now
+            raise
+        if isinstance(self._state, UserFork) and not self._state.is_done:  # the answer to the creation is on its way
+            self._known.on_created(self._state, None)
+        return value
 
     def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         name, full = self._prepare(args, timeout)
@@ -330,8 +337,7 @@ def create(
         if isinstance(state, UserFork):
             known.on_created(state, call.error)
         elif call.error is not None:
-            error = call.error
-            state.fail(lambda: error)
+            state.fail(copies_of(call.error))
 
     note = Creates(state.rref_id, state.fork_id if isinstance(state, UserFork) else 0, known.own[1])
     seconds = None if timeout < 0 else timeout

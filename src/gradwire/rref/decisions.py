@@ -27,6 +27,7 @@ class Decisions:
         outbox: What is to be sent.
         owned: Values here that others know of, by id.
         forks: References to values elsewhere, by fork id.
+        on_put: Called when there is something to be sent.
         asked_at: By fork that was sent and not accepted: when it was, or when it was last asked for.
     """
 
@@ -38,18 +39,23 @@ class Decisions:
         self.asked_at: dict[int, float] = {}
         self._lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
         self._effects: list[Callable[[], Any]] = []
+        self._has_put = False
+        self.on_put: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Decisions:
         self._lock.acquire()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        effects = self._effects
+        effects, has_put = self._effects, self._has_put
         if effects:
             self._effects = []
+        self._has_put = False
         self._lock.release()
         for effect in effects:
             effect()
+        if has_put:
+            self.on_put()
 
     def do(self, actions: Iterable[Action]) -> None:
         """Queues messages, and what concerns this worker alone for when the lock is released."""
@@ -67,6 +73,7 @@ class Decisions:
                 if isinstance(action, Delete):
                     self.forks.pop(action.fork_id, None)
                 self.outbox.put(action)
+                self._has_put = True
 
     def later(self, effect: Callable[[], Any]) -> None:
         """Called when the lock is released."""

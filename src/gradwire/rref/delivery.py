@@ -58,6 +58,7 @@ class Delivery:
         self._agent = agent
         self._decisions = decisions
         self._before_flush = before_flush
+        decisions.on_put = self.plan
         self._own: Worker = (agent.info.id, agent.address.incarnation)
         self._flush_at = _NEVER  # when the clock is to look again; single operations only
         self._unreached: set[int] = set()  # ranks that could not be written to; single operations only

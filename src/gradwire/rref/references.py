@@ -17,6 +17,7 @@ from gradwire.errors import OwnerLost, RpcTimeout, RRefError
 from gradwire.rpc._ids import COUNTER_BITS, first_counter
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
+from gradwire.rpc.futures import copies_of
 from gradwire.rpc.incoming import current_request
 from gradwire.rref._actions import Worker
 from gradwire.rref.decisions import Decisions
@@ -164,8 +165,7 @@ class References:
         if error is None:
             fork.confirm()
         else:
-            fork.end(lambda: error)
-            self._delivery.plan()
+            fork.end(copies_of(error))
 
     def watch(self, fork: UserFork) -> None:
         """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""
@@ -194,6 +194,8 @@ class References:
         Raises:
             OwnerLost, RRefError: It leads nowhere.
         """
+        if isinstance(state, UserFork):
+            state.check()
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
         child, maker = self.new_id(), None
         with self._decisions as known:
@@ -206,8 +208,6 @@ class References:
             if is_sent:
                 known.asked_at[child] = time.monotonic()
         if not is_sent:
-            if isinstance(state, UserFork):
-                state.check()
             raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
         self._delivery.plan_to_ask()
         return child, maker
@@ -244,7 +244,6 @@ class References:
                 if type(child) is int:
                     known.asked_at.pop(child, None)
                     known.do(known.ownership.not_sent(child))
-        self._delivery.plan()
 
     def on_arrived(self, cargo: dict[Any, Any]) -> None:
         """A message with references was unpacked: their owners are asked to list them."""

@@ -1,0 +1,151 @@
+"""Values live as long as anybody refers to them, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire import rpc
+from gradwire.cluster.api import Cluster
+from gradwire.errors import RpcError, RRefError
+from gradwire.rpc import RRef
+from gradwire.rref import references
+from gradwire.testing import wait_until
+from rref import tasks
+
+
+@pytest.fixture
+def names(cluster: Cluster) -> list[str]:
+    return [worker.name for worker in cluster.workers]
+
+
+def rss_bytes(pid: int | str = "self") -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def num_values(name: str) -> int:
+    return int(rpc.rpc_sync(name, tasks.counts)[0])
+
+
+def test_the_last_holder_frees_the_value(names: list[str]) -> None:
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rpc.rpc_sync(names[1], tasks.keep, args=("a", rref))
+    rpc.rpc_sync(names[1], tasks.kept_to, args=("a", names[2]))
+    del rref
+    rpc.rpc_sync(names[1], tasks.drop, args=("a",))
+    tasks.wait_clean([names[1]])
+    assert num_values(names[0]) == 1
+    assert rpc.rpc_sync(names[2], tasks.kept_value, args=("a",)).tolist() == [1.0] * 3
+    rpc.rpc_sync(names[2], tasks.drop, args=("a",))
+    wait_until(lambda: num_values(names[0]) == 0, 5.0, "that the value is freed")
+
+
+def test_the_value_itself_is_let_go_of(names: list[str]) -> None:
+    value = tasks.Counter(1)
+    gone = weakref.ref(value)
+    rref = RRef(value)
+    rpc.rpc_sync(names[0], tasks.keep, args=("a", rref))
+    del value, rref
+    gc.collect()
+    assert gone() is not None  # the worker holds it
+    assert rpc.rpc_sync(names[0], tasks.kept_value, args=("a",)).value == 1
+    rpc.rpc_sync(names[0], tasks.drop, args=("a",))
+    wait_until(lambda: gone() is None, 5.0, "that nothing keeps the value")
+
+
+def test_a_value_that_was_never_shared_needs_nobody(names: list[str]) -> None:
+    value = tasks.Counter(1)
+    gone = weakref.ref(value)
+    rref = RRef(value)
+    del value
+    assert rref.local_value().value == 1
+    del rref
+    assert gone() is None
+
+
+def test_an_owner_that_gets_its_reference_back_and_drops_it(names: list[str]) -> None:
+    """Its own earlier reference is gone by then, but not yet noticed: the later one counts."""
+    for _ in range(50):
+        rref = RRef([1])
+        future = rpc.rpc_async(names[0], tasks.hand_back, args=(rref,))
+        del rref
+        back = future.wait()
+        assert back.local_value() == [1]
+        assert back.is_owner()
+
+
+def test_arguments_that_cannot_be_sent_leave_nothing(names: list[str]) -> None:
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    with pytest.raises(TypeError, match="lock"):
+        rpc.rpc_sync(names[1], tasks.fetch_all, args=([rref, threading.Lock()],))
+    with pytest.raises(RpcError, match="nobody"):
+        rpc.rpc_sync("nobody", tasks.fetch, args=(rref,))
+    assert references.here().statistics().num_children == 0
+
+
+def test_a_call_that_nobody_waits_for_any_more(names: list[str]) -> None:
+    """The callee may drop the call before it has looked at its arguments: whoever sent the reference asks for it."""
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    blocked = [rpc.rpc_async(names[1], tasks.wait_gate) for _ in range(20)]
+    futures = [rpc.rpc_async(names[1], tasks.fetch, args=(rref,), timeout=0.3) for _ in range(5)]
+    for future in futures:
+        with pytest.raises((RpcError, RRefError)):
+            future.wait()
+    rpc.rpc_async(names[1], tasks.open_gate)
+    for future in blocked:
+        assert future.wait() > 0
+    del future, futures
+    wait_until(lambda: references.here().statistics().num_children == 0, 30.0, "that they are asked for")
+
+
+def test_10_000_creations_and_forwards_leave_nothing(cluster: Cluster, names: list[str]) -> None:
+    def work(rounds: int) -> None:
+        for _ in range(rounds):
+            rrefs = [rpc.remote(names[number % 2], tasks.make, args=(1.0,)) for number in range(250)]
+            fetched = rpc.rpc_sync(names[2], tasks.fetch_all, args=(rrefs,))
+            assert len(fetched) == 250
+            assert fetched[-1].tolist() == [1.0] * 3
+
+    def memory() -> dict[str, int]:
+        tasks.wait_clean(names)
+        return {"here": rss_bytes(), **{worker.name: rss_bytes(worker.pid) for worker in cluster.workers}}
+
+    work(8)  # so that every buffer has its size
+    before = memory()
+    work(40)
+    grown = {name: after - before[name] for name, after in memory().items()}
+    assert max(grown.values()) < 6 << 20, grown  # 600 bytes for each would be 6 MB
+
+
+def test_10_000_live_references_cost_less_than_10_mib_per_side(cluster: Cluster, names: list[str]) -> None:
+    warm = [rpc.remote(names[0], int) for _ in range(500)]
+    assert warm[-1].to_here() == 0
+    del warm
+    tasks.wait_clean(names)
+    gc.collect()
+    pid = cluster.workers[0].pid
+    assert pid is not None
+    before = rss_bytes(), rss_bytes(pid)
+    rrefs = [rpc.remote(names[0], int) for _ in range(10_000)]
+    assert rrefs[-1].to_here() == 0
+    wait_until(lambda: num_values(names[0]) == 10_000, 20.0, "that all are made")
+    wait_until(lambda: all(rref.confirmed_by_owner() for rref in rrefs), 20.0, "that all are confirmed")
+    here, there = rss_bytes() - before[0], rss_bytes(pid) - before[1]
+    assert here < 10 << 20, f"{here / 10_000:.0f} bytes for each here"
+    assert there < 10 << 20, f"{there / 10_000:.0f} bytes for each on the owner"
+
+
+def test_a_large_value_is_freed_soon(cluster: Cluster, names: list[str]) -> None:
+    pid = cluster.workers[0].pid
+    assert pid is not None
+    rref = rpc.remote(names[0], torch.ones, args=(8 << 20,))  # 32 MiB
+    assert rref.rpc_sync().numel() == 8 << 20
+    full = rss_bytes(pid)
+    del rref
+    wait_until(lambda: rss_bytes(pid) < full - (24 << 20), 5.0, "that its memory is given back")
