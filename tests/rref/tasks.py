@@ -107,6 +107,23 @@ def open_gate() -> None:
     gate.set()
 
 
+_begun = threading.Event()
+
+
+def forward_unmade(owner: str, to: str) -> None:
+    """Keeps the owner busy, has a value made there that must wait, and passes it on."""
+    busy = [rpc.rpc_async(owner, wait_gate) for _ in range(20)]
+    rref = rpc.remote(owner, make, args=(1.0,))
+    future = rpc.rpc_async(to, fetch, args=(rref,))
+    _begun.set()
+    future.wait()
+    assert busy
+
+
+def has_begun() -> bool:
+    return _begun.is_set()
+
+
 def is_owner(rref: RRef[Any]) -> tuple[bool, str, bool]:
     return rref.is_owner(), rref.owner_name(), rref.confirmed_by_owner()
 

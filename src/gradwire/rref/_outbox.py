@@ -44,13 +44,16 @@ class Outbox:
         self._unacknowledged: dict[Worker, dict[int, Batch]] = {}
         self._to_acknowledge: dict[Worker, list[int]] = {}
         self._last_number: dict[Worker, int] = {}
+        self._lost: set[Worker] = set()
         self.has_urgent = False  # somebody waits for what is to be sent
 
     def __repr__(self) -> str:
         return f"<Outbox of worker {self._own[0]}: {self.num_open} open>"
 
     def put(self, message: Message) -> None:
-        """A message to be sent with the next batch."""
+        """A message to be sent with the next batch; nothing is said to the dead."""
+        if message.to in self._lost:
+            return
         self._waiting.setdefault(message.to, []).append(message)
         self.has_urgent = self.has_urgent or not isinstance(message, Accept | Delete)
 
@@ -82,9 +85,14 @@ class Outbox:
         return [batch for to, known in self._unacknowledged.items() if to[0] == rank for batch in known.values()]
 
     def lost(self, worker: Worker) -> None:
-        """A worker is dead; nothing more is to be said to it."""
+        """A worker is dead."""
+        self._lost.add(worker)
         for table in (self._waiting, self._unacknowledged, self._to_acknowledge, self._last_number):
             table.pop(worker, None)
+
+    def seen(self, worker: Worker) -> None:
+        """A worker that was taken for dead is there."""
+        self._lost.discard(worker)
 
     @property
     def is_empty(self) -> bool:

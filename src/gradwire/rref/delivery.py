@@ -153,6 +153,7 @@ class Delivery:
         with self._decisions as known:
             known.outbox.arrived(batch)
             if not self._agent.has_ended(sender.name):  # else these are its last words
+                known.outbox.seen(batch.sender)
                 known.do(known.ownership.worker_seen(batch.sender))
             for message in batch.messages:
                 known.do(self._event(message, batch.sender, sender.name))

@@ -220,6 +220,7 @@ class References:
         is_there = not self.agent.has_ended(sender_info.name)
         with self._decisions as known:
             if is_there:
+                known.outbox.seen(sender)
                 known.do(known.ownership.worker_seen(sender))
             actions = known.ownership.received(rref_id, fork_id, owner, sender, maker)
             if actions is not None:
