@@ -113,11 +113,12 @@ def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, dea
     after = directory.last_incarnation(name)
     agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
     try:
+        set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
         directory.publish(agent)
         if point.world_size is not None:
             Meeting(agent, directory, point).join(deadline)
-        set_current_agent(agent)
     except BaseException:
+        set_current_agent(None)
         agent.close()
         raise
 

@@ -82,7 +82,7 @@ class Host:
                 return
             ready, self._answers = self._answers, []
             addresses = [encode_address(item) for item in self._joined.values()]
-        for answer in ready:
+        for answer in reversed(ready):  # rank 0 itself came first and is told last: it might leave at once
             answer.set_result(addresses)
 
 
