@@ -79,7 +79,12 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         """A future for `callback(self)`, which runs when this one is completed.
 
         The callback gets this future, completed; what it raises becomes the new future's error.
+
+        Raises:
+            TypeError: It cannot be called.
         """
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. It takes something to call, not {callback!r}")
         self.has_callbacks = True
         derived: InterruptibleFuture[S] = InterruptibleFuture()
         call_back = _in_these_surroundings(callback)
