@@ -12,6 +12,7 @@ The events join the profile when it ends. Calls of the callee are profiled in th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -84,6 +85,14 @@ def make_key(mode: str, function: Callable[..., Any], to: To) -> str:
     agent = rpc.current_agent()
     name = torch.jit._builtins._find_builtin(function) or getattr(function, "__qualname__", str(function))  # type: ignore[no-untyped-call]
     return f"rpc_{mode}#{name}({agent.info.name} -> {agent.worker_info(to).name})"
+
+
+def make_event(mode: str, function: Callable[..., Any], to: To) -> contextlib.AbstractContextManager[Any]:
+    """An event for the profile, if there is one."""
+    if not is_profiling():
+        return contextlib.nullcontext()
+    event: contextlib.AbstractContextManager[Any] = _make_event(make_key(mode, function, to))
+    return event
 
 
 class ProfiledCall:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import torch
 
 from gradwire import rpc, rref
-from gradwire.compat._profiling import ProfiledCall, is_profiling, run_profiled
-from gradwire.errors import NotTheOwner, RRefError
+from gradwire.compat._calls import by_name
+from gradwire.compat._profiling import ProfiledCall, is_profiling, make_event, run_profiled
+from gradwire.errors import NotTheOwner, RpcTimeout, RRefError
 from gradwire.rpc._ids import MAX_COUNTER, creator_of, first_counter
 from gradwire.rpc.peer_table import To
 from gradwire.rref import references
@@ -18,6 +21,9 @@ from gradwire.rref.values import Owned
 
 _local_value: Callable[[Any], Any] = rref.RRef.local_value
 _pack: Callable[[Any], Any] = rref.RRef._pack
+_confirmed_by_owner: Callable[[Any], bool] = rref.RRef.confirmed_by_owner
+_get_type: Callable[..., Any] = rref.RRef._get_type
+_remote: Callable[..., Any] = rref.RRef.remote
 _profiled: weakref.WeakKeyDictionary[Any, torch.futures.Future[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -33,6 +39,7 @@ def remote(
     Raises:
         RpcError: The call could not be made.
     """
+    func = by_name(func)
     if not is_profiling():
         return rref.remote(to, func, args, kwargs, timeout)
     call = ProfiledCall("remote", to, func)
@@ -87,6 +94,62 @@ def local_value(reference: rref.RRef[Any]) -> Any:
     )
 
 
+def confirmed_by_owner(reference: rref.RRef[Any]) -> bool:
+    """Whether the owner knows of this reference. torch waits for that before it runs a function; here it is done now."""
+    state = reference._state
+    if not isinstance(state, Owned) and not state.is_first:
+        with contextlib.suppress(RRefError, RpcTimeout):
+            reference._known.maker_of(state, reference._deadline(rpc.UNSET_RPC_TIMEOUT))
+    return _confirmed_by_owner(reference)
+
+
+def get_type(reference: rref.RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of the value, or a future of it; asked for once, in a call that torch's profiler sees."""
+    state = reference._state
+    if isinstance(state, Owned) or state.type_ is not None:
+        return _get_type(reference, timeout, blocking=blocking)
+    with make_event("async", _rref_typeof_on_owner, state.owner):
+        found = _get_type(reference, timeout, blocking=blocking)
+    if not blocking:
+        found.add_done_callback(functools.partial(_remember_type, state))
+    return found
+
+
+def _rref_typeof_on_owner() -> None:
+    """Lends its name to the profiler's event: it is the one that torch's function has."""
+
+
+def _remember_type(state: Any, future: torch.futures.Future[type]) -> None:
+    with contextlib.suppress(Exception):
+        state.type_ = torch._C.Future.wait(future)
+
+
+class CheckedProxy:
+    """``rref.remote()``: torch looks at the value's type first, so that a method it does not have is an error at once.
+
+    Args:
+        reference: To the value.
+        timeout: Seconds for each call.
+    """
+
+    def __init__(self, reference: rref.RRef[Any], timeout: float) -> None:
+        self._reference = reference
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., rref.RRef[Any]]:
+        def call(*args: Any, **kwargs: Any) -> rref.RRef[Any]:
+            getattr(get_type(self._reference, self._timeout), name)
+            made: rref.RRef[Any] = getattr(_remote(self._reference, self._timeout), name)(*args, **kwargs)
+            return made
+
+        return call
+
+
+def remote_proxy(reference: rref.RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> CheckedProxy:
+    """``rref.remote().method(*args)`` calls a method of the value on its owner; a reference to the result."""
+    return CheckedProxy(reference, timeout)
+
+
 def serialize(reference: rref.RRef[Any]) -> Any:
     """What another worker needs to make a reference of its own; only inside a message.
 
@@ -102,9 +165,12 @@ def serialize(reference: rref.RRef[Any]) -> Any:
 METHODS = {
     "__str__": to_text,
     "_get_profiling_future": get_profiling_future,
+    "_get_type": get_type,
     "_serialize": serialize,
     "_set_profiling_future": set_profiling_future,
+    "confirmed_by_owner": confirmed_by_owner,
     "local_value": local_value,
+    "remote": remote_proxy,
 }
 """What `RRef` has while torch's names are gradwire's."""
 
@@ -117,7 +183,7 @@ def get_debug_info() -> dict[str, str]:
     known = references.here()
     counts = known.statistics()
     return {
-        "num_owner_rrefs": str(counts.num_values),
+        "num_owner_rrefs": str(_num_held(known)),
         "num_forks": str(sum(known.holders().values())),
         "num_pending_futures": str(counts.num_messages),
         "num_pending_users": str(counts.num_pending + counts.num_children),
@@ -129,13 +195,15 @@ def delete_all(timeout: float = rpc.UNSET_RPC_TIMEOUT) -> None:
     references.here().delete_all()
 
 
-def check_leaks() -> None:
-    """Refuses to leave while values of this worker are referred to.
+def _num_held(known: references.References) -> int:
+    """Values here that other workers refer to; one that only this worker uses is no business of theirs."""
+    with known._decisions as decisions:
+        return decisions.ownership.num_held
 
-    Raises:
-        RRefError: Some are; says whose.
-    """
+
+def find_leak() -> RRefError | None:
+    """What to say if values of this worker are still referred to."""
     known = references.here()
-    if known.statistics().num_values:
-        holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
-        raise RRefError(f"Leaking RRefs: {known.statistics().num_values} values are still referred to, by {holders}")
+    held = _num_held(known)
+    holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
+    return RRefError(f"Leaking RRefs: {held} values are still referred to, by {holders}") if held else None

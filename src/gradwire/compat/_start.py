@@ -5,6 +5,7 @@ Programs and tests replace some of these functions in `torch.distributed.rpc.api
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from gradwire import rpc
 from gradwire.compat import _rref
 from gradwire.compat._agent import RpcAgent
+from gradwire.errors import RpcError
 from gradwire.rpc.backend_registry import BackendType
 from gradwire.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 
@@ -116,7 +118,10 @@ def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOU
     try:
         api._wait_all_workers(timeout)
         _DELETE(api)()
-        if not api._ignore_rref_leak:
-            _rref.check_leaks()
+        leak = None if api._ignore_rref_leak else _rref.find_leak()
+        with contextlib.suppress(RpcError):  # the others look, too, before anybody leaves
+            rpc._wait_all_workers(timeout)
+        if leak is not None:
+            raise leak
     finally:
         rpc.shutdown(graceful=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.autograd import profiler_legacy
 
-from gradwire.compat import _autograd, _futures, _profiling, _rpc, _rref
+from gradwire.compat import _autograd, _futures, _modules, _profiling, _rpc, _rref
 from gradwire.rref import RRef
 
 Table = Mapping[str, Any]
@@ -25,7 +25,8 @@ def make_tables() -> dict[ModuleType | type, Table]:
     Raises:
         RuntimeError: torch's own rpc is running in this process.
     """
-    named: dict[str, Table] = {**_rpc.make_tables(), **_autograd.make_tables(), **_futures.make_tables()}
+    parts = (_rpc, _autograd, _futures, _modules)
+    named: dict[str, Table] = {name: table for part in parts for name, table in part.make_tables().items()}
     tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
     _check_quiet()
     tables[RRef] = _rref.METHODS
