@@ -89,6 +89,11 @@ class Holdings:
                 counts[worker] = counts.get(worker, 0) + 1
         return counts
 
+    @property
+    def num_held(self) -> int:
+        """Values here that another worker refers to."""
+        return sum(bool(value.holders) for value in self._values.values())
+
     def children(self) -> list[int]:
         """Forks that were sent and are not accepted yet."""
         return list(self._children)
