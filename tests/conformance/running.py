@@ -1,17 +1,19 @@
 """Runs tests of several ranks, each a fork of this process, which has imported everything once.
 
-The parent must have no threads and no gradwire worker: both do not survive a fork. It waits for its children by their process
-descriptors, so a rank that hangs, crashes or leaves children behind costs the time limit and nothing else.
+The parent must have no threads and no gradwire worker: both do not survive a fork. It waits for its children by their
+process descriptors, so a rank that hangs, crashes or leaves children behind costs the time limit and nothing else.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import faulthandler
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -73,8 +75,7 @@ class Trial:
 
     def __init__(self, case: Case, limit_s: float) -> None:
         self._case = case
-        self._folder = tempfile.TemporaryDirectory(prefix="gwc-", dir="/tmp")
-        self._path = Path(self._folder.name)
+        self._path = Path(tempfile.mkdtemp(prefix="gwc-", dir="/tmp"))
         self._began = time.monotonic()
         self.deadline = self._began + limit_s
         self._pids = [self._fork(rank, limit_s) for rank in range(num_ranks(case))]
@@ -107,7 +108,7 @@ class Trial:
         try:
             outcome, detail = self._judge(late)
         finally:
-            self._folder.cleanup()
+            shutil.rmtree(self._path, ignore_errors=True)
         return Result(self._case.name, outcome, time.monotonic() - self._began, detail)
 
     def _judge(self, late: list[int]) -> tuple[Outcome, str]:
@@ -127,7 +128,7 @@ class Trial:
             return Outcome.TIMED_OUT, ""
         path = self._path / f"{rank}.json"
         if not path.exists():
-            ending = f"the process ended with code {self._codes[rank]} before the test did"
+            ending = f"the process ended with code {self._codes[rank]} before the test did\n{self._log_of(rank)}"
             return (Outcome.PASSED, "") if self._codes[rank] == -signal.SIGKILL else (Outcome.FAILED, ending)
         outcome, text = json.loads(path.read_text())
         return Outcome(outcome), f"{text}\n{self._log_of(rank)}".strip() if outcome == "failed" else text
@@ -177,6 +178,7 @@ def _be_rank(case: Case, rank: int, folder: Path, limit_s: float) -> None:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(max(0.1, limit_s - _DUMP_BEFORE_S), file=2)
     torch.set_num_threads(1)
     made = make_rank(case, rank, str(folder / "meeting"))
@@ -184,6 +186,7 @@ def _be_rank(case: Case, rank: int, folder: Path, limit_s: float) -> None:
     part = folder / f"{rank}.part"
     part.write_text(json.dumps([outcome.value, text]))
     part.rename(folder / f"{rank}.json")
+    atexit._run_exitfuncs()  # as at the end of any program, but without unwinding into the parent's frames
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
 """Which of PyTorch's tests are run, and how they are found in the installed torch.
 
 A suite is a class of test methods that expects two things from whoever mixes it: an agent's fixture (options, error texts)
-and a test case with ``rank`` and ``file_name``. torch's own test programs mix in its fixture and its multi-process test case;
-here it is the same fixture and a plain test case, whose ranks are forked by `conformance.running`.
+and a test case with ``rank`` and ``file_name``. torch's own test programs mix in its fixture and its multi-process test
+case; here it is the same fixture and a plain test case, whose ranks are forked by `conformance.running`.
 """
 
 from __future__ import annotations
