@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peers import memory_bytes
+from peers import memory_bytes, noop
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ class Case:
 
     Attributes:
         name: What ``--only`` matches.
-        operation: ``noop``, ``echo`` or ``async``.
+        operation: ``noop``, ``echo``, ``async`` or ``rref``.
         num_bytes: Size of the tensor that is echoed.
         num_calls: Timed calls in a round; a fifth of them more (and 3 at least) come before it untimed.
         torch: The peer that is the measure.
@@ -63,6 +63,7 @@ CASES = [
     Case("4 MiB", "echo", 4 * MIB, 60, *LOCAL, "BulkFloor", 2),
     Case("64 MiB", "echo", 64 * MIB, 5, *LOCAL, "BulkFloor", 4),
     Case("async no-ops", "async", 0, 2000, *LOCAL, None, 4),
+    Case("RRef create + fetch", "rref", 64, 200, *LOCAL, None, 4),
     Case("tcp no-op", "noop", 0, 300, *TCP, "GradwireTls", 3),
     Case("tcp 64 B", "echo", 64, 300, *TCP, "GradwireTls", 3),
     Case("tcp 4 KiB", "echo", 4 << 10, 300, *TCP, "GradwireTls", 3),
@@ -78,7 +79,8 @@ def time_round(peer: Any, case: Case, round_no: int) -> float:
         peer.async_noops(case.num_calls)
         return (time.perf_counter() - start) / case.num_calls
     tensor = torch.arange(case.num_bytes // 4, dtype=torch.int32).add_(round_no)  # new values: no round sees old bytes
-    call = peer.noop if case.operation == "noop" else lambda: peer.echo(tensor)
+    calls = {"noop": lambda: peer.noop(), "echo": lambda: peer.echo(tensor), "rref": lambda: peer.create_and_fetch()}
+    call = calls[case.operation]
     num_warm = max(3, case.num_calls // 5)
     times = []
     for _ in range(num_warm + case.num_calls):
@@ -87,7 +89,26 @@ def time_round(peer: Any, case: Case, round_no: int) -> float:
         times.append(time.perf_counter() - start)
     if case.operation == "echo" and (result.data_ptr() == tensor.data_ptr() or not torch.equal(result, tensor)):
         raise AssertionError(f"{case.name}: the echo is not what was sent")
+    if case.operation == "rref" and not torch.equal(result, torch.ones(16)):
+        raise AssertionError(f"{case.name}: not the value that was made")
     return median(times[num_warm:])
+
+
+def reference_memory(peer: Any, num_references: int) -> dict[str, int]:
+    """Bytes that so many live references add to the process that has them and to the owner's."""
+
+    def make(number: int) -> list[Any]:
+        made = [peer.rpc.remote("server", noop) for _ in range(number)]
+        for item in made:
+            item.to_here()
+        return made
+
+    make(num_references // 10)
+    before = memory_bytes()["rss"], peer.call(memory_bytes)["rss"]
+    kept = make(num_references)
+    after = memory_bytes()["rss"], peer.call(memory_bytes)["rss"]
+    assert len(kept) == num_references
+    return {"here": after[0] - before[0], "owner": after[1] - before[1]}
 
 
 def echo_memory(peer: Any, num_calls: int, num_warm: int) -> dict[str, dict[str, int]]:

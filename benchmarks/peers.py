@@ -41,6 +41,11 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def make_small() -> torch.Tensor:
+    """Called on the server, where the result stays."""
+    return torch.ones(16)
+
+
 def memory_bytes() -> dict[str, int]:
     """Resident bytes of the process it runs in, and the part of them that is shared memory."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
@@ -90,6 +95,9 @@ class RpcPeer:
 
     def echo(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.rpc.rpc_sync("server", echo, args=(tensor,))
+
+    def create_and_fetch(self) -> torch.Tensor:
+        return self.rpc.remote("server", make_small).to_here()
 
     def async_noops(self, num_calls: int) -> None:
         torch.futures.wait_all([self.rpc.rpc_async("server", noop) for _ in range(num_calls)])

@@ -19,13 +19,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works without an installed package, too
 
 from autograd_cases import AUTOGRAD_CASES, AutogradCase, Side, time_steps
-from cases import CASES, MIB, Case, echo_memory, idle_peers, time_round
+from cases import CASES, MIB, Case, echo_memory, idle_peers, reference_memory, time_round
 from rows import autograd_row, call_row
 from turns import Driver, SystemFailed
 
 COLUMNS = ("case", "torch", "gradwire", "ratio", "bar", "met", "beside")
 FLAT_BYTES = 8 * MIB  # growth that an allocator may show without a leak
 IDLE_BYTES = 100 * MIB
+REFERENCES_BYTES = 10 * MIB
 
 
 class Bench:
@@ -67,6 +68,15 @@ class Bench:
             pairs = {key: (value, found["last"][key]) for key, value in found["first"].items()}
             row["met"] = all(last - first < FLAT_BYTES for first, last in pairs.values())
             row["beside"] = ", ".join(f"{key} {a / MIB:.0f} -> {b / MIB:.0f} MiB" for key, (a, b) in pairs.items())
+        return row
+
+    def measure_references(self) -> dict[str, Any]:
+        """What 10,000 live references cost on each side."""
+        row = {"case": "memory: 10,000 live RRefs", "bar": f"< {REFERENCES_BYTES // MIB} MiB"}
+        found = self.run("Gradwire", reference_memory, 10_000)
+        if found:
+            row |= {"bytes": found, "met": max(found.values()) < REFERENCES_BYTES}
+            row["beside"] = ", ".join(f"{side} {num_bytes / MIB:.1f} MiB" for side, num_bytes in found.items())
         return row
 
     def measure_idle_peers(self) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def main() -> int:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
         rows += [bench.measure_autograd(case) for case in AUTOGRAD_CASES if arguments.only in case.name]
         if arguments.only in "memory":
-            rows += [bench.measure_echo_memory(), bench.measure_idle_peers()]
+            rows += [bench.measure_echo_memory(), bench.measure_idle_peers(), bench.measure_references()]
     finally:
         bench.close()
     _report(rows, bench.failures, arguments)
