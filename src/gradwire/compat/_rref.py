@@ -24,6 +24,7 @@ _pack: Callable[[Any], Any] = rref.RRef._pack
 _confirmed_by_owner: Callable[[Any], bool] = rref.RRef.confirmed_by_owner
 _get_type: Callable[..., Any] = rref.RRef._get_type
 _remote: Callable[..., Any] = rref.RRef.remote
+_types: weakref.WeakKeyDictionary[Any, torch.futures.Future[type]] = weakref.WeakKeyDictionary()
 _profiled: weakref.WeakKeyDictionary[Any, torch.futures.Future[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -106,12 +107,15 @@ def confirmed_by_owner(reference: rref.RRef[Any]) -> bool:
 def get_type(reference: rref.RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
     """The type of the value, or a future of it; asked for once, in a call that torch's profiler sees."""
     state = reference._state
-    if isinstance(state, Owned) or state.type_ is not None:
+    if isinstance(state, Owned) or (blocking and state.type_ is not None):
         return _get_type(reference, timeout, blocking=blocking)
+    if not blocking and (known := _types.get(reference)) is not None:
+        return known
     with make_event("async", _rref_typeof_on_owner, state.owner):
         found = _get_type(reference, timeout, blocking=blocking)
     if not blocking:
-        found.add_done_callback(functools.partial(_remember_type, state))
+        _types[reference] = found
+        found.add_done_callback(functools.partial(_on_type, weakref.ref(reference), state))
     return found
 
 
@@ -119,9 +123,11 @@ def _rref_typeof_on_owner() -> None:
     """Lends its name to the profiler's event: it is the one that torch's function has."""
 
 
-def _remember_type(state: Any, future: torch.futures.Future[type]) -> None:
-    with contextlib.suppress(Exception):
+def _on_type(reference: Callable[[], Any], state: Any, future: torch.futures.Future[type]) -> None:
+    try:
         state.type_ = torch._C.Future.wait(future)
+    except Exception:  # the next one may ask again
+        _types.pop(reference(), None)
 
 
 class CheckedProxy:
