@@ -157,7 +157,8 @@ class Peer:
         limit = min(deadline, time.monotonic() + self.agent.config.limits.handshake_timeout_s)
         try:
             if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), 1e6))):
-                raise RpcTimeout(f"no connection to worker {self.name} in time (phase: connect)", self.name, "connect")
+                text = f"RPC ran for more than its time: no connection to worker {self.name} (phase: connect)"
+                raise RpcTimeout(text, self.name, "connect")
             return self.lanes.get(kind) or self._open(limit)[kind]
         finally:  # in one step that may fail: Ctrl-C may hit before anybody can note that the lock was taken
             try:  # noqa: SIM105
@@ -187,8 +188,8 @@ class Peer:
             return lanes
         except TimeoutError as error:
             raise RpcTimeout(
-                f"worker {self.name} took the connection but did not answer in time (phase: connect); "
-                f"it may be stopped or overloaded",
+                f"RPC ran for more than its time: worker {self.name} took the connection but did not answer "
+                f"(phase: connect); it may be stopped or overloaded",
                 self.name,
                 "connect",
             ) from error
