@@ -7,6 +7,7 @@ look for in `gradwire.rpc`, but that those layers define, are put there.
 
 from __future__ import annotations
 
+import gradwire.autograd.autocast
 import gradwire.autograd.references
 import gradwire.autograd.worker
 import gradwire.rref.creation
@@ -16,7 +17,13 @@ from gradwire.rpc.worker import attachments, start_worker
 
 __all__ = ["attachments", "start_worker"]
 
-for _attach in (gradwire.autograd.worker.attach, gradwire.rref.references.attach, gradwire.rref.creation.attach):
+# Creation first: what the others put around a function hides that it is marked with `async_execution`.
+for _attach in (
+    gradwire.rref.creation.attach,
+    gradwire.autograd.worker.attach,
+    gradwire.autograd.autocast.attach,
+    gradwire.rref.references.attach,
+):
     if _attach not in attachments:
         attachments.append(_attach)
 for _name in ("RRef", "PyRRef", "remote"):
