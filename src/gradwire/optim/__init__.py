@@ -10,5 +10,6 @@ from __future__ import annotations
 
 from gradwire.optim.distributed import DistributedOptimizer
 from gradwire.optim.local import LocalOptimizer
+from gradwire.optim.scaler import GradScaler
 
-__all__ = ["DistributedOptimizer", "LocalOptimizer"]
+__all__ = ["DistributedOptimizer", "GradScaler", "LocalOptimizer"]

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 
 from gradwire.autograd import worker
-from gradwire.errors import ConfigurationError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
-from gradwire.optim._options import OptionLog
-from gradwire.optim.edits import Edit
-from gradwire.optim.local import MAKE, LocalOptimizer, OwnedGroup
+from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
+from gradwire.optim import states
+from gradwire.optim._options import RESERVED, OptionLog
+from gradwire.optim.edits import CLAMP, SCALE, EditLog, clip_factor, total_norm
+from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
-from gradwire.optim.parameters import Group, GroupReader, Named, by_owner
+from gradwire.optim.parameters import Group, GroupReader, Named
+from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
-from gradwire.rref import RRef, remote
+from gradwire.rref import RRef
 
 Contexts = int | Iterable[int]
 
@@ -53,17 +55,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer_class: type[Any], params_rref: Any, *args: Any, **kwargs: Any) -> None:
         _check_class(optimizer_class)
-        self._recipe = (_name_of(optimizer_class), args, kwargs)
+        self._recipe = Recipe(optimizer_class, args, kwargs)
         self._reader = GroupReader()
         self._log = OptionLog()
-        self._owners: dict[str, Owner] = {}
         self._step_ids = itertools.count()
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
-        self._edits: dict[tuple[int, ...], list[Edit]] = {}
+        self._edits = EditLog()
         groups = self._reader.read_all(params_rref)
-        defaults, options = self._place(optimizer_class.__name__, groups, 0)
-        self._is_made = False
-        super().__init__([_as_dict(group, options[number]) for number, group in enumerate(groups)], defaults)
+        placed = place(self._recipe, {}, groups, 0)
+        self._owners = placed.made
+        self._is_made = False  # until then, `add_param_group` is called by the base class
+        super().__init__(
+            [_as_dict(group, placed.options[number]) for number, group in enumerate(groups)], placed.defaults
+        )
         self._is_made = True
 
     # -- owners --------------------------------------------------------------------------------------------------------
@@ -78,50 +82,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [
             entry for group in self.param_groups for entry in zip(group["param_names"], group["params"], strict=True)
         ]
-
-    def _place(self, what: str, groups: Sequence[Group], first: int) -> tuple[dict[str, Any], dict[int, Any]]:
-        """Has the owners make their parts of new groups, side by side; all do or none does.
-
-        Returns:
-            The defaults, and the options of each group.
-        """
-        added: list[Owner] = []
-        made: dict[str, Owner] = {}
-        parts_by_owner = by_owner(groups)
-        answers = Answers({}, {})
-        owned = {
-            name: [_owned_group(first + number, groups[number], entries) for number, entries in parts.items()]
-            for name, parts in parts_by_owner.items()
-        }
-        with torch.no_grad():
-            for name, parts in owned.items():
-                if name in self._owners:
-                    added.append(self._owners[name])
-                    continue
-                optimizer_class, args, kwargs = self._recipe
-                try:
-                    made[name] = Owner(name, remote(name, MAKE, (optimizer_class, parts, args, kwargs)))
-                except Exception as error:
-                    answers.failed[name] = error
-        for asked in (
-            ask_all(added, "add_groups", lambda owner: (owned[owner.name],), UNSET_RPC_TIMEOUT),
-            ask_all(made.values(), "describe", lambda _: (), UNSET_RPC_TIMEOUT),
-        ):
-            answers.values.update(asked.values)
-            answers.failed.update(asked.failed)
-        if answers.failed:
-            back = [owner for owner in added if owner.name in answers.values]
-            ask_all(back, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
-            text = f"{what} could not be made on every worker that owns parameters: {answers.explain()}"
-            raise OptimizerNotMade(text, answers.failed) from next(iter(answers.failed.values()))
-        self._owners.update(made)
-        options: dict[int, dict[str, Any]] = {}
-        for _, described in answers.values.values():
-            for number, found in described.items():
-                options.setdefault(number, found)
-        for number, group in enumerate(groups, first):
-            options.setdefault(number, dict(group.options))
-        return next(iter(answers.values.values()))[0], options
 
     def _ask(self, operation: str, args_for: Callable[[Owner], Sequence[Any]], timeout: float) -> dict[str, Any]:
         """Asks all owners.
@@ -151,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UnknownContext: A context was released, or never existed here.
             OptimizerStepFailed: Some owners did not step; says who did.
         """
-        contexts = _check_contexts(context_id)
+        contexts = check_contexts(context_id)
         step_id = self._unfinished.pop(contexts, None)
         if step_id is None:
             step_id = next(self._step_ids)
@@ -167,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_args(self, step_id: int, contexts: tuple[int, ...]) -> Callable[[Owner], Sequence[Any]]:
         """What each owner is told; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
-        edits = self._edits.get(contexts, ())
+        edits = self._edits.of(contexts)
         usual = (step_id, contexts, changes, edits)
 
         def args_for(owner: Owner) -> Sequence[Any]:
@@ -178,10 +138,59 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return args_for
 
     def _remember(self, contexts: tuple[int, ...], step_id: int) -> None:
-        container = worker.here().container
-        for known in [key for key in self._unfinished if any(container.find(item) is None for item in key)]:
+        for known in [key for key in self._unfinished if any(_is_over(item) for item in key)]:
             del self._unfinished[known]
         self._unfinished[contexts] = step_id
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, context_id: Contexts, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients of contexts so that the norm of all of them together, on all owners, is at most that.
+
+        One round trip for the norms; the scaling goes along with the next step of the same contexts.
+
+        Args:
+            context_id: As for `step`; gradients of several contexts are added up first.
+            max_norm: The limit.
+            norm_type: 2 for the Euclidean norm; ``inf`` for the largest magnitude.
+            error_if_nonfinite: Raise if the norm is infinite or not a number; nothing is scaled then.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            AutogradError: The norm is not finite, and that is an error.
+            OptimizerError: An owner did not answer.
+        """
+        contexts, norm_type = check_contexts(context_id), float(norm_type)
+        edits = self._edits.of(contexts)
+        answers = self._ask("norms", lambda _: (contexts, edits, norm_type), UNSET_RPC_TIMEOUT)
+        found = {
+            name: norm
+            for parts in answers.values()
+            for names, norms in parts
+            for name, norm in zip(names, norms, strict=True)
+        }
+        ordered = [found[name] for name, _ in self.named_parameters() if name in found]
+        total = total_norm(ordered, norm_type, error_if_nonfinite)
+        self._edit(contexts, SCALE, clip_factor(total, float(max_norm)))
+        return total
+
+    def clip_grad_value_(self, context_id: Contexts, clip_value: float) -> None:
+        """Clamps the gradients of contexts between that value and its negative, with the next step of the same contexts."""
+        self._edit(check_contexts(context_id), CLAMP, float(clip_value))
+
+    def _edit(self, contexts: tuple[int, ...], kind: str, number: float) -> None:
+        self._edits.forget(_is_over)
+        if (kind, number) != (SCALE, 1.0):
+            self._edits.add(contexts, (kind, number))
+
+    def _are_finite(self, contexts: tuple[int, ...]) -> bool:
+        """Whether all gradients on all owners are."""
+        edits = self._edits.of(contexts)
+        return all(self._ask("is_finite", lambda _: (contexts, edits), UNSET_RPC_TIMEOUT).values())
 
     # -- groups ------------------------------------------------------------------------------------------------------------
 
@@ -196,10 +205,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerNotMade: An owner could not add its part; nobody has.
         """
         if self._is_made:
-            first = len(self.param_groups)
-            group = self._reader.read(param_group)
-            param_group = _as_dict(group, self._place("a parameter group", [group], first)[1][first])
-        self._log.add({key: value for key, value in param_group.items() if key not in ("params", "param_names")})
+            reader, first = self._reader.copy(), len(self.param_groups)
+            group = reader.read(param_group)
+            placed = place(self._recipe, self._owners, [group], first)
+            self._owners.update(placed.made)
+            self._reader = reader  # only now: names of a group that could not be added are free again
+            param_group = _as_dict(group, placed.options[first])
+        self._log.add({key: value for key, value in param_group.items() if key not in RESERVED})
         self.param_groups.append(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,6 +221,46 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerError: Some owners did not.
         """
         self._ask("zero_grad", lambda _: (set_to_none,), UNSET_RPC_TIMEOUT)
+
+    # -- state ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parameters, gathered here, in torch's form, with the parameters' names.
+
+        Raises:
+            OptimizerError: An owner did not answer.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        answers = self._ask("named_state", lambda _: (), UNSET_RPC_TIMEOUT)
+        merged = {name: state for part in answers.values() for name, state in part.items()}
+        packed = states.pack(self.param_groups, merged)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state that was saved, here or in one process, wherever the parameters lived then.
+
+        Raises:
+            ConfigurationError: It is the state of other parameters.
+            OptimizerError: An owner could not take its part.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        found, options = states.unpack(state_dict, self.param_groups)
+        parts: dict[str, states.NamedState] = {name: {} for name in self._owners}
+        for name, rref in self.named_parameters():
+            if name in found:
+                parts[rref.owner_name()][name] = found[name]
+        self._ask("load_named_state", lambda owner: (parts[owner.name],), UNSET_RPC_TIMEOUT)
+        for group, saved in zip(self.param_groups, options, strict=True):
+            kept = {key: group[key] for key in RESERVED}
+            group.clear()
+            group.update({**self.defaults, **saved, **kept})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 def _check_class(optimizer_class: Any) -> None:
@@ -221,21 +273,15 @@ def _check_class(optimizer_class: Any) -> None:
         )
 
 
-def _name_of(optimizer_class: type[Any]) -> Any:
-    """What others know it by; classes that are not torch's are sent themselves, which needs trust in code."""
-    name = optimizer_class.__name__
-    return name if getattr(torch.optim, name, None) is optimizer_class else optimizer_class
-
-
-def _owned_group(number: int, group: Group, entries: Sequence[Named]) -> OwnedGroup:
-    return number, [name for name, _ in entries], [rref for _, rref in entries], group.options
+def _is_over(context_id: int) -> bool:
+    return worker.here().container.find(context_id) is None
 
 
 def _as_dict(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "params": [rref for _, rref in group.entries], "param_names": group.names}
 
 
-def _check_contexts(contexts: Any) -> tuple[int, ...]:
+def check_contexts(contexts: Any) -> tuple[int, ...]:
     """The ids of contexts that are alive here.
 
     Raises:

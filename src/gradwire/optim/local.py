@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd import worker
+from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.errors import ConfigurationError, NotExposed, RpcTimeout, UnknownContext
 from gradwire.optim._once import StepMemory
+from gradwire.optim._options import RESERVED
 from gradwire.optim.edits import Edit, are_finite, edited, norm_of
+from gradwire.optim.states import NamedState
 from gradwire.rpc.functions import expose
 from gradwire.rpc.incoming import while_waiting
 from gradwire.rref import RRef
@@ -24,22 +26,12 @@ MAKE = "gradwire.optim.make"
 OPERATE = "gradwire.optim.operate"
 
 _WAIT_S = 600.0
-_step_lock = threading.Lock()  # guards `.grad` of parameters while a step uses it
+_grad_lock = threading.RLock()  # guards `.grad` of parameters while a step uses it, however contexts share them
 
 OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """The number of a group, and what of it a worker has: names, references, options."""
-
-
-@contextlib.contextmanager
-def stepping(params: Sequence[torch.Tensor], context_ids: Sequence[int]) -> Iterator[None]:
-    """Nobody else steps meanwhile."""
-    with while_waiting():
-        if not _step_lock.acquire(timeout=_WAIT_S):
-            raise RpcTimeout(f"another optimizer has been stepping for {_WAIT_S:g} s")
-    try:
-        yield
-    finally:
-        _step_lock.release()
+Norms = tuple[list[str], torch.Tensor]
+"""Names of parameters, and the norms of their gradients."""
 
 
 class LocalOptimizer:
@@ -142,7 +134,7 @@ class LocalOptimizer:
             return len(table)
 
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
-        with stepping(list(table), context_ids):
+        with sharing.stepping(list(table), context_ids), _held(_grad_lock, "another optimizer has been stepping"):
             before = [(parameter, parameter.grad) for parameter in self._names]
             try:
                 for parameter in self._names:
@@ -167,22 +159,21 @@ class LocalOptimizer:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        with while_waiting():
-            if not self._lock.acquire(timeout=_WAIT_S):
-                raise RpcTimeout(f"this optimizer has been busy for {_WAIT_S:g} s")
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._lock.release()
+        with _held(self._lock, "this optimizer has been busy"), torch.no_grad():
+            yield
 
     # -- gradients -------------------------------------------------------------------------------------------------------
 
-    def norms(self, context_ids: Sequence[int], edits: Sequence[Edit], norm_type: float) -> dict[str, torch.Tensor]:
-        """The norm of each gradient, by the parameter's name."""
+    def norms(self, context_ids: Sequence[int], edits: Sequence[Edit], norm_type: float) -> list[Norms]:
+        """The norms of all gradients, with the names of the parameters; one tensor for each dtype."""
         with self._alone():
-            table = self._gather(context_ids, edits)
-            return {self._names[leaf]: norm_of(gradient, norm_type) for leaf, gradient in table.items()}
+            found: dict[torch.dtype, tuple[list[str], list[torch.Tensor]]] = {}
+            for leaf, gradient in self._gather(context_ids, edits).items():
+                norm = norm_of(gradient, norm_type)
+                names, norms = found.setdefault(norm.dtype, ([], []))
+                names.append(self._names[leaf])
+                norms.append(norm)
+            return [(names, torch.stack(norms)) for names, norms in found.values()]
 
     def is_finite(self, context_ids: Sequence[int], edits: Sequence[Edit]) -> bool:
         """Whether all gradients are finite."""
@@ -193,6 +184,31 @@ class LocalOptimizer:
         """Clears ``.grad`` of the parameters; contexts are left alone."""
         with self._alone():
             self._optimizer.zero_grad(set_to_none)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def named_state(self) -> NamedState:
+        """State of the parameters that have any, by their names: tensors and plain values."""
+        with self._alone():
+            state = self._optimizer.state
+            return {name: dict(state[leaf]) for leaf, name in self._names.items() if state.get(leaf)}
+
+    def load_named_state(self, state: NamedState) -> None:
+        """Replaces the state of all parameters; those that are not named have none afterwards.
+
+        Raises:
+            ConfigurationError: There is no parameter of such a name here.
+        """
+        unknown = sorted(set(state) - set(self._names.values()))
+        if unknown:
+            raise ConfigurationError(
+                f"no parameter here is called {', '.join(unknown)}; there are {list(self._names.values())}"
+            )
+        with self._alone():
+            packed = self._optimizer.state_dict()
+            numbers = dict(zip(_flat(self._optimizer), _flat(packed), strict=True))
+            packed["state"] = {numbers[leaf]: state[name] for leaf, name in self._names.items() if name in state}
+            self._optimizer.load_state_dict(packed)
 
 
 def _gradients_of(context_id: int) -> GradientTable:
@@ -211,13 +227,41 @@ def _gradients_of(context_id: int) -> GradientTable:
     return {}
 
 
+def _flat(groups: Any) -> list[Any]:
+    found = groups["param_groups"] if isinstance(groups, dict) else groups.param_groups
+    return [item for group in found for item in group["params"]]
+
+
+@contextlib.contextmanager
+def _held(lock: Any, busy: str) -> Iterator[None]:
+    with while_waiting():
+        if not lock.acquire(timeout=_WAIT_S):
+            raise RpcTimeout(f"{busy} for {_WAIT_S:g} s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in RESERVED}
 
 
 # -- what others may ask for -----------------------------------------------------------------------------------------------
 
-_OPERATIONS = frozenset(("describe", "add_groups", "remove_groups", "step", "norms", "is_finite", "zero_grad"))
+_OPERATIONS = frozenset(
+    (
+        "add_groups",
+        "describe",
+        "is_finite",
+        "load_named_state",
+        "named_state",
+        "norms",
+        "remove_groups",
+        "step",
+        "zero_grad",
+    )
+)
 
 
 def _make(optimizer_class: Any, groups: Any, args: Any, kwargs: Any) -> LocalOptimizer:

@@ -47,6 +47,11 @@ class Answers:
     values: dict[str, Any]
     failed: dict[str, Exception]
 
+    def add(self, others: Answers) -> None:
+        """Takes in what others have answered."""
+        self.values.update(others.values)
+        self.failed.update(others.failed)
+
     def explain(self) -> str:
         """One line for each failure."""
         return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())

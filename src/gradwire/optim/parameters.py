@@ -50,6 +50,12 @@ class GroupReader:
         self._taken: set[str] = set()
         self._num_modules = 0
 
+    def copy(self) -> GroupReader:
+        """One that has given the same names."""
+        made = GroupReader()
+        made._taken, made._num_modules = set(self._taken), self._num_modules
+        return made
+
     def read_all(self, params: Any) -> list[Group]:
         """Groups, or one group for parameters that are not in any.
 
@@ -57,8 +63,6 @@ class GroupReader:
             ConfigurationError: There are none, or something is no parameter.
         """
         items = [params] if _is_one(params) else list(params)
-        if not items:
-            raise ConfigurationError("optimizer got an empty parameter list")
         if not any(isinstance(item, dict) for item in items):
             return [self.read({"params": items})]
         return [self.read(item) for item in items]
@@ -76,6 +80,8 @@ class GroupReader:
             raise ConfigurationError("parameters in a set have no order; pass a list")
         items = [params] if _is_one(params) else list(params)
         entries = [entry for item in items for entry in self._entries(item)]
+        if not entries:
+            raise ConfigurationError("optimizer got an empty parameter list")
         return Group(entries, {key: value for key, value in group.items() if key not in ("params", "param_names")})
 
     def _entries(self, item: Any) -> Iterator[Named]:

@@ -1,0 +1,177 @@
+"""Gradient scaling for half precision, with one check over all owners: either all of them step or none does."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradwire.errors import ConfigurationError, OptimizerError
+from gradwire.optim.distributed import Contexts, DistributedOptimizer, check_contexts
+from gradwire.optim.edits import SCALE
+
+
+class GradScaler:
+    """Scales losses up, so that small gradients survive half precision, and gradients down again before a step.
+
+    scaler = GradScaler()
+    with autograd.context() as ctx:
+        ctx.backward(scaler.scale(loss))
+        scaler.step(optimizer, ctx)
+        scaler.update()
+
+    Args:
+        init_scale: The first factor.
+        growth_factor: It is multiplied by this after `growth_interval` steps with finite gradients,
+        backoff_factor: and by this after a step that was left out because a gradient was not finite.
+        growth_interval: See above.
+        enabled: If not, losses and gradients are left as they are.
+
+    Raises:
+        ConfigurationError: A factor cannot be one.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not (init_scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
+            raise ConfigurationError(
+                f"the scale ({init_scale}) must be positive, the growth factor ({growth_factor}) greater than 1, the "
+                f"backoff factor ({backoff_factor}) between 0 and 1, and the interval ({growth_interval}) at least 1"
+            )
+        self._scale = float(init_scale)
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
+        self._num_good = 0
+        self._enabled = enabled
+        # Since the last update: whether the gradients were finite, by optimizer and contexts.
+        self._checked: weakref.WeakKeyDictionary[DistributedOptimizer, dict[tuple[int, ...], bool]]
+        self._checked = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        state = f"scale {self._scale:g}" if self._enabled else "not enabled"
+        return f"<GradScaler: {state}>"
+
+    def is_enabled(self) -> bool:
+        """Whether it does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The factor; 1 if it is not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or several in a list or tuple, multiplied by the scale.
+
+        Raises:
+            ConfigurationError: Something is no tensor.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return outputs * self._scale
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(self.scale(item) for item in outputs)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+            return [self.scale(item) for item in outputs]
+        raise ConfigurationError(f"only tensors and lists of them can be scaled, not {type(outputs).__name__}")
+
+    def unscale_(self, optimizer: DistributedOptimizer, context_id: Contexts) -> None:
+        """Scales the gradients of contexts down again, and looks on all owners whether all are finite: one round trip.
+
+        Call it before clipping; `step` does it otherwise.
+
+        Raises:
+            OptimizerError: It was called for these already since the last `update`.
+            OptimizerError: An owner did not answer.
+        """
+        if not self._enabled:
+            return
+        contexts = check_contexts(context_id)
+        checked = self._checked.setdefault(optimizer, {})
+        if contexts in checked:
+            raise OptimizerError("unscale_() has already been called on this optimizer since the last update().")
+        checked[contexts] = optimizer._are_finite(contexts)
+        optimizer._edit(contexts, SCALE, 1.0 / self._scale)
+
+    def step(self, optimizer: DistributedOptimizer, context_id: Contexts) -> bool:
+        """Steps on all owners if all gradients on all of them are finite; on none otherwise.
+
+        Returns:
+            Whether it stepped.
+
+        Raises:
+            OptimizerStepFailed: Some owners did not step; says who did.
+        """
+        if self._enabled:
+            contexts = check_contexts(context_id)
+            if contexts not in self._checked.get(optimizer, {}):
+                self.unscale_(optimizer, context_id)
+            if not self._checked[optimizer][contexts]:
+                return False
+        optimizer.step(context_id)
+        return True
+
+    def update(self, new_scale: float | None = None) -> None:
+        """After the steps of all optimizers: raises or lowers the scale.
+
+        Args:
+            new_scale: To be used from now on; otherwise it depends on whether gradients were finite.
+
+        Raises:
+            OptimizerError: No step was made since the last time.
+        """
+        if not self._enabled:
+            return
+        found = [is_finite for checked in self._checked.values() for is_finite in checked.values()]
+        self._checked.clear()
+        if new_scale is not None:
+            self._scale = float(new_scale)
+            return
+        if not found:
+            raise OptimizerError("No inf checks were recorded prior to update.")
+        if not all(found):
+            self._scale, self._num_good = self._scale * self._backoff_factor, 0
+            return
+        self._num_good += 1
+        if self._num_good >= self._growth_interval:
+            grown = self._scale * self._growth_factor
+            self._scale, self._num_good = grown if math.isfinite(grown) else self._scale, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; empty if it is not enabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._num_good,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the state of another, also of `torch.amp.GradScaler`.
+
+        Raises:
+            ConfigurationError: It is empty: it came from one that was not enabled.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ConfigurationError(
+                "the state dict is empty, possibly because it came from a scaler that was disabled"
+            )
+        self._scale = float(state_dict["scale"])
+        self._growth_factor = float(state_dict["growth_factor"])
+        self._backoff_factor = float(state_dict["backoff_factor"])
+        self._growth_interval = int(state_dict["growth_interval"])
+        self._num_good = int(state_dict["_growth_tracker"])

@@ -1,0 +1,80 @@
+"""State dicts of distributed optimizers: torch's form, so that they load in one process, too.
+
+``{"state": {0: {...}}, "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["weight", "bias"]}]}``
+
+State is found by the parameter's name where both sides have names, and else by its number; where the parameters live does
+not matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from gradwire.errors import ConfigurationError
+from gradwire.optim._options import RESERVED
+
+NamedState = dict[str, dict[str, Any]]
+"""State of parameters by their names."""
+
+
+def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A state dict of groups, and of what the owners have."""
+    numbers = {name: number for number, name in enumerate(_names(groups))}
+    packed = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in RESERVED}
+        names = list(group["param_names"])
+        packed.append({**options, "params": [numbers[name] for name in names], "param_names": names})
+    return {"state": {numbers[name]: found for name, found in state.items()}, "param_groups": packed}
+
+
+def unpack(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[NamedState, list[dict[str, Any]]]:
+    """The state of the parameters in some groups by name, and the options of each group.
+
+    Raises:
+        ConfigurationError: The state dict is one of other parameters.
+    """
+    try:
+        state, saved = state_dict["state"], list(state_dict["param_groups"])
+        sizes = [len(group["params"]) for group in saved]
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError('not the state of an optimizer: it needs "state" and "param_groups"') from error
+    if len(saved) != len(groups):
+        raise ConfigurationError(
+            f"loaded state dict has a different number of parameter groups: {len(saved)} instead of {len(groups)}"
+        )
+    names = _match(saved, sizes, groups)
+    found = {name: state[number] for number, name in names.items() if number in state}
+    options = [copy.deepcopy({k: v for k, v in group.items() if k not in RESERVED}) for group in saved]
+    return found, options
+
+
+def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Which parameter each number of a state dict means."""
+    numbers, own = list(chain.from_iterable(group["params"] for group in saved)), _names(groups)
+    if all(len(group.get("param_names", ())) == size for group, size in zip(saved, sizes, strict=True)):
+        theirs = _names(saved)
+        if set(theirs) == set(own):
+            return dict(zip(numbers, theirs, strict=True))
+        if not (_are_numbers(theirs) or _are_numbers(own)):
+            missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
+            raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+    if sizes != [len(group["params"]) for group in groups]:
+        raise ConfigurationError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    return dict(zip(numbers, own, strict=True))
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(group["param_names"] for group in groups))
+
+
+def _are_numbers(names: Sequence[str]) -> bool:
+    """Whether nobody gave these parameters names."""
+    return list(names) == [str(number) for number in range(len(names))]
