@@ -9,6 +9,8 @@ rpc.shutdown()
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gradwire.rpc import backend_registry, functions
 from gradwire.rpc.agent import Agent, AgentStatistics
 from gradwire.rpc.api import (
@@ -48,6 +50,9 @@ from gradwire.rpc.options import (
 )
 from gradwire.types import WorkerInfo
 
+if TYPE_CHECKING:  # defined by a layer above, and put here by `gradwire.runtime`
+    from gradwire.rref import PyRRef, RRef, remote
+
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_INIT_TIMEOUT_SEC",
@@ -61,6 +66,8 @@ __all__ = [
     "CallFuture",
     "Envelope",
     "Interceptor",
+    "PyRRef",
+    "RRef",
     "RpcBackendOptions",
     "RpcOptions",
     "TensorPipeRpcBackendOptions",
@@ -82,6 +89,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "set_current_agent",

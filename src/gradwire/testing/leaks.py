@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.autograd import worker
+from gradwire.rref import references
 
 _MEMFD = "memfd:gradwire"
 _TEMPLATE = "gw-template"
@@ -167,6 +168,16 @@ def contexts_left() -> Counter[str]:
     return found
 
 
+def references_left() -> Counter[str]:
+    """References, and values that others refer to, on workers of this process that are not closed."""
+    found: Counter[str] = Counter()
+    for known in references.all_open():
+        counts = known.statistics()
+        if counts.num_values or counts.num_forks or counts.num_children:
+            found[f"{counts} on worker {known.agent.info.name}"] += 1
+    return found
+
+
 _KINDS: dict[str, Callable[[], Counter[str]]] = {
     "descriptor": _descriptors,
     "shared memory": _mappings,
@@ -174,4 +185,5 @@ _KINDS: dict[str, Callable[[], Counter[str]]] = {
     "folder": _folders,
     "process": _children,
     "autograd context": contexts_left,
+    "reference": references_left,
 }
