@@ -146,9 +146,7 @@ class DistAutogradContainer:
             while len(shard.released) > _MEMORY // _NUM_SHARDS:
                 shard.released.popitem(last=False)
         if context is not None:
-            with context.changed:
-                context.released = where
-                context.changed.notify_all()
+            context.on_released(where)
         return context
 
     def where_released(self, context_id: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.errors import AutogradError, UnknownContext
 
 if TYPE_CHECKING:
+    from gradwire.autograd.guards import Group, Guarded
     from gradwire.autograd.passes import BackwardPass
 
 _PACKAGE = "gradwire"
@@ -121,6 +122,8 @@ class DistAutogradContext:
         gradients: By leaf tensor; what committed passes have gathered.
         passes: Those that are not over.
         known_workers: Ranks of the workers this one exchanged messages with inside the context.
+        used: Shared parameters of this worker that were used in it; `gradwire.autograd.guards` looks after it.
+        turns: Groups of them that it has had a turn with.
     """
 
     def __init__(self, context_id: int) -> None:
@@ -135,6 +138,9 @@ class DistAutogradContext:
         self.passes: dict[int, BackwardPass] = {}
         self.ended_passes: dict[int, bool] = {}  # whether they were committed; their late messages are ignored
         self.released: str | None = None  # where it was released
+        self._at_end: list[Callable[[], None]] = []
+        self.used: set[Guarded] = set()
+        self.turns: set[Group] = set()
 
     def __repr__(self) -> str:
         state = f"released {self.released}" if self.released else f"{len(self.passes)} passes under way"
@@ -175,6 +181,23 @@ class DistAutogradContext:
                     return False
                 self.known_workers.add(peer)
         return True
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Calls back when the context is released; at once if it is."""
+        with self.lock:
+            if self.released is None:
+                self._at_end.append(callback)
+                return
+        callback()
+
+    def on_released(self, where: str) -> None:
+        """The context is over."""
+        with self.changed:
+            self.released = where
+            self.changed.notify_all()
+            callbacks, self._at_end = self._at_end, []
+        for callback in callbacks:
+            callback()
 
     def check_alive(self) -> None:
         """Raises if the context is over.

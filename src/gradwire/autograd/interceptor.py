@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd import ambient, anomalies
+from gradwire.autograd import ambient, anomalies, guards, sharing
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall, parse
@@ -99,20 +99,27 @@ class AutogradInterceptor(Interceptor):
         message = parse(note, RecordedCall)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            inside = ambient.inside(message.context_id)
-            with _with_anomalies(inside) if message.detects_anomalies else inside:
+            with ambient.inside(message.context_id):
+                if message.detects_anomalies or guards.has_any():
+                    with self._surroundings(message):
+                        return function(*args, **kwargs)
                 return function(*args, **kwargs)
 
         return run
+
+    @contextlib.contextmanager
+    def _surroundings(self, message: RecordedCall) -> Iterator[None]:
+        """What some calls need around them; most need nothing."""
+        context = self._container.find(message.context_id)
+        with contextlib.ExitStack() as stack:
+            if message.detects_anomalies:
+                stack.enter_context(anomalies.enabled(True))
+            if context is not None and guards.has_any():
+                stack.enter_context(sharing.recording(context))
+            yield
 
 
 def _is_cut_off(request: Request | None) -> bool:
     """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
     connection = getattr(request.source, "connection", None) if request is not None else None
     return connection is not None and connection.is_closed
-
-
-@contextlib.contextmanager
-def _with_anomalies(inside: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    with inside, anomalies.enabled(True):
-        yield

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.autograd import anomalies
+from gradwire.autograd import anomalies, guards
 from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode, RunComponent
 from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
@@ -22,6 +23,7 @@ from gradwire.autograd.context import DistAutogradContext, RecordedRecv, Recorde
 from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
 from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
 from gradwire.autograd.messages import PassOptions
+from gradwire.autograd.saving import Saver
 from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
 
@@ -233,7 +235,7 @@ class BackwardPass:
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: list[torch.Tensor]
     ) -> None:
         options = self.options
-        with running(self), anomalies.detecting(options.detects_anomalies):
+        with running(self), anomalies.detecting(options.detects_anomalies), self._saving():
             # What torch.autograd.grad calls, without its checks: they take longer than a small graph.
             results = _run_backward(
                 tuple(outputs),
@@ -249,6 +251,12 @@ class BackwardPass:
         if not options.create_graph:
             found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
         self._add(found)
+
+    def _saving(self) -> contextlib.AbstractContextManager[object]:
+        """A recorded pass saves what the forward pass saved: aliases of shared parameters."""
+        if self.options.create_graph and guards.has_any():
+            return Saver(self.context).hooks()
+        return contextlib.nullcontext()
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
         """The engine reached a recv: its gradients go to whoever sent the message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -31,6 +32,7 @@ HAS_METHOD = "gradwire.nn.has_method"
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 _HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+_groups: weakref.WeakKeyDictionary[nn.Module, sharing.Group] = weakref.WeakKeyDictionary()
 _CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
 
 
@@ -52,8 +54,16 @@ def make(
             f"but {module_cls!r} made a {type(module).__name__}"
         )
     module.to(device)
-    sharing.guard(module.parameters(), mode)
+    _groups[module] = sharing.guard(module.parameters(), mode)
     return module
+
+
+def _group_of(module: nn.Module) -> sharing.Group:
+    """How the module's parameters are shared; one that was not made here is found when it is first used."""
+    found = _groups.get(module)
+    if found is None:
+        found = _groups[module] = sharing.guard(module.parameters(), "snapshot")
+    return found
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -67,21 +77,21 @@ def _find(name: str) -> Callable[..., Any]:
 def forward(rref_id: int, maker: Any, *args: Any) -> Any:
     """Calls the module, with its hooks."""
     module = find_value(rref_id, maker)
-    sharing.wait_turn(module.parameters())
-    return module(*args)
+    with sharing.reading(_group_of(module)):
+        return module(*args)
 
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
     module = find_value(rref_id, maker)
-    sharing.wait_turn(module.parameters())
-    return module(*args, **kwargs)
+    with sharing.reading(_group_of(module)):
+        return module(*args, **kwargs)
 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
-    sharing.wait_turn(find_value(rref_id, maker).parameters())
-    return operations.invoke(rref_id, maker, name, args, kwargs)
+    with sharing.reading(_group_of(find_value(rref_id, maker))):
+        return operations.invoke(rref_id, maker, name, args, kwargs)
 
 
 def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[Any]]]:
@@ -118,6 +128,8 @@ def load(
             missing, unexpected = module.load_state_dict(given, strict=False, assign=assign)
         except RuntimeError as error:
             return [], [], str(error)
+    if assign:  # these are new parameters
+        _groups[module] = sharing.guard(module.parameters(), _group_of(module).mode)
     return missing, unexpected, ""
 
 

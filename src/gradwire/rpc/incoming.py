@@ -56,9 +56,21 @@ class Request:
         phase: ``queue``, ``run`` or ``reply``.
         is_dropped: Nobody waits for the result any more.
         waits_for: The call of its own that the function waits for, if any.
+        let_go: Called before the function waits for anything; what it gives up then belongs to a layer above.
     """
 
-    __slots__ = ("call_id", "deadline", "frame", "function", "is_dropped", "notes", "phase", "source", "waits_for")
+    __slots__ = (
+        "call_id",
+        "deadline",
+        "frame",
+        "function",
+        "is_dropped",
+        "let_go",
+        "notes",
+        "phase",
+        "source",
+        "waits_for",
+    )
 
     def __init__(self, source: Incoming | Any, call_id: int, function: str, timeout_s: float, frame: Any) -> None:
         self.source = source
@@ -69,6 +81,7 @@ class Request:
         self.phase = "queue"
         self.is_dropped = False
         self.waits_for: PendingCall | None = None
+        self.let_go: Callable[[], None] | None = None
         self.notes: dict[str, Any] = {}
 
 

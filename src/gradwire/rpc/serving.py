@@ -282,9 +282,12 @@ class Server:
     def waiting(self) -> Iterator[None]:
         """Surrounds every wait for a call: a function that waits holds neither its slot nor the reading."""
         release_hold()
-        if current_request() is None:
+        request = current_request()
+        if request is None:
             yield
             return
+        if request.let_go is not None:
+            request.let_go()
         with self._lock:
             successor = self._slots.on_wait()
         if successor is not None:

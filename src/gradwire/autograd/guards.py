@@ -1,0 +1,173 @@
+"""Parameters that contexts share, and how: who has used them, and what became of the memory they saw.
+
+A parameter's memory is a *cell*. As long as nobody else needs its values, a step changes them in place. If another context
+does, the step moves the parameter to a new cell first; the old one keeps its values for those who saw them.
+
+    context A   forward, saw cell 1 .......................... backward: values of cell 1
+    context B          forward, saw cell 1   backward   step: parameter moves to cell 2, which is changed
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+
+from gradwire.autograd._turns import Turns
+from gradwire.autograd.context import DistAutogradContext
+from gradwire.errors import ConfigurationError
+
+Mode = Literal["snapshot", "serialize", "hogwild"]
+
+changed = threading.Condition()  # guards the tables below, all Turns and all users; told when somebody may go on
+_guarded: dict[int, Guarded] = {}  # by id of the parameter
+_by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
+_gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
+
+
+class Group:
+    """Parameters that were guarded together."""
+
+    __slots__ = ("__weakref__", "mode", "turns")
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.turns = Turns()
+
+    def __repr__(self) -> str:
+        return f"<Group {self.mode}: {self.turns!r}>"
+
+
+class Cell:
+    """Memory that a parameter has, or had.
+
+    Attributes:
+        last_version: The parameter's version when it moved elsewhere: from then on the values stay as they are.
+    """
+
+    __slots__ = ("last_version",)
+
+    def __init__(self) -> None:
+        self.last_version: int | None = None
+
+
+class Guarded:
+    """One parameter that contexts share.
+
+    Attributes:
+        group: What it was guarded with.
+        cell: Its memory.
+        users: Contexts on this worker that have used it and have not stepped since.
+    """
+
+    __slots__ = ("_address", "_ref", "cell", "group", "users")
+
+    def __init__(self, param: torch.Tensor, group: Group) -> None:
+        self.group = group
+        self.cell = Cell()
+        self.users: weakref.WeakSet[DistAutogradContext] = weakref.WeakSet()
+        self._ref = weakref.ref(param, functools.partial(_forget, id(param)))
+        self._address = 0
+        self.locate(param)
+
+    def locate(self, param: torch.Tensor) -> None:
+        """Notes where the parameter's memory is."""
+        now = address_of(param)
+        if now == self._address:
+            return
+        self.leave()
+        self._address = now
+        if now:
+            _by_memory.setdefault(now, []).append(self)
+
+    def leave(self) -> None:
+        """The parameter's memory is not where it was, or the parameter is gone."""
+        known = _by_memory.get(self._address)
+        if known is not None and self in known:
+            known.remove(self)
+            if not known:
+                del _by_memory[self._address]
+        self._address = 0
+
+    def is_at(self, address: int) -> bool:
+        """Whether the parameter's memory is still there."""
+        param = self._ref()
+        return param is not None and address_of(param) == address
+
+    def is_of(self, param: torch.Tensor) -> bool:
+        """Whether this is that parameter's."""
+        return self._ref() is param
+
+    def move(self, param: torch.Tensor) -> None:
+        """Gives the parameter new memory with the same values; the old one stays as it is."""
+        self.cell.last_version = param._version
+        self.cell = Cell()
+        param.data = param.data.clone()
+        self.locate(param)
+
+
+def check_mode(mode: str) -> None:
+    """
+    Raises:
+        ConfigurationError: There is no such mode.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigurationError(f"concurrency must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+
+
+def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
+    """See `gradwire.autograd.sharing.guard`."""
+    check_mode(mode)
+    group = Group(mode)
+    with changed:
+        while _gone:
+            _gone.popleft().leave()
+        for param in params:
+            known = _guarded.get(id(param))
+            if known is None or not known.is_of(param):
+                _guarded[id(param)] = Guarded(param, group)
+            else:
+                known.locate(param)
+                group = known.group if known.group.mode == mode else group
+    return group
+
+
+def find(param: torch.Tensor) -> Guarded | None:
+    """What is known about a parameter."""
+    known = _guarded.get(id(param))
+    return known if known is not None and known.is_of(param) else None
+
+
+def find_by_memory(tensor: torch.Tensor) -> list[Guarded]:
+    """The parameters whose memory a tensor has; more than one if they are parts of one buffer."""
+    address = address_of(tensor)
+    known = _by_memory.get(address)
+    if known is None:
+        return []
+    return [item for item in list(known) if item.is_at(address)]
+
+
+def has_any() -> bool:
+    """Whether any parameter of this process is guarded."""
+    return bool(_guarded)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none of its own kind."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or not materialised yet
+        return 0
+
+
+def _forget(key: int, ref: weakref.ref[Any]) -> None:
+    """A parameter is gone. Runs in finalizers, so it takes no lock: single operations only."""
+    known = _guarded.get(key)
+    if known is not None and known._ref is ref:
+        _guarded.pop(key, None)
+        _gone.append(known)
