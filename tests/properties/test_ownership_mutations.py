@@ -1,0 +1,167 @@
+"""Would the search notice? Each rule of the protocol is broken once, and the search must find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwire.rref._actions import Accept, Action, Worker
+from gradwire.rref._mourning import Mourning
+from gradwire.rref._ownership import Ownership
+from properties.ownership_items import Violation
+from properties.ownership_search import Bounds, first_world, search
+from properties.ownership_world import World
+
+
+class NoMourning(Ownership):
+    """What the dead held is forgotten at once."""
+
+    def _end_mourning(self) -> list[Action]:
+        self._mourning._unseen.clear()
+        return super()._end_mourning()
+
+
+class AcceptsBeforeItIsListed(Ownership):
+    """Whoever sent a fork hears that it arrived before the owner knows of it."""
+
+    def received(self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, *rest: Any) -> list[Action] | None:
+        actions = super().received(rref_id, fork_id, owner, sender, *rest)
+        return None if actions is None else [*actions, Accept(sender, fork_id)]
+
+
+class NoPin(Ownership):
+    """A fork is deleted although its child is on its way."""
+
+    def sent(self, rref_id: int, parent: int | None, child: int, to: Worker) -> bool:
+        is_sent = super().sent(rref_id, parent, child, to)
+        if is_sent and parent is not None:
+            self._forks[parent].pins -= 1
+            self._children[child].parent = None
+        return is_sent
+
+
+class NoTombstones(Ownership):
+    """What ended is not remembered."""
+
+    def _end(self, number: int) -> None:
+        pass
+
+
+class FirstNoCounts(Ownership):
+    """A fork is given up although its receiver may still take it."""
+
+    def answered(self, by: Worker, child: int, has_it: bool, is_last: bool) -> list[Action]:
+        return super().answered(by, child, has_it, True)
+
+
+class SaysEndSeenTooEarly(Ownership):
+    """The end of a worker counts as seen although what it sent is not listed yet."""
+
+    def _tell_mourners(self, worker: Worker) -> list[Action]:
+        return [*self._mourning.tell(worker)] if worker in self._mourning.ended else []
+
+
+class ForgetsWhatItGotItself(Ownership):
+    """A mourning ends although what this worker itself got from the dead is not listed yet."""
+
+    def _end_mourning(self) -> list[Action]:
+        parents = {fork_id: fork.parent for fork_id, fork in self._forks.items()}
+        for fork in self._forks.values():
+            fork.parent = None
+        actions = super()._end_mourning()
+        for fork_id, fork in self._forks.items():
+            fork.parent = parents[fork_id]
+        return actions
+
+
+class _OldestQuestion(Mourning):
+    def asked(self, by: Worker, dead: Worker, round_: int) -> None:
+        self._mourners.setdefault(dead, {})[by] = round_
+
+
+class AnswersTheLatestQuestion(Ownership):
+    """A question that was overtaken by a newer one is the one that is answered."""
+
+    def __init__(self, own: Worker) -> None:
+        super().__init__(own)
+        self._mourning = _OldestQuestion()
+
+
+class IgnoresResume(Ownership):
+    """Nobody hears that it was taken for dead."""
+
+    def resume_received(self, by: Worker) -> list[Action]:
+        return []
+
+
+_CREATED, _MADE, _OWN = "created", "made", "own"
+_MUTATIONS: list[tuple[type[Ownership], str, Bounds]] = [
+    (NoMourning, _OWN, Bounds(sends=2, crashes=1)),
+    (AcceptsBeforeItIsListed, _OWN, Bounds(sends=2)),
+    (NoPin, _OWN, Bounds(sends=2)),
+    (NoTombstones, _OWN, Bounds(sends=2, repeats=1)),
+    (FirstNoCounts, _OWN, Bounds(sends=1, asks=1)),
+    (SaysEndSeenTooEarly, _OWN, Bounds(sends=2, crashes=1)),
+    (ForgetsWhatItGotItself, _MADE, Bounds(sends=2, crashes=1)),
+    (AnswersTheLatestQuestion, _CREATED, Bounds(sends=1, crashes=1)),
+    (IgnoresResume, _OWN, Bounds(sends=1, cuts=1)),
+]
+
+
+@pytest.mark.parametrize(("mutation", "values", "bounds"), _MUTATIONS, ids=lambda item: getattr(item, "__name__", ""))
+def test_search_notices(mutation: type[Ownership], values: str, bounds: Bounds) -> None:
+    with pytest.raises(Violation):
+        search(first_world(values, make_machine=mutation), bounds)
+
+
+class _EachAlone(Mourning):
+    """Of those that are dead already nobody is asked any more when another one dies."""
+
+    def lost(self, worker: Worker, others: Any, kept: dict[int, int], is_concerned: bool) -> Any:
+        return super().lost(worker, others, kept, bool(kept))
+
+
+class MournsEachAlone(Ownership):
+    """The end of one that held nothing need not be seen."""
+
+    def __init__(self, own: Worker) -> None:
+        super().__init__(own)
+        self._mourning = _EachAlone()
+
+
+def world_with_two_dead(make_machine: type[Ownership]) -> World:
+    """A reference goes from 0 to 3 through 1 and 2, which then die; 0 notices the end of 2 first, and never heard of it."""
+    world = World(4, make_machine)
+    world.make(0)
+    for sender, to, parent in ((0, 1, None), (1, 2, 101), (2, 3, 10101)):
+        world.send(sender, 1, parent, to)
+        arrived = next(move for move in world.deliveries() if getattr(move[1], "fork_id", 0) and move[1].to == to)
+        world.apply(arrived)
+    world.drop_own(1)
+    for dead in (2, 1):
+        world.crash(dead)
+        world.notice(0, dead)
+        world.notice(3, dead)
+    return world
+
+
+def everything_but_adoptions(world: World) -> None:
+    for _ in range(20):
+        for move in world.deliveries():
+            if "Adopt" not in repr(move) and move in world.deliveries():
+                world.apply(move)
+
+
+def test_end_of_one_that_held_nothing_is_to_be_seen_too() -> None:
+    world = world_with_two_dead(Ownership)
+    everything_but_adoptions(world)
+    assert world.machine(0).counts[0] == 1
+    world.settle()
+    assert world.is_clean()
+
+
+def test_two_dead_notice_when_each_is_mourned_alone() -> None:
+    world = world_with_two_dead(MournsEachAlone)
+    with pytest.raises(Violation, match="worker 3 holds"):
+        everything_but_adoptions(world)
