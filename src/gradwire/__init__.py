@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from gradwire import autograd, config, errors, nn, optim, rpc, runtime
+from gradwire import autograd, checkpoint, config, errors, nn, optim, rpc, runtime
 from gradwire.cluster import Cluster
 from gradwire.types import WorkerInfo
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Cluster", "WorkerInfo", "__version__", "autograd", "config", "errors", "nn", "optim", "rpc", "runtime"]
+__all__ = [
+    "Cluster",
+    "WorkerInfo",
+    "__version__",
+    "autograd",
+    "checkpoint",
+    "config",
+    "errors",
+    "nn",
+    "optim",
+    "rpc",
+    "runtime",
+]

@@ -1,0 +1,249 @@
+"""Values as JSON and back, exactly.
+
+JSON has numbers, texts, lists and objects with texts as keys. Everything else that a checkpoint may hold becomes an object
+with one key that starts with ``$``:
+
+    (1, 2)            {"$tuple": [1, 2]}            nan, inf          {"$float": "nan"}
+    {0: "a"}          {"$dict": [[0, "a"]]}         2**70             {"$int": "1180591620717411303424"}
+    b"ab"             {"$bytes": "YWI="}            torch.float32     {"$dtype": "float32"}
+    a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
+
+No class is ever named that loading would have to import. Types are looked at exactly: a subclass of ``int`` that comes back
+as an ``int`` would be a surprise, so it is refused.
+
+The place of a value is its *path*: the keys that lead to it, joined by ``/`` (``model/0.weight``). Paths are unique, so
+they name the tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from gradwire.errors import CannotSave, CheckpointDamaged
+
+Node = Any  # what JSON can say
+PlaceTensor = Callable[[str, torch.Tensor], str]
+Claim = Callable[[str, Any], "Node | None"]
+
+_MAX_DEPTH: Final = 64
+_SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
+_COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
+
+
+def join(path: str, key: Any) -> str:
+    """The path of what is under that key."""
+    text = str(key).replace("~", "~0").replace("/", "~1")
+    return f"{path}/{text}" if path else text
+
+
+class Encoder:
+    """Turns values into nodes.
+
+    Args:
+        place: Told the path of each tensor that is met, and the tensor; returns the name it is kept under.
+        claim: Asked about every value that is no tensor, before anything else; returns a node, or None if the value is
+            no concern of it.
+    """
+
+    def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:
+        self._place = place
+        self._claim = claim
+        self._paths: set[str] = set()
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Node:
+        """The node of a value.
+
+        Raises:
+            CannotSave: It holds something that has no place in a checkpoint.
+        """
+        if depth > _MAX_DEPTH:
+            raise CannotSave(f"'{path}' is nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._place(path, value)}
+        if self._claim is not None and (claimed := self._claim(path, value)) is not None:
+            return claimed
+        kind = type(value)
+        if kind is dict:
+            return self._dict(value, path, depth)
+        if kind is list:
+            return self._items(value, path, depth)
+        if kind in (tuple, torch.Size):
+            return {_CONTAINERS[kind]: self._items(value, path, depth)}
+        if kind in (OrderedDict, Counter):
+            return {_CONTAINERS[kind]: self._pairs(value.items(), path, depth)}
+        return _encode_scalar(value, path)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, self._under(path, key), depth + 1) for key, item in value.items()}
+        return {"$dict": self._pairs(value.items(), path, depth)}
+
+    def _pairs(self, pairs: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Node]:
+        found = []
+        for key, item in pairs:
+            below = self._under(path, key)
+            found.append([self.encode(key, f"{below} (the key)", depth + 1), self.encode(item, below, depth + 1)])
+        return found
+
+    def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Node]:
+        return [self.encode(item, self._under(path, number), depth + 1) for number, item in enumerate(items)]
+
+    def _under(self, path: str, key: Any) -> str:
+        """The path below, made unique: ``0`` and ``"0"`` may be keys of one dict."""
+        wanted = found = join(path, key)
+        number = 2
+        while found in self._paths:
+            found = f"{wanted}~{number}"  # no path of its own has this: "~" is followed by 0 or 1 there
+            number += 1
+        self._paths.add(found)
+        return found
+
+
+_CONTAINERS: Final[dict[type, str]] = {
+    tuple: "$tuple",
+    torch.Size: "$size",
+    OrderedDict: "$ordered",
+    Counter: "$counter",
+}
+
+
+def _encode_scalar(value: Any, path: str) -> Node:
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) < _SAFE_INT else {"$int": str(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is complex:
+        return {"$complex": [_encode_scalar(value.real, path), _encode_scalar(value.imag, path)]}
+    if kind in (bytes, bytearray):
+        return {"$" + kind.__name__: base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    raise CannotSave(
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: {_COUNTED}. {_advice(value)}"
+    )
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "name") and hasattr(value, "value"):
+        return "Save its .value or .name"
+    if hasattr(value, "item"):
+        return "Save its .item()"
+    return "Save what it takes to make it again"
+
+
+def decode(node: Node, tensor_named: Callable[[str], Any]) -> Any:
+    """The value of a node; objects become their state.
+
+    Args:
+        node: What `Encoder.encode` has made.
+        tensor_named: The tensor of each name that is met.
+
+    Raises:
+        CheckpointDamaged: It is no such node.
+    """
+    if type(node) is list:
+        return [decode(item, tensor_named) for item in node]
+    if type(node) is not dict:
+        return node
+    tag = tag_of(node)
+    if tag is None:
+        return {key: decode(item, tensor_named) for key, item in node.items()}
+    body = node[tag]
+    if tag == "$tensor":
+        return tensor_named(body)
+    if tag == "$object":
+        return decode(body["state"], tensor_named)
+    try:
+        if tag in _REBUILT:
+            return _REBUILT[tag]([decode(item, tensor_named) for item in body])
+        return _SCALARS[tag](body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"the index has a value of an unknown form, {tag}: {error}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if type(found) is not torch.dtype:
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+_REBUILT: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "$tuple": tuple,
+    "$size": torch.Size,
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$complex": lambda parts: complex(*parts),
+}
+_SCALARS: Final[dict[str, Callable[[Any], Any]]] = {
+    "$int": int,
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "$dtype": _dtype,
+    "$device": torch.device,
+}
+
+
+def tag_of(node: Node) -> str | None:
+    """What kind of special node it is, if any."""
+    if type(node) is dict and len(node) == 1:
+        key: str = next(iter(node))
+        return key if key.startswith("$") else None
+    return None
+
+
+def items_of(node: Node) -> dict[Any, Node] | None:
+    """What the node of a dict has under each key; None if it is no dict."""
+    tag = tag_of(node)
+    if tag in ("$dict", "$ordered"):
+        return {decode(key, _no_tensor): item for key, item in node[tag]}
+    return node if type(node) is dict and tag is None else None
+
+
+def dict_node(items: Mapping[str, Node]) -> Node:
+    """The node of a dict whose values are nodes already."""
+    if any(key.startswith("$") for key in items):
+        return {"$dict": [[key, item] for key, item in items.items()]}
+    return dict(items)
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointDamaged(f"the index has tensor '{name}' as a key")
+
+
+def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -> Node:
+    """The node of an object that is filled when it is loaded.
+
+    Args:
+        kind: ``module``, ``tensor``, ``optimizer`` or ``stateful``.
+        type_name: Its class, for people to read.
+        state: The node of its state.
+        metadata: Versions of modules, as `torch.nn.Module.state_dict` notes them.
+    """
+    return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
+
+
+def tensor_names(node: Node) -> Iterator[str]:
+    """The names of all tensors in a node, with repeats."""
+    if type(node) is list:
+        for item in node:
+            yield from tensor_names(item)
+    elif type(node) is dict:
+        if tag_of(node) == "$tensor":
+            yield node["$tensor"]
+        else:
+            for item in node.values():
+                yield from tensor_names(item)

@@ -1,0 +1,135 @@
+"""`save`, `load`, `read`, `verify` and `inspect`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Final
+
+from gradwire.checkpoint import files
+from gradwire.checkpoint._tree import decode, tensor_names
+from gradwire.checkpoint.directory import Directory
+from gradwire.checkpoint.loading import load_from
+from gradwire.checkpoint.progress import ByteProgress, ProgressOption
+from gradwire.checkpoint.saving import save_into
+from gradwire.checkpoint.summary import Summary, summarize
+
+_TIMEOUT_S: Final = 3600.0
+
+PathLike = str | os.PathLike[str]
+
+
+def save(
+    directory: PathLike, state: dict[str, Any], *, progress: ProgressOption = None, timeout: float = _TIMEOUT_S
+) -> Summary:
+    """Saves a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
+
+    A crash at any moment, of anybody, leaves the old checkpoint or the new one. Do not train while a save runs: each worker
+    saves one moment of its parameters, but the moments of two workers may differ by a step.
+
+    Args:
+        directory: One that all workers share; made if it is not there. It holds one checkpoint.
+        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
+            optimizers and schedulers that are here, tensors, plain values; and dicts, lists and tuples of these.
+        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
+            written and the bytes in all.
+        timeout: Seconds that each worker may take.
+
+    Returns:
+        What is in the checkpoint.
+
+    Raises:
+        CannotSave: A value cannot be saved; nothing was written.
+        CheckpointBusy: Somebody else is saving to that directory.
+        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
+        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
+    """
+    place = Directory(directory)
+    return summarize(place.path, save_into(place, state, progress, timeout))
+
+
+def load(
+    directory: PathLike,
+    objects: dict[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+) -> dict[str, Any]:
+    """Fills objects from a checkpoint, wherever they live now, and returns the values that were saved beside them.
+
+    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
+
+    Args:
+        directory: Of the checkpoint; all workers that have something to fill must see it.
+        objects: What to fill, by the names it was saved under.
+        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
+            If False, what both have is loaded, and converted. Shapes must always be the same.
+        progress: As for `save`.
+        timeout: Seconds that each worker may take in each step.
+
+    Returns:
+        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
+
+    Raises:
+        CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
+        CheckpointDamaged: A file is not what was written; nothing was changed.
+        CheckpointMismatch: It does not fit the objects; nothing was changed.
+        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
+    """
+    return load_from(Directory(directory), {} if objects is None else objects, strict, progress, timeout)
+
+
+def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
+    """Everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        names = set(tensor_names(index.state))
+        _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
+        reader = files.TensorReader(place.path, index.tensors)
+        found: dict[str, Any] = decode(index.state, functools.cache(reader.copied))  # what was one tensor stays one
+    return found
+
+
+def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
+    """Reads all files of a checkpoint and compares them with its index.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written; says which file and tensor.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        _check(place, index.files, index.tensors, progress)
+        return summarize(place.path, index)
+
+
+def inspect(directory: PathLike) -> Summary:
+    """What a checkpoint's index says: contents, sizes, who wrote it. Reads nothing else.
+
+    Args:
+        directory: Of the checkpoint.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: There is no index, or it is damaged.
+    """
+    place = Directory(directory)
+    return summarize(place.path, place.read_index())
+
+
+def _check(place: Directory, saved: Any, entries: Any, option: ProgressOption) -> None:
+    with ByteProgress("checking", option) as progress:
+        progress.total = sum(entry.num_bytes for entry in entries.values())
+        files.check_files(place.path, saved)
+        files.check_tensors(place.path, entries, progress.advance)

@@ -1,0 +1,282 @@
+"""The directory of a checkpoint: which files are in it, who may write, and how a new checkpoint replaces the old one.
+
+    index.json                             the checkpoint: it names the files that belong to it
+    g0007-3f9a1c2b-worker0.safetensors     what worker0 wrote in generation 7
+    g0007-3f9a1c2b-worker1.safetensors
+    .gradwire-writer                       locked while somebody saves; says who
+    .gradwire-readers                      locked while somebody loads
+
+A save writes files of a new generation beside the old ones, then renames the new index over the old, and only then removes
+what the new index does not name. Whoever dies in between leaves the old checkpoint or the new one, and files that the next
+save removes.
+
+Locks are the kernel's (``flock``): they end with the process that has them, however it ends. Loading does not keep others
+from saving; it only delays the removal of old files until a later save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gradwire.checkpoint import _points
+from gradwire.checkpoint._index import FILE_NAME, GENERATION, Index, dump, parse
+from gradwire.errors import CheckpointBusy, CheckpointError, CheckpointMissing, CheckpointWriteFailed
+
+INDEX_NAME: Final = "index.json"
+_WRITER_LOCK: Final = ".gradwire-writer"
+_READERS_LOCK: Final = ".gradwire-readers"
+_OURS: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})(?:-.*\.safetensors|\.begin|\.index)")
+_LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
+_POLL_S: Final = 0.01
+
+
+class Directory:
+    """One directory with one checkpoint in it, or none yet.
+
+    Args:
+        path: Where; made absolute, because workers may have other working directories.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+
+    def __repr__(self) -> str:
+        return f"<Directory {self.path}>"
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Index]:
+        """The index; inside the block no file that it names is removed by a save.
+
+        Raises:
+            CheckpointMissing: There is no checkpoint.
+            CheckpointDamaged: Its index is damaged.
+        """
+        if not (self.path / INDEX_NAME).exists():
+            raise self._no_checkpoint()
+        with contextlib.ExitStack() as stack:
+            descriptor = self._open_lock(_READERS_LOCK)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                _lock_shared(descriptor, self.path)
+            yield self.read_index()
+
+    def read_index(self) -> Index:
+        """The index as it is now.
+
+        Raises:
+            CheckpointMissing: There is none.
+            CheckpointDamaged: It is damaged.
+        """
+        path = self.path / INDEX_NAME
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise self._no_checkpoint() from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read the index {path}: {error}", str(path)) from error
+        return parse(data, str(path))
+
+    def _no_checkpoint(self) -> CheckpointMissing:
+        return CheckpointMissing(f"there is no checkpoint in {self.path}: it has no {INDEX_NAME}", INDEX_NAME)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, worker: str) -> Iterator[str]:
+        """A new generation, for the one who saves; inside the block nobody else can save here.
+
+        If the block raises before the new index is in its place, what was written of the generation is removed.
+
+        Raises:
+            CheckpointBusy: Somebody else is saving here.
+            CheckpointWriteFailed: The directory cannot be written to.
+        """
+        with contextlib.ExitStack() as stack:
+            with _translated(self.path, "make"):
+                self.path.mkdir(parents=True, exist_ok=True)
+                descriptor = self._open_lock(_WRITER_LOCK, must=True)
+            assert descriptor is not None
+            stack.callback(os.close, descriptor)
+            self._lock_writer(descriptor, worker)
+            _points.passed("locked")
+            self.clean()
+            generation = self._next_generation()
+            stack.callback(self._end, generation)
+            with _translated(self.path, "write to"):
+                (self.path / f"{generation}.begin").touch(exist_ok=False)
+            _points.passed("announced")
+            yield generation
+
+    def check_announced(self, generation: str, worker: str) -> None:
+        """
+        Raises:
+            CheckpointWriteFailed: This worker does not see what the one who saves has written.
+        """
+        if not (self.path / f"{generation}.begin").exists():
+            raise CheckpointWriteFailed(
+                f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save "
+                "has begun to write; save to a directory that all workers share",
+                str(self.path),
+            )
+
+    def publish(self, index: Index) -> None:
+        """Makes a generation, whose files are all written, the checkpoint.
+
+        Raises:
+            CheckpointWriteFailed: The index could not be written; the checkpoint before is in its place.
+        """
+        path, data = self.path / f"{index.generation}.index", dump(index)
+        with _translated(path, "write"):
+            with open(path, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self.sync()  # the names of the files must be on disk before the index that names them
+            _points.passed("index-written")
+            os.rename(path, self.path / INDEX_NAME)
+            _points.passed("index-renamed")
+            self.sync()
+
+    def sync(self) -> None:
+        """Puts the names of files on disk."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def clean(self) -> None:
+        """Removes files of other generations than that of the checkpoint: old ones, and those of saves that were cut off.
+
+        Nothing is removed while somebody loads, or if it is not known what belongs to the checkpoint.
+        """
+        try:
+            keep = {INDEX_NAME, *self.read_index().files}
+        except CheckpointMissing:
+            keep = {INDEX_NAME}
+        except CheckpointError:
+            return
+        descriptor = self._open_lock(_READERS_LOCK)
+        if descriptor is None:
+            return
+        try:
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                self._remove(lambda name: name not in keep)
+        finally:
+            os.close(descriptor)
+
+    def _end(self, generation: str) -> None:
+        """After a save: without its generation's files if it did not become the checkpoint, without all others if it did."""
+        with contextlib.suppress(OSError):
+            (self.path / f"{generation}.begin").unlink(missing_ok=True)
+        try:
+            is_published = self.read_index().generation == generation
+        except CheckpointError:
+            is_published = False
+        if is_published:
+            self.clean()
+            _points.passed("cleaned")
+        else:
+            self._remove(lambda name: name.startswith(generation))
+
+    def _remove(self, is_unwanted: Callable[[str], bool]) -> None:
+        for name in os.listdir(self.path):
+            if _OURS.fullmatch(name) and is_unwanted(name):
+                with contextlib.suppress(OSError):  # what cannot be removed now is tried again by the next save
+                    (self.path / name).unlink()
+
+    def _next_generation(self) -> str:
+        numbers = [int(name[1:].partition("-")[0]) for name in os.listdir(self.path) if _OURS.fullmatch(name)]
+        return f"g{max(numbers, default=0) + 1:04}-{secrets.token_hex(4)}"
+
+    # -- locks -------------------------------------------------------------------------------------------------------
+
+    def _open_lock(self, name: str, must: bool = False) -> int | None:
+        """The file to lock; None if the directory is read-only, where nothing can be removed either."""
+        path = self.path / name
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            if must:
+                raise
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return None
+
+    def _lock_writer(self, descriptor: int, worker: str) -> None:
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
+            raise CheckpointBusy(
+                f"{_read_owner(descriptor)} is saving to {self.path}; wait for it, or save to another directory"
+            )
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        owner = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
+        with contextlib.suppress(OSError):  # only for messages; a full disk shows itself soon enough
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+
+
+def file_name(generation: str, worker: str) -> str:
+    """The name of the file that a worker writes."""
+    return f"{generation}-{worker}.safetensors"
+
+
+def check_file_name(name: str, generation: str) -> None:
+    """
+    Raises:
+        CheckpointError: A worker is asked to write something else than a file of a checkpoint.
+    """
+    match = FILE_NAME.fullmatch(name)
+    if match is None or match["generation"] != generation:
+        raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise CheckpointError(f"this file system cannot lock files: {error}; use one that can") from error
+    return True
+
+
+def _lock_shared(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    pause = threading.Event()  # never set
+    while not _try_lock(descriptor, fcntl.LOCK_SH):
+        if time.monotonic() >= deadline:
+            raise CheckpointBusy(f"old files have been removed from {path} for {_LOCK_WAIT_S:g} s; try again")
+        pause.wait(_POLL_S)
+
+
+def _read_owner(descriptor: int) -> str:
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"worker {owner['worker']} (process {owner['pid']} on {owner['host']}, since {owner['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+@contextlib.contextmanager
+def _translated(path: Path, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointWriteFailed(f"cannot {doing} {path}: {error.strerror or error}", path.name) from error

@@ -1,0 +1,311 @@
+"""safetensors files: written from the tensors' own memory, checked piece by piece, read as mappings.
+
+A file is eight bytes of length, a JSON header, then the bytes of the tensors without gaps:
+
+    <header length, little-endian> {"model/weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} <bytes>
+
+Files are written here and not by the safetensors library, because the checksum of each piece is taken while it is in
+the cache and because the library's way is slower; they are read by the library, like those of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors
+import torch
+
+from gradwire.checkpoint import _points
+from gradwire.checkpoint._dtypes import (
+    DTYPES,
+    NAMES,
+    alignment_of,
+    from_stored,
+    num_bytes_of,
+    stored_name,
+    stored_shape,
+)
+from gradwire.checkpoint._index import FileEntry, TensorEntry, checksum_of, show_checksum
+from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
+from gradwire.wire.tensors import as_bytes
+
+OnBytes = Callable[[int], None]
+
+_PIECE: Final = 2 << 20  # small enough to be in the cache still when it is written
+_ALIGNMENT: Final = 64  # of the first tensor
+
+
+class TensorSet:
+    """The tensors that one worker is to write, by name. A tensor that is met twice is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes they take."""
+        return sum(num_bytes_of(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors.values())
+
+    def place(self, path: str, tensor: torch.Tensor) -> str:
+        """Takes a tensor; returns the name of the one that is kept.
+
+        Raises:
+            CannotSave: Its bytes cannot be written.
+        """
+        _check_savable(path, tensor)
+        key = _identity(tensor)
+        if key is not None and key in self._names:
+            return self._names[key]
+        self.tensors[path] = tensor.detach()
+        if key is not None:
+            self._names[key] = path
+        return path
+
+
+def _check_savable(path: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if tensor.layout is not torch.strided:
+        problem = f"it is of layout {tensor.layout}; save its indices and values"
+    elif tensor.dtype not in NAMES:
+        problem = f"its dtype is {tensor.dtype}"
+    elif tensor.is_meta:
+        problem = "it is on the meta device and has no values"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"it is a {type(tensor).__name__}, not a plain tensor"
+    if problem:
+        raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """The same for tensors that are the same memory, seen the same way; None for those without memory."""
+    if tensor.numel() == 0:
+        return None
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Writes a new file and has it on disk before it returns; if it cannot, no file is left.
+
+    Args:
+        path: Must not exist.
+        tensors: By name; none of them may change meanwhile.
+        worker: Who writes, for the index.
+        host: And where.
+        on_bytes: Told how many more bytes are written.
+
+    Raises:
+        CheckpointWriteFailed: It cannot be written; says which file and which tensor.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: -alignment_of(item[1].dtype)))  # so that all are aligned
+    header = _header(ordered)
+    name = ""
+    try:
+        with open(path, "xb", buffering=0) as file:
+            _points.passed("opened")
+            _write(file.fileno(), memoryview(header), on_bytes)
+            entries, offset = {}, len(header)
+            for number, (name, tensor) in enumerate(ordered.items()):
+                if number == len(ordered) // 2:
+                    _points.passed("half")
+                checksum = _write_tensor(file.fileno(), tensor, on_bytes)
+                shape = tuple(tensor.shape)
+                entries[name] = TensorEntry(path.name, offset, NAMES[tensor.dtype], shape, checksum)
+                offset += entries[name].num_bytes
+            os.fsync(file.fileno())
+            _points.passed("synced")
+    except BaseException as error:
+        if not isinstance(error, FileExistsError):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
+            raise CheckpointWriteFailed(
+                f"{text}. Make room there, or save to another directory", path.name, name
+            ) from error
+        raise
+    return FileEntry(offset, len(header), checksum_of(header), worker, host), entries
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        end = offset + num_bytes_of(tensor.dtype, shape)
+        stored = {"dtype": stored_name(tensor.dtype), "shape": stored_shape(tensor.dtype, shape)}
+        fields[name] = {**stored, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(descriptor: int, tensor: torch.Tensor, on_bytes: OnBytes) -> str:
+    """Checksum and write piece by piece; returns the checksum."""
+    data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
+    view, checksum = memoryview(data), 0
+    for start in range(0, len(view), _PIECE):
+        piece = view[start : start + _PIECE]
+        checksum = zlib.crc32(piece, checksum)
+        _write(descriptor, piece, on_bytes)
+    del owner  # lived until here: the view does not keep it
+    return show_checksum(checksum)
+
+
+def _write(descriptor: int, data: memoryview, on_bytes: OnBytes) -> None:
+    while len(data):
+        num_written = os.write(descriptor, data)
+        on_bytes(num_written)
+        data = data[num_written:]
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def check_files(directory: Path, files: Mapping[str, FileEntry]) -> None:
+    """Compares sizes and headers with the index.
+
+    Raises:
+        CheckpointMissing: A file is gone.
+        CheckpointDamaged: A file has another size or header than was written.
+    """
+    for name, entry in files.items():
+        path = directory / name
+        with _opened(path, "") as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size != entry.num_bytes:
+                raise _damaged(path, "", f"it has {size:,} bytes instead of {entry.num_bytes:,}")
+            if checksum_of(_read(descriptor, entry.header_bytes, 0)) != entry.checksum:
+                raise _damaged(path, "", "its header has changed")
+
+
+def check_tensors(directory: Path, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
+    """Compares the bytes of tensors with the index. Reads, and maps nothing: a bad disk gives an error and no signal.
+
+    Raises:
+        CheckpointMissing: A file is gone.
+        CheckpointDamaged: A tensor's bytes have changed.
+    """
+    buffer = bytearray(_PIECE)
+    for file, names in _by_file(entries).items():
+        path = directory / file
+        with _opened(path, names[0]) as descriptor:
+            for name in names:
+                if _checksum_in(path, descriptor, name, entries[name], buffer, on_bytes) != entries[name].checksum:
+                    raise _damaged(path, name, "its bytes have changed")
+
+
+def _checksum_in(
+    path: Path, descriptor: int, name: str, entry: TensorEntry, buffer: bytearray, on_bytes: OnBytes
+) -> str:
+    view, checksum = memoryview(buffer), 0
+    offset, end = entry.offset, entry.offset + entry.num_bytes
+    while offset < end:
+        piece = view[: min(len(view), end - offset)]
+        try:
+            num_read = os.preadv(descriptor, [piece], offset)
+        except OSError as error:
+            raise _damaged(path, name, f"it cannot be read: {error.strerror}") from error
+        if num_read == 0:
+            raise _damaged(path, name, "the file ends too early")
+        checksum = zlib.crc32(piece[:num_read], checksum)
+        offset += num_read
+        on_bytes(num_read)
+    return show_checksum(checksum)
+
+
+class TensorReader:
+    """Tensors of a checkpoint as views of the mapped files: nothing is read before it is used. Check the files first."""
+
+    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry]) -> None:
+        self._directory = directory
+        self._entries = entries
+        self._open: dict[str, Any] = {}
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor that must only be read.
+
+        Raises:
+            CheckpointMissing: Its file is gone.
+            CheckpointDamaged: Its file has no such tensor.
+        """
+        entry = self._entries[name]
+        path, dtype = self._directory / entry.file, DTYPES[entry.dtype]
+        if entry.file not in self._open:
+            with _opened(path, name):
+                pass
+            try:
+                self._open[entry.file] = safetensors.safe_open(path, framework="pt")
+            except (safetensors.SafetensorError, OSError) as error:
+                raise _damaged(path, name, str(error)) from error
+        try:
+            stored: torch.Tensor = self._open[entry.file].get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise _damaged(path, name, str(error)) from error
+        tensor = from_stored(stored, dtype)
+        if tensor.dtype is not dtype or tuple(tensor.shape) != entry.shape:
+            raise _damaged(path, name, f"it is {tensor.dtype} {tuple(tensor.shape)} there")
+        return tensor
+
+    def copied(self, name: str) -> torch.Tensor:
+        """The same with memory of its own."""
+        return self.mapped(name).clone()
+
+
+def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        found.setdefault(entry.file, []).append(name)
+    return found
+
+
+def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """The files that those tensors are in."""
+    return {entry.file: files[entry.file] for entry in entries}
+
+
+@contextlib.contextmanager
+def _opened(path: Path, tensor: str) -> Any:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        what = f", which has tensor '{tensor}'," if tensor else ""
+        raise CheckpointMissing(
+            f"the file {path} of the checkpoint{what} is missing. Put it back, or load another checkpoint",
+            path.name,
+            tensor,
+        ) from error
+    except OSError as error:
+        raise _damaged(path, tensor, f"it cannot be opened: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    found = bytearray()
+    while len(found) < num_bytes:
+        piece = os.pread(descriptor, num_bytes - len(found), offset + len(found))
+        if not piece:
+            break
+        found += piece
+    return bytes(found)
+
+
+def _damaged(path: Path, tensor: str, why: str) -> CheckpointDamaged:
+    what = f"tensor '{tensor}' in {path}" if tensor else f"the file {path}"
+    return CheckpointDamaged(f"{what} is damaged: {why}. Load another checkpoint", path.name, tensor)

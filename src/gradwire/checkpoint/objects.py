@@ -1,0 +1,316 @@
+"""What can be filled from a checkpoint, and how: its state, whether a saved state fits it, and loading that.
+
+An object is split into *parts*, one for each worker that has something of it. Everything here but `split` runs where the
+part is.
+
+    RemoteModule, RRef              one part, on the owner
+    nn.Module                       one part, here; if RemoteModules are inside of it, one more for each
+    DistributedOptimizer            one part on each owner; options of its groups stay here
+    anything with a state_dict      one part, here
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from gradwire.autograd import sharing
+from gradwire.checkpoint._dtypes import NAMES
+from gradwire.checkpoint._index import TensorEntry
+from gradwire.checkpoint._tree import Node, decode, items_of, join, tag_of
+from gradwire.checkpoint.files import TensorReader
+from gradwire.errors import CannotSave, CheckpointError
+from gradwire.nn import RemoteModule
+from gradwire.optim import DistributedOptimizer, LocalOptimizer
+from gradwire.rref import RRef
+
+MODULE: Final = "module"
+TENSOR: Final = "tensor"
+OPTIMIZER: Final = "optimizer"
+STATEFUL: Final = "stateful"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something of an object that one worker has.
+
+    Attributes:
+        path: Of the object.
+        prefix: What the part's keys have in front of them in the object's state.
+        value: The part itself, or a reference to it.
+        is_own_only: Of a module, only what is directly in it: its submodules are parts of their own.
+        names: Of an optimizer, the parameters that it has on that worker.
+    """
+
+    path: str
+    prefix: str
+    value: Any
+    is_own_only: bool = False
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is saved of a part."""
+
+    kind: str
+    type_name: str
+    values: Any
+    metadata: dict[str, Any] | None = None
+
+
+# -- on the worker that saves or loads ------------------------------------------------------------------------------
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is filled when it is loaded, and not just a value."""
+    if isinstance(value, RRef | nn.Module | torch.optim.Optimizer):
+        return True
+    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return has_both and not isinstance(value, type)
+
+
+def split(path: str, value: Any) -> list[Part]:
+    """The parts of an object."""
+    if isinstance(value, DistributedOptimizer):
+        names: dict[str, list[str]] = {}
+        for name, rref in value.named_parameters():
+            names.setdefault(rref.owner_name(), []).append(name)
+        below = join(path, "state")
+        return [
+            Part(below, "", rref, names=tuple(names.get(rref.owner_name(), ()))) for rref in value.remote_optimizers
+        ]
+    if isinstance(value, nn.Module):
+        return list(_split_module(path, "", value))
+    return [Part(path, "", value)]
+
+
+def _split_module(path: str, prefix: str, module: nn.Module) -> Iterator[Part]:
+    if isinstance(module, RemoteModule):
+        yield Part(path, prefix, module.get_module_rref())
+    elif not any(isinstance(item, RemoteModule) for item in module.modules()):
+        yield Part(path, prefix, module)
+    else:
+        yield Part(path, prefix, module, is_own_only=True)
+        for name, child in module.named_children():
+            yield from _split_module(path, f"{prefix}{name}.", child)
+
+
+# -- where the part is: saving --------------------------------------------------------------------------------------
+
+
+def state_of(part: Part) -> State:
+    """What is to be saved of a part.
+
+    Raises:
+        CannotSave: It has no state that can be saved.
+    """
+    value = part.value
+    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, LocalOptimizer):
+        return State(OPTIMIZER, type_name, dict(value.named_state()))
+    if isinstance(value, nn.Module):
+        state = module_state(value, part.is_own_only)
+        values = {part.prefix + name: item for name, item in state.items()}
+        versions = {(part.prefix + name).rstrip("."): dict(item) for name, item in state._metadata.items()}
+        return State(MODULE, type_name, values, versions)
+    if isinstance(value, torch.Tensor):
+        return State(TENSOR, type_name, value)
+    if is_object(value):
+        return State(STATEFUL, type_name, value.state_dict())
+    raise CannotSave(
+        f"'{part.path}' is a reference to a {type_name}, which has no state_dict; only references to tensors, modules and "
+        "what has state_dict and load_state_dict can be saved"
+    )
+
+
+def module_state(module: nn.Module, is_own_only: bool) -> Any:
+    """The state dict of a module, or of what is directly in it."""
+    if not is_own_only:
+        return module.state_dict()
+    found: Any = OrderedDict()
+    found._metadata = {"": {"version": module._version}}
+    module._save_to_state_dict(found, "", False)
+    return found
+
+
+@contextlib.contextmanager
+def standing_still(parts: Sequence[Part]) -> Iterator[None]:
+    """Nobody steps the parameters of those parts meanwhile."""
+    with sharing.standing_still(_parameters_of(parts)):
+        yield
+
+
+@contextlib.contextmanager
+def changing(parts: Sequence[Part]) -> Iterator[None]:
+    """Nobody else changes the parameters of those parts meanwhile; contexts under way keep the values that they saw."""
+    with sharing.stepping(_parameters_of(parts), ()), torch.no_grad():
+        yield
+
+
+def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for part in parts:
+        if isinstance(part.value, nn.Module):
+            found += part.value.parameters(recurse=not part.is_own_only)
+        elif isinstance(part.value, torch.Tensor):
+            found.append(part.value)
+    return found
+
+
+# -- where the part is: does it fit? --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a saved state fits a part.
+
+    Attributes:
+        claimed: The keys that the part takes; None if it takes all.
+        missing: Keys that the part wants and the checkpoint does not have.
+        problems: What does not fit, one line each.
+    """
+
+    claimed: tuple[str, ...] | None = None
+    missing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def fit(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> Fit:
+    """Compares a part with what was saved. Changes nothing.
+
+    Args:
+        part: What is to be filled.
+        node: The saved state of the whole object.
+        entries: Of the tensors in it.
+        is_strict: Whether dtypes must be the same.
+    """
+    value = part.value
+    if isinstance(value, LocalOptimizer):
+        return Fit()  # its parameters were compared by whoever loads
+    if isinstance(value, nn.Module):
+        return _fit_module(part, node, entries, is_strict)
+    if isinstance(value, torch.Tensor):
+        if tag_of(node) != "$tensor":
+            return Fit(problems=(f"'{part.path}' was not saved as a tensor",))
+        problem = _compare(part.path, value, entries[node["$tensor"]], is_strict)
+        return Fit(problems=(problem,) if problem else ())
+    if isinstance(value, torch.optim.Optimizer):
+        return Fit(problems=_fit_optimizer(part, node))
+    if is_object(value):
+        return Fit()
+    return Fit(problems=(f"'{part.path}' is a reference to a {type(value).__name__}, which cannot be filled",))
+
+
+def _fit_module(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> Fit:
+    saved = items_of(node)
+    if saved is None:
+        return Fit(problems=(f"'{part.path}' was not saved as a module",))
+    claimed, missing, problems = [], [], []
+    for name, target in module_state(part.value, part.is_own_only).items():
+        key = part.prefix + name
+        if key not in saved:
+            missing.append(key)
+            continue
+        claimed.append(key)
+        if isinstance(target, torch.Tensor) and not nn.parameter.is_lazy(target):
+            where = join(part.path, key)
+            if tag_of(saved[key]) != "$tensor":
+                problems.append(f"'{where}' was not saved as a tensor")
+            elif problem := _compare(where, target, entries[saved[key]["$tensor"]], is_strict):
+                problems.append(problem)
+    return Fit(tuple(claimed), tuple(missing), tuple(problems))
+
+
+def _compare(where: str, target: torch.Tensor, entry: TensorEntry, is_strict: bool) -> str:
+    if tuple(target.shape) != entry.shape:
+        return f"'{where}' has shape {list(entry.shape)} in the checkpoint and {list(target.shape)} here"
+    if is_strict and NAMES.get(target.dtype) != entry.dtype:
+        return f"'{where}' is {entry.dtype} in the checkpoint and {str(target.dtype).removeprefix('torch.')} here"
+    return ""
+
+
+def _fit_optimizer(part: Part, node: Node) -> tuple[str, ...]:
+    groups = (items_of(node) or {}).get("param_groups")
+    if not isinstance(groups, list):
+        return (f"'{part.path}' was not saved as an optimizer of one process",)
+    sizes = [len((items_of(group) or {}).get("params", ())) for group in groups]
+    here = [len(group["params"]) for group in part.value.param_groups]
+    return (
+        () if sizes == here else (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {here} here",)
+    )
+
+
+# -- where the part is: filling it ----------------------------------------------------------------------------------
+
+
+Filled = tuple[Part, Node, dict[str, Any] | None]
+"""A part, the saved state of its object, and the versions of its modules."""
+
+
+def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
+    """Loads what has a `load_state_dict` of its own and is no module. If one refuses, all are put back.
+
+    Raises:
+        CheckpointError: An object's `load_state_dict` raised.
+    """
+    undo: list[Callable[[], Any]] = []
+    for part, node, _ in parts:
+        if isinstance(part.value, nn.Module | torch.Tensor):
+            continue
+        try:
+            _fill_stateful(part, node, reader, undo)
+        except Exception as error:
+            for put_back in reversed(undo):
+                put_back()
+            text = f"{type(part.value).__name__} did not take its state: {type(error).__name__}: {error}"
+            raise CheckpointError(f"'{part.path}' was not loaded: {text}") from error
+
+
+def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
+    """Loads modules and tensors, which are known to fit."""
+    for part, node, metadata in parts:
+        if isinstance(part.value, nn.Module):
+            _fill_module(part, node, metadata, reader)
+        elif isinstance(part.value, torch.Tensor):
+            part.value.copy_(reader.mapped(node["$tensor"]))
+
+
+def _fill_stateful(part: Part, node: Node, reader: TensorReader, undo: list[Callable[[], Any]]) -> None:
+    value = part.value
+    if isinstance(value, LocalOptimizer):
+        saved = items_of(node) or {}
+        state = {name: decode(saved[name], reader.copied) for name in part.names if name in saved}
+        before = value.named_state()
+        undo.append(lambda: value.load_named_state(before))
+        value.load_named_state(state)
+    else:
+        before = value.state_dict()
+        undo.append(lambda: value.load_state_dict(before))
+        value.load_state_dict(decode(node, reader.copied))
+
+
+def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader: TensorReader) -> None:
+    """Copies straight from the mapped file into the parameters."""
+    module, saved = part.value, items_of(node) or {}
+    state: Any = OrderedDict()
+    for name, target in module_state(module, part.is_own_only).items():
+        if part.prefix + name in saved:
+            read = reader.mapped if isinstance(target, torch.Tensor) else reader.copied
+            state[name] = decode(saved[part.prefix + name], read)
+    versions = {key[len(part.prefix) :]: item for key, item in (metadata or {}).items() if key.startswith(part.prefix)}
+    versions.setdefault("", (metadata or {}).get(part.prefix.rstrip("."), {}))
+    state._metadata = versions
+    if part.is_own_only:
+        errors: list[str] = []
+        module._load_from_state_dict(state, "", versions[""], False, [], [], errors)
+        if errors:
+            raise RuntimeError("; ".join(errors))
+    else:
+        module.load_state_dict(state, strict=False)

@@ -1,0 +1,121 @@
+"""How far a save or load has come: a bar on a terminal, a function of the user's, or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+ProgressOption = bool | Callable[[int, int], None] | None
+"""None: a bar if somebody looks. False: none. A function: called with the bytes done and the bytes in all."""
+
+_DELAY_S: Final = 1.0
+_INTERVAL_S: Final = 0.1
+
+
+class ByteProgress:
+    """Counts bytes, and shows them now and then. Refreshed by its user, so that it needs no thread.
+
+    Args:
+        description: What is being done.
+        option: Who wants to know.
+    """
+
+    def __init__(self, description: str, option: ProgressOption) -> None:
+        self._description = description
+        self._callback = option if callable(option) else None
+        self._is_quiet = option is False or self._callback is not None
+        self._bar: Progress | None = None
+        self._next_at = time.monotonic() + (0.0 if option else _DELAY_S)
+        self._last_told = (-1, -1)
+        self._lock = threading.Lock()  # guards num_bytes
+        self.num_bytes = 0
+        self.total = 0
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._show()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """That many more bytes are done."""
+        self.count(num_bytes)
+        self.refresh()
+
+    def count(self, num_bytes: int) -> None:
+        """The same from another thread, which must not show anything."""
+        with self._lock:
+            self.num_bytes += num_bytes
+
+    def refresh(self) -> None:
+        """Shows where things stand, if it is time to."""
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + _INTERVAL_S
+            self._show()
+
+    def _show(self) -> None:
+        done = min(self.num_bytes, self.total)
+        if self._callback is not None and (done, self.total) != self._last_told:
+            self._last_told = (done, self.total)
+            self._callback(done, self.total)
+        if self._is_quiet or time.monotonic() < self._next_at - _INTERVAL_S:
+            return
+        if self._bar is None:
+            self._bar = self._make_bar()
+            self._is_quiet = self._bar is None  # asked once: whether there is someone to look does not change
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=self.total)
+            self._bar.refresh()
+
+    def _make_bar(self) -> Progress | None:
+        console = Console(stderr=True)
+        if not (sys.stderr.isatty() or console.is_jupyter):
+            return None
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        bar = Progress(
+            *columns,
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # into a file it must go on to be written
+        )
+        bar.add_task(self._description, total=self.total)
+        bar.start()
+        return bar
+
+
+class WatchedFiles:
+    """How much of files is written, as their sizes tell: nobody has to report it.
+
+    Args:
+        paths: Files that others write.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._sizes = dict.fromkeys(paths, 0)
+
+    def num_new(self) -> int:
+        """How many bytes have been added since the last call."""
+        grown = 0
+        for path, before in self._sizes.items():
+            try:
+                self._sizes[path] = max(before, os.stat(path).st_size)
+            except OSError:  # not begun yet, or not visible from here
+                continue
+            grown += self._sizes[path] - before
+        return grown
