@@ -233,7 +233,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         answers = self._ask("named_state", lambda _: (), UNSET_RPC_TIMEOUT)
-        merged = {name: state for part in answers.values() for name, state in part.items()}
+        merged: states.NamedState = {}
+        for owner, part in answers.items():
+            merged.update(states.copied(part) if self._owners[owner].is_here else part)
         packed = states.pack(self.param_groups, merged)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
@@ -254,7 +256,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name, rref in self.named_parameters():
             if name in found:
                 parts[rref.owner_name()][name] = found[name]
-        self._ask("load_named_state", lambda owner: (parts[owner.name],), UNSET_RPC_TIMEOUT)
+
+        def part_of(owner: Owner) -> Sequence[Any]:
+            part = parts[owner.name]
+            return (states.copied(part) if owner.is_here else part,)
+
+        self._ask("load_named_state", part_of, UNSET_RPC_TIMEOUT)
         for group, saved in zip(self.param_groups, options, strict=True):
             kept = {key: group[key] for key in RESERVED}
             group.clear()

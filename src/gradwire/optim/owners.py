@@ -27,9 +27,14 @@ class Owner:
     optimizer: RRef[LocalOptimizer]
     is_behind: bool = False
 
+    @property
+    def is_here(self) -> bool:
+        """Whether that is the worker that runs this."""
+        return self.optimizer.is_owner()
+
     def start(self, operation: str, args: Sequence[Any], timeout_s: float) -> CallFuture[Any] | None:
         """Begins an operation; None for the worker that runs this, where it is run by `finish`."""
-        if self.optimizer.is_owner():
+        if self.is_here:
             return None
         return self.optimizer._submit(OPERATE, (operation, *args), timeout_s)
 

@@ -13,11 +13,21 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
+
 from gradwire.errors import ConfigurationError
 from gradwire.optim._options import RESERVED
 
 NamedState = dict[str, dict[str, Any]]
 """State of parameters by their names."""
+
+
+def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
+    """Shares no memory, as what came from another worker."""
+    return {
+        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        for name, found in state.items()
+    }
 
 
 def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

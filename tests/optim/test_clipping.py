@@ -1,0 +1,133 @@
+"""Clipping over all owners is clipping in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.cluster.api import Cluster
+from gradwire.errors import ConfigurationError, OptimizerError
+from optim.programs import Distributed, OneProcess, assert_same, batches, make
+
+SEEDS = (1, 2, 3, 4)
+
+
+def worlds(cluster: Cluster, kind: str = "dense") -> tuple[OneProcess, Distributed]:
+    here, there = OneProcess(SEEDS, kind), Distributed(SEEDS, cluster.workers, kind)
+    for world in (here, there):
+        world.make_optimizer(make(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return here, there
+
+
+def step_here(here: OneProcess, clip: Callable[[list[Any]], Any], *inputs: torch.Tensor) -> Any:
+    here.optimizer.zero_grad()
+    for x in inputs:
+        here.loss(x).backward()
+    found = clip(here.parameters)
+    here.optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_by_norm(cluster: Cluster, norm_type: float, max_norm: float) -> None:
+    here, there = worlds(cluster)
+    found: list[torch.Tensor] = []
+
+    def act(ctx: Any) -> None:
+        found.append(there.optimizer.clip_grad_norm_(ctx, max_norm, norm_type))
+        there.optimizer.step(ctx)
+
+    for number in range(2):
+        inputs = [batches(number), batches(number + 10)]
+        expected = step_here(here, lambda params: torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type), *inputs)
+        there.in_contexts(inputs, act)
+        assert torch.equal(found[-1], expected)
+    assert_same(there.values(), here.values())
+
+
+def test_by_value_and_then_by_norm(cluster: Cluster) -> None:
+    here, there = worlds(cluster)
+
+    def clip(params: list[Any]) -> None:
+        torch.nn.utils.clip_grad_value_(params, 0.05)
+        torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+    step_here(here, clip, batches(0))
+
+    def act(ctx: Any) -> None:
+        there.optimizer.clip_grad_value_(ctx, 0.05)
+        there.optimizer.clip_grad_norm_(ctx, 0.1)
+        there.optimizer.step(ctx)
+
+    there.in_contexts([batches(0)], act)
+    assert_same(there.values(), here.values())
+
+
+def test_it_takes_one_round_trip(cluster: Cluster) -> None:
+    _, there = worlds(cluster)
+    agent = rpc.current_agent()
+
+    def act(ctx: Any) -> None:
+        before = agent.statistics().num_calls_made
+        there.optimizer.clip_grad_norm_(ctx, 1.0)
+        there.optimizer.clip_grad_value_(ctx, 1.0)
+        assert agent.statistics().num_calls_made == before + 2  # one to each of the two other owners
+
+    there.in_contexts([batches(0)], act)
+
+
+def test_what_is_not_finite(cluster: Cluster) -> None:
+    _, there = worlds(cluster)
+    before = there.values()
+
+    def act(ctx: Any) -> None:
+        with pytest.raises(OptimizerError, match="non-finite"):
+            there.optimizer.clip_grad_norm_(ctx, 1.0, error_if_nonfinite=True)
+        assert torch.isnan(there.optimizer.clip_grad_norm_(ctx, 1.0))
+
+    there.in_contexts([batches(0).fill_(float("nan"))], act)
+    assert_same(there.values(), before)
+
+
+def test_without_gradients_the_norm_is_zero(cluster: Cluster) -> None:
+    _, there = worlds(cluster)
+    with gw.autograd.context() as ctx:
+        assert there.optimizer.clip_grad_norm_(ctx, 1.0) == 0.0
+
+
+def test_sparse_gradients_are_clipped_by_norm(cluster: Cluster) -> None:
+    """Torch cannot do that; the measure is the same gradient, made dense."""
+    here, there = worlds(cluster, "sparse")
+    here.loss(batches(0)).backward()
+    for weight in here.parameters:
+        weight.grad = weight.grad.to_dense()
+    expected = torch.nn.utils.clip_grad_norm_(here.parameters, 0.1)
+    here.optimizer.step()
+
+    def act(ctx: Any) -> None:
+        torch.testing.assert_close(there.optimizer.clip_grad_norm_(ctx, 0.1), expected)
+        there.optimizer.step(ctx)
+
+    there.in_contexts([batches(0)], act)
+    for got, want in zip(there.values(), here.values(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_contexts_that_were_clipped_together_are_used_together(cluster: Cluster) -> None:
+    _, there = worlds(cluster)
+
+    def act(contexts: Any) -> None:
+        there.optimizer.clip_grad_value_(contexts, 1.0)
+        with pytest.raises(ConfigurationError, match="clipped or unscaled together"):
+            there.optimizer.step(contexts[0])
+        there.optimizer.step(contexts)
+
+    there.in_contexts([batches(0), batches(1)], act)
+    there.step(batches(2))
+    assert there.optimizer._edits.of((1, 2, 3)) == ()
