@@ -64,7 +64,7 @@ class Codec:
                 f'trust="data": {describe_function(function)} cannot be sent; mark it with @gradwire.rpc.expose on both '
                 f"workers, or call it by its exposed name"
             )
-        return "", self.pack((function, tuple(args), kwargs), to, shares_main)
+        return "", self.pack((objects.carry(function) or function, tuple(args), kwargs), to, shares_main)
 
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
@@ -87,7 +87,7 @@ class Codec:
         """The three parts of an unpacked call."""
         if function is None:
             function, args, kwargs = value
-            return function, args, kwargs
+            return function.load() if type(function) is objects.CarriedFunction else function, args, kwargs
         args, kwargs = value
         if type(args) is not tuple or type(kwargs) is not dict:
             raise CannotSend(f"the arguments of {describe_function(function)} are not a tuple and a dict")

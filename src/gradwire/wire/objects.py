@@ -21,6 +21,7 @@ from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.types import Trust
 from gradwire.wire import _pickled, _plain
+from gradwire.wire._carried import CarriedFunction, carry
 from gradwire.wire._functions import function_name, resolve_function
 from gradwire.wire._locate import locate
 from gradwire.wire._registry import register_plain_class, register_plain_type
@@ -33,7 +34,9 @@ __all__ = [
     "PLAIN",
     "TENSOR",
     "TENSORS",
+    "CarriedFunction",
     "Packed",
+    "carry",
     "function_name",
     "pack",
     "register_plain_class",
