@@ -25,6 +25,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 _LOOK_S = 0.05
 _ASK_S = 2.0
+_CLASH_LOOK_S = 0.2
 
 
 class Host:
@@ -33,11 +34,13 @@ class Host:
     Args:
         agent: The worker of rank 0.
         world_size: How many must come.
+        directory: Where they are published.
     """
 
-    def __init__(self, agent: Agent, world_size: int) -> None:
+    def __init__(self, agent: Agent, world_size: int, directory: StoreDirectory) -> None:
         self._agent = agent
         self._world_size = world_size
+        self._directory = directory
         self._lock = threading.Lock()  # guards the two fields below
         self._joined: dict[int, WorkerAddress] = {}
         self._answers: list[InterruptibleFuture[Any]] = []
@@ -61,20 +64,25 @@ class Host:
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
         address = decode_address(raw)
         with self._lock:
-            self._check_unique(address)
-            self._joined[address.info.id] = address
-            self._answers.append(answer)
+            clash = self._clash_with(address)
+            if clash is None:
+                self._joined[address.info.id] = address
+                self._answers.append(answer)
+        if clash is not None:
+            self._directory.announce_clash(clash)
+            raise DuplicateWorker(clash)
         self._answer_if_complete()
         return answer
 
-    def _check_unique(self, address: WorkerAddress) -> None:
+    def _clash_with(self, address: WorkerAddress) -> str | None:
         name, rank = address.info.name, address.info.id
         for other in self._joined.values():
             if (other.info.name == name) != (other.info.id == rank):
-                raise DuplicateWorker(
+                return (
                     f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {name} of rank "
                     f"{rank}; every rank needs a name of its own and every name a rank of its own"
                 )
+        return None
 
     def _answer_if_complete(self) -> None:
         with self._lock:
@@ -104,6 +112,7 @@ class Meeting:
         self._met: list[bytes] = []
         self._problem: Exception | None = None
         self._arrived: set[int] = set()
+        self._next_check = 0.0  # when to look for a clash again
         self._pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
         agent.server.register_control("met", lambda source: self._met)
 
@@ -112,7 +121,8 @@ class Meeting:
 
         Raises:
             RendezvousFailed: A rank did not arrive in time; says which, and where it was expected.
-            ConfigurationError: Names, ranks or world sizes contradict each other.
+            DuplicateWorker: Two workers have the same name or rank; all who wait are told.
+            ConfigurationError: World sizes contradict each other.
         """
         own = self._host() if self._rank == 0 else None
         # Those who give up withdraw, so look who is there shortly before.
@@ -122,6 +132,7 @@ class Meeting:
             self._wait_for(answer, deadline if self._arrived else look)
             if time.monotonic() >= look and not self._arrived:
                 self._arrived = self._published()
+            self._check_clash()
             self._directory.check_store()
             if answer is not None and answer.done() and self._take(answer):
                 return
@@ -129,7 +140,7 @@ class Meeting:
         raise self._failure() from self._problem
 
     def _host(self) -> InterruptibleFuture[Any]:
-        host = Host(self._agent, self._world_size)
+        host = Host(self._agent, self._world_size, self._directory)
         answer = host.join()
         for rank in range(1, self._world_size):
             address = self._directory.at_rank(rank)
@@ -173,6 +184,23 @@ class Meeting:
     def _wait_for(self, answer: InterruptibleFuture[Any] | None, deadline: float) -> None:
         while answer is not None and not answer.done() and time.monotonic() < deadline:
             self._pause.wait(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
+            self._check_clash()
+
+    def _check_clash(self) -> None:
+        """Looks now and then whether two workers are in each other's way: then there is nothing to wait for.
+
+        Raises:
+            DuplicateWorker: They are.
+        """
+        if time.monotonic() < self._next_check:
+            return
+        self._next_check = time.monotonic() + _CLASH_LOOK_S
+        try:
+            self._directory.check_clash(self._agent.address.incarnation)
+        except DuplicateWorker:
+            if self._rank == 0:  # the store may end with this process: let the others read it, too
+                self._pause.wait(3 * _CLASH_LOOK_S)
+            raise
 
     def _take(self, answer: InterruptibleFuture[Any]) -> bool:
         """Whether the answer was everybody's addresses."""

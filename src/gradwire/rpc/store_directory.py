@@ -20,6 +20,8 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 _log = logging.getLogger("gradwire")
 _ANSWER_S = 2.0  # for a store that is asked while a call waits
+_CLASH_NS = 2 * 10**9  # workers of one world start within such a time; a note that is older is an earlier run's
+_read_notes: set[str] = set()  # notes about clashes that this process knows: it may try again with another name
 
 encode_address = msgspec.msgpack.Encoder().encode
 decode_address = msgspec.msgpack.Decoder(WorkerAddress).decode
@@ -49,7 +51,9 @@ class StoreDirectory(StaticDirectory):
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
         if known is not None and known.info.id != info.id and self.is_fixed and _is_there(agent, known):
-            raise DuplicateWorker(f"the name {info.name} is not unique: rank {known.info.id} is called so, too")
+            text = f"the name {info.name} is not unique: ranks {known.info.id} and {info.id} are called so"
+            _read_notes.add(self.announce_clash(text))
+            raise DuplicateWorker(text)
         try:
             store.set(f"{self._prefix}/name/{info.name}", encode_address(agent.address))
             store.set(f"{self._prefix}/rank/{info.id}", encode_address(agent.address))
@@ -58,6 +62,30 @@ class StoreDirectory(StaticDirectory):
                 store.set(f"{self._prefix}/member/{index}", info.name)
         except RuntimeError as error:
             raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
+
+    def announce_clash(self, text: str) -> str:
+        """Leaves a note for all who wait for this world: it cannot become complete. Returns the note."""
+        note = f"{time.time_ns()}:{text}"
+        with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
+            self._point.store.set(f"{self._prefix}/clash", note)
+        return note
+
+    def check_clash(self, since_ns: int) -> None:
+        """Looks for such a note. One that is older than this worker, or that this process has read before, does not count.
+
+        Raises:
+            DuplicateWorker: There is one.
+        """
+        store, key = self._point.store, f"{self._prefix}/clash"
+        try:
+            note = store.get(key).decode() if store.check([key]) else ""
+            stamp, _, text = note.partition(":")
+            is_new = bool(note) and note not in _read_notes and int(stamp) > since_ns - _CLASH_NS
+        except (RuntimeError, AttributeError, ValueError):  # the store is gone, or holds something else
+            return
+        if is_new:
+            _read_notes.add(note)
+            raise DuplicateWorker(text)
 
     def withdraw(self, info: WorkerInfo) -> None:
         """Forgets this worker, as far as the store can still be reached, and lets go of the store and its port."""
