@@ -101,8 +101,8 @@ def check_future(value: Any, label: str) -> None:
     """
     if not hasattr(value, "add_done_callback"):
         raise RRefError(
-            f"functions marked with async_execution must return a torch.futures.Future, but {label} returned "
-            f"{type(value).__name__}"
+            f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but {label}, "
+            f"which is marked with async_execution, returned {type(value).__name__}"
         )
 
 
