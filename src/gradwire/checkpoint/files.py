@@ -11,6 +11,7 @@ the cache and because the library's way is slower; they are read by the library,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import zlib
@@ -38,6 +39,7 @@ from gradwire.wire.tensors import as_bytes
 OnBytes = Callable[[int], None]
 
 _PIECE: Final = 2 << 20  # small enough to be in the cache still when it is written
+_BEGIN_EVERY: Final = 16 << 20
 _ALIGNMENT: Final = 64  # of the first tensor
 
 
@@ -110,33 +112,68 @@ def write_file(
         CheckpointWriteFailed: It cannot be written; says which file and which tensor.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -alignment_of(item[1].dtype)))  # so that all are aligned
-    header = _header(ordered)
-    name = ""
+    header, entries, name = _header(ordered), {}, ""
     try:
         with open(path, "xb", buffering=0) as file:
             _points.passed("opened")
-            _write(file.fileno(), memoryview(header), on_bytes)
-            entries, offset = {}, len(header)
+            output = _Output(file.fileno(), on_bytes)
+            output.write(memoryview(header))
             for number, (name, tensor) in enumerate(ordered.items()):
                 if number == len(ordered) // 2:
                     _points.passed("half")
-                checksum = _write_tensor(file.fileno(), tensor, on_bytes)
-                shape = tuple(tensor.shape)
-                entries[name] = TensorEntry(path.name, offset, NAMES[tensor.dtype], shape, checksum)
-                offset += entries[name].num_bytes
+                offset, checksum = output.num_bytes, _write_tensor(output, tensor)
+                entries[name] = TensorEntry(path.name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
             os.fsync(file.fileno())
             _points.passed("synced")
+    except FileExistsError as error:
+        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", path.name) from error
     except BaseException as error:
-        if not isinstance(error, FileExistsError):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
-            raise CheckpointWriteFailed(
-                f"{text}. Make room there, or save to another directory", path.name, name
-            ) from error
-        raise
-    return FileEntry(offset, len(header), checksum_of(header), worker, host), entries
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
+        advice = "Make room there, or save to another directory"
+        raise CheckpointWriteFailed(f"{text}. {advice}", path.name, name) from error
+    return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
+
+
+class _Output:
+    """A file that is written from beginning to end.
+
+    The kernel is told to begin with the disk while the rest is still being copied, so that little is left to wait for at the
+    end: without that it begins when it is told to finish.
+    """
+
+    def __init__(self, descriptor: int, on_bytes: OnBytes) -> None:
+        self.num_bytes = 0
+        self._descriptor = descriptor
+        self._on_bytes = on_bytes
+        self._num_begun = 0
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            num_written = os.write(self._descriptor, data)
+            self.num_bytes += num_written
+            self._on_bytes(num_written)
+            data = data[num_written:]
+        if self.num_bytes - self._num_begun >= _BEGIN_EVERY and _sync_file_range is not None:
+            _sync_file_range(
+                self._descriptor, self._num_begun, self.num_bytes - self._num_begun, _SYNC_FILE_RANGE_WRITE
+            )
+            self._num_begun = self.num_bytes
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The system call that begins to write a part of a file to disk; it is only for speed, so its errors do not matter."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range: Final = _find_sync_file_range()
+_SYNC_FILE_RANGE_WRITE: Final = 2
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -153,23 +190,16 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(descriptor: int, tensor: torch.Tensor, on_bytes: OnBytes) -> str:
+def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
     """Checksum and write piece by piece; returns the checksum."""
     data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
     view, checksum = memoryview(data), 0
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
         checksum = zlib.crc32(piece, checksum)
-        _write(descriptor, piece, on_bytes)
+        output.write(piece)
     del owner  # lived until here: the view does not keep it
     return show_checksum(checksum)
-
-
-def _write(descriptor: int, data: memoryview, on_bytes: OnBytes) -> None:
-    while len(data):
-        num_written = os.write(descriptor, data)
-        on_bytes(num_written)
-        data = data[num_written:]
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
