@@ -1,0 +1,213 @@
+"""How a tensor is to be divided: into equal chunks along one dimension, or exactly as enumerated."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.remote_device import _remote_device
+
+from gradwire.shard._geometry import find_overlap
+from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
+
+
+class PlacementSpec(ABC):  # noqa: B024  (people derive from it)
+    """Where something is to be."""
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """On one device of one worker.
+
+    Raises:
+        ValueError: The text is no such device.
+    """
+
+    device: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, _remote_device):
+            self.device = _remote_device(self.device)
+
+
+class ShardingSpec(ABC):
+    """How a tensor is to be divided."""
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards of a tensor of that size.
+
+        Raises:
+            ValueError: A tensor of that size cannot be divided like this.
+        """
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """Equal chunks along one dimension, as `torch.chunk` makes them; the last may be smaller, or empty.
+
+    Args:
+        dim: The dimension; negative numbers count from the end.
+        placements: Who gets each chunk, in order.
+
+    Raises:
+        ValueError: `dim` is no integer, or a placement is none.
+        NotImplementedError: `dim` is a name.
+    """
+
+    dim: int
+    placements: list[Any]
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        if not self.placements:
+            raise ValueError("ChunkShardingSpec needs at least one placement")
+        self.placements = [as_placement(item) for item in self.placements]
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards of a tensor of that size; those beyond its end are empty.
+
+        Raises:
+            ValueError: The tensor does not have that dimension.
+        """
+        num_dims = len(tensor_sizes)
+        if not -num_dims <= self.dim < num_dims:
+            raise ValueError(f"Invalid sharding dim: {self.dim}, for a tensor with {num_dims} dimensions")
+        dim = self.dim % num_dims
+        length = tensor_sizes[dim]
+        split = get_split_size(length, len(self.placements))
+        shards = []
+        for number, placement in enumerate(self.placements):
+            offsets, sizes = [0] * num_dims, list(tensor_sizes)
+            offsets[dim] = min(split * number, length)
+            sizes[dim] = get_chunked_dim_size(length, split, number)
+            shards.append(ShardMetadata(offsets, sizes, placement))
+        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """Any shards that do not overlap: uneven, several or none for a rank, divided along several dimensions.
+
+    Raises:
+        ValueError: There are none, they have different numbers of dimensions, or two of them overlap.
+    """
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError(f"Empty shard list provided: {self.shards}")
+        ranks = {len(shard.shard_offsets) for shard in self.shards}
+        if len(ranks) > 1:
+            raise ValueError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ranks)))}")
+        validate_non_overlapping_shards_metadata(self.shards)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """These shards, if they make up a tensor of that size.
+
+        Raises:
+            ValueError: They do not.
+        """
+        check_tensor(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+def _check_dim(dim: object) -> None:
+    if isinstance(dim, str):
+        raise NotImplementedError("ChunkShardingSpec does not support named dimension yet! Give its number")
+    if type(dim) is not int:
+        raise ValueError(f"Sharding dim needs to be an integer, found: {dim}")
+
+
+def as_placement(value: Placement) -> _remote_device:
+    """A placement as people write it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, _remote_device):
+        return value
+    if not isinstance(value, str | torch.device):
+        raise ValueError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
+    return _remote_device(value)
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
+    """
+    Raises:
+        ValueError: Two shards have an element in common.
+    """
+    pair = find_overlap([shard.box for shard in shards])
+    if pair is not None:
+        raise ValueError(f"Shards {shards[pair[0]]} and {shards[pair[1]]} overlap")
+
+
+def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """
+    Raises:
+        ValueError: The shards, which do not overlap, do not make up a tensor of that size.
+    """
+    shards_rank = len(shards_metadata[0].shard_offsets)
+    if len(tensor_dims) != shards_rank:
+        raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {shards_rank}")
+    for shard in shards_metadata:
+        for offset, size, length in zip(shard.shard_offsets, shard.shard_sizes, tensor_dims, strict=True):
+            if offset + size > length:
+                raise ValueError(
+                    f"Shard offset {offset} and length {size} exceeds tensor dim: {length} for shard {shard}"
+                )
+    found, wanted = sum(shard.box.num_elements for shard in shards_metadata), math.prod(tensor_dims)
+    if found != wanted:
+        raise ValueError(
+            f"Total volume of shards: {found} does not match tensor volume: {wanted}, in other words all the "
+            f"individual shards do not cover the entire tensor"
+        )
+
+
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """The length of all chunks but the last ones, as `torch.chunk` makes them."""
+    return (dim_size + chunks - 1) // chunks
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """The length of chunk `idx`."""
+    return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
+
+
+def get_chunk_sharding_params(
+    sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
+) -> tuple[int, int]:
+    """Where the chunk of a rank begins, and its length.
+
+    Raises:
+        ValueError: The rank has none.
+    """
+    split = get_split_size(sharding_dim_size, world_size)
+    for number, placement in enumerate(spec.placements):
+        if placement.rank() == rank:
+            return min(split * number, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, number)
+    raise ValueError(f"rank {rank} is not among the placements {spec.placements}")
+
+
+def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The spec that gives these shards: chunks if they are, else themselves."""
+    shards = list(shards_metadata)
+    lengths = [
+        max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards) for dim in range(len(shards[0].shard_sizes))
+    ]
+    for dim in range(len(lengths)):
+        ordered = sorted(shards, key=lambda shard: (shard.shard_offsets[dim], -shard.shard_sizes[dim]))
+        if any(shard.placement is None for shard in shards):
+            break
+        spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered])
+        if spec.build_metadata(torch.Size(lengths), TensorProperties()).shards_metadata == ordered:
+            return spec
+    return EnumerableShardingSpec(shards)
+
+
+_infer_sharding_spec_from_shards_metadata = infer_sharding_spec
