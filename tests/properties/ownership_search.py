@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradwire.rref._ownership import Ownership
 from properties.ownership_items import Move, Violation
 from properties.ownership_world import World
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """How often each kind of thing happens at most.
 
     Attributes:
@@ -32,13 +33,13 @@ class Bounds:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
-    def __le__(self, other: Bounds) -> bool:
-        return all(getattr(self, field.name) <= getattr(other, field.name) for field in fields(self))
+    def fits(self, other: Bounds) -> bool:
+        return all(mine <= its for mine, its in zip(self, other, strict=True))
 
     def less(self, kind: str) -> Bounds:
-        return Bounds(**{field.name: getattr(self, field.name) - (field.name == kind) for field in fields(self)})
+        return self._replace(**{kind: getattr(self, kind) - 1})
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,14 @@ def search(start: World, bounds: Bounds, max_states: int = 10_000_000) -> Found:
     Raises:
         Violation: In one of them a rule is broken; the message tells how to get there.
     """
+    gc.disable()  # everything that is made here stays: looking for garbage again and again takes long and finds none
+    try:
+        return _search(start, bounds, max_states)
+    finally:
+        gc.enable()
+
+
+def _search(start: World, bounds: Bounds, max_states: int) -> Found:
     key = start.key()
     came_from: dict[int, tuple[int, Move] | None] = {key: None}
     visited: dict[int, list[Bounds]] = {key: [bounds]}
@@ -112,7 +121,7 @@ def search(start: World, bounds: Bounds, max_states: int = 10_000_000) -> Found:
                 if not bounds.cuts:
                     after.skip_noise()
                 key = after.key()
-                if not any(then <= known for known in visited.get(key, ())):
+                if not any(then.fits(known) for known in visited.get(key, ())):
                     visited.setdefault(key, []).append(then)
                     came_from.setdefault(key, (here, move))
                     todo[then.total].append((after, then, key))

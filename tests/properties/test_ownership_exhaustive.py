@@ -1,0 +1,31 @@
+"""Three workers and two references: everything that can happen, within bounds.
+
+Each search says how many states it must visit at least, so that it cannot shrink unnoticed. A change of the protocol may
+change these numbers; its commit then says why.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from properties.ownership_search import Bounds, first_world, search
+
+_SEARCHES = [
+    pytest.param("own", Bounds(sends=1, losses=2, repeats=2, asks=2, crashes=1), 6_816, id="lost and asked for"),
+    pytest.param("own", Bounds(sends=2, losses=1, asks=2), 11_166, id="forwarded, lost and asked for"),
+    pytest.param("own", Bounds(sends=2, crashes=1), 6_904, id="forwarded by one that dies"),
+    pytest.param("made", Bounds(sends=2, crashes=1), 11_707, id="sent around by its maker"),
+    pytest.param("created", Bounds(sends=1, losses=1, repeats=1, crashes=1), 15_446, id="expected"),
+    pytest.param("created", Bounds(sends=1, cuts=1), 10_038, id="expected, and taken for dead"),
+    pytest.param("own created", Bounds(sends=1, losses=2, repeats=2, crashes=1), 62_156, id="two references"),
+    pytest.param("own", Bounds(sends=1, repeats=1, cuts=2), 57_346, id="taken for dead twice", marks=pytest.mark.slow),
+    pytest.param("created", Bounds(sends=2, crashes=1), 55_011, id="expected and forwarded", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("values", "bounds", "num_states"), _SEARCHES)
+def test_nothing_is_freed_too_early_or_kept_for_good(values: str, bounds: Bounds, num_states: int) -> None:
+    found = search(first_world(values), bounds)
+    assert found.num_states >= num_states
+    assert found.num_ends > 0
