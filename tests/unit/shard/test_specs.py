@@ -122,7 +122,7 @@ def test_chunks_are_recognised(length: int, num_chunks: int, dim: int) -> None:
     assert sorted(map(str, found.build_metadata(torch.Size(size), TensorProperties()).shards_metadata)) == sorted(
         map(str, shards)
     )
-    if num_chunks > 1 and length >= num_chunks:
+    if num_chunks > 1 and all(item.box.num_elements for item in shards):  # empty ones have no order
         assert found == spec
 
 
