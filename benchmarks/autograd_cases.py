@@ -7,7 +7,6 @@ where the first step of each round is compared with one process.
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import LEARNING_RATE, OneProcess, affine, apply_model, parameter_references, sgd_step
+from models import OneProcess, affine, apply_model, optimizer_for
 
 Loss = Callable[[Any, Tensor], Tensor]
 FACTOR = torch.arange(16.0).view(4, 4).requires_grad_()
@@ -81,26 +80,6 @@ WORKS = {
     "branches in turn": Work(BRANCHES, (512, 512)),
     "train": Work((functools.partial(model_loss, name="layer"),), (64, 256), trains="layer"),
 }
-
-
-class RemoteSgd:
-    """Stands in for gradwire's distributed optimizer."""
-
-    def __init__(self, peer: Any, name: str) -> None:
-        self._peer, self._name = peer, name
-
-    def step(self, context_id: int) -> None:
-        self._peer.rpc.rpc_sync("server", sgd_step, args=(self._name, int(context_id)))
-
-
-@functools.cache
-def optimizer_for(peer: Any, name: str) -> Any:
-    """Made once for each system: torch's keeps its state on the server."""
-    if peer.module.startswith("gradwire"):
-        return RemoteSgd(peer, name)
-    parameters = peer.call(parameter_references, name)
-    optim = importlib.import_module("torch.distributed.optim")
-    return optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE)
 
 
 def run_step(peer: Any, work: Work, data: Tensor, expected: list[Tensor] | None = None) -> Tensor:
@@ -175,7 +154,6 @@ class AutogradCase:
         beside: Another measure.
         beside_name: What to call that.
         beside_bar: gradwire's time divided by that measure's must be at most this.
-        is_information: The bar is shown and not applied: one side is not complete yet.
     """
 
     name: str
@@ -186,7 +164,6 @@ class AutogradCase:
     beside: Side | None = None
     beside_name: str = ""
     beside_bar: float | None = None
-    is_information: bool = False
 
     @property
     def sides(self) -> list[Side]:
@@ -220,5 +197,5 @@ AUTOGRAD_CASES = [
     _against_itself(
         "autograd: two branches", 5, "GradwirePair", ("branches together", "branches in turn"), "in turn", 0.7
     ),
-    _against_torch("autograd: training step", 60, "train", 3, is_information=True),
+    _against_torch("autograd: training step", 60, "train", 3),
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SIZES = {"mlp": (8, 1024), "branch": (4, 512), "layer": (1, 256)}  # number of layers, width
+SIZES = {"mlp": (8, 1024), "branch": (4, 512), "layer": (1, 256), "ten million": (10, 1000)}  # number of layers, width
 LEARNING_RATE = 1e-3
 
 
@@ -28,12 +28,6 @@ def model(name: str) -> nn.Sequential:
         return nn.Sequential(*layers[:-1])
 
 
-@functools.cache
-def optimizer(name: str) -> torch.optim.Optimizer:
-    """The optimizer of that model in this process."""
-    return torch.optim.SGD(model(name).parameters(), lr=LEARNING_RATE)
-
-
 def apply_model(name: str, x: Tensor) -> Tensor:
     """Runs the model that lives here."""
     return model(name)(x)
@@ -44,18 +38,27 @@ def affine(x: Tensor) -> Tensor:
     return x * 0.9 + 0.1
 
 
-def parameter_references(name: str) -> list[Any]:
-    """References to the parameters that live here, for torch's distributed optimizer."""
-    rpc = importlib.import_module("torch.distributed.rpc")
+def first_values(name: str) -> Tensor:
+    """A few values of each parameter that lives here."""
+    return torch.stack([parameter.detach().flatten()[:8] for parameter in model(name).parameters()])
+
+
+def parameter_references(rpc_module: str, name: str) -> list[Any]:
+    """References to the parameters that live here."""
+    rpc = importlib.import_module(rpc_module)
     return [rpc.RRef(parameter) for parameter in model(name).parameters()]
 
 
-def sgd_step(name: str, context_id: int) -> None:
-    """Steps with the gradients that a context of gradwire has for the model that lives here."""
-    gradients = importlib.import_module("gradwire.autograd").get_gradients(context_id)
-    for parameter in model(name).parameters():
-        parameter.grad = gradients[parameter]
-    optimizer(name).step()
+@functools.cache
+def optimizer_for(peer: Any, name: str, servers: tuple[str, ...] = ("server",), momentum: float = 0.0) -> Any:
+    """The system's distributed optimizer of that model; made once, because its state is on the servers."""
+    parameters = [
+        parameter
+        for server in servers
+        for parameter in peer.rpc.rpc_sync(server, parameter_references, args=(peer.module, name))
+    ]
+    optim = importlib.import_module(peer.module.removesuffix("rpc") + "optim")
+    return optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE, momentum=momentum)
 
 
 class OneProcess:

@@ -132,6 +132,12 @@ class TorchRpcTcp(TorchRpc):
     transport = {"_transports": ["uv"], "_channels": ["basic"]}  # noqa: RUF012
 
 
+class TorchRpcPair(TorchRpc):
+    """torch.distributed.rpc as it comes, with two servers."""
+
+    server_names = ("server", "server2")
+
+
 class Gradwire(RpcPeer):
     """gradwire as it comes: Unix socket and shared memory on one machine."""
 
@@ -225,5 +231,16 @@ def _serve_floor(sock: socket.socket, incoming: torch.Tensor, outgoing: torch.Te
         sock.send(request)
 
 
-SYSTEMS = (TorchRpc, TorchRpcTcp, Gradwire, GradwirePair, GradwireTcp, GradwireTls, Floor, BulkFloor, OneProcess)
+SYSTEMS = (
+    TorchRpc,
+    TorchRpcPair,
+    TorchRpcTcp,
+    Gradwire,
+    GradwirePair,
+    GradwireTcp,
+    GradwireTls,
+    Floor,
+    BulkFloor,
+    OneProcess,
+)
 PEERS = {system.__name__: system for system in SYSTEMS}

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works wi
 
 from autograd_cases import AUTOGRAD_CASES, AutogradCase, Side, time_steps
 from cases import CASES, MIB, Case, echo_memory, idle_peers, reference_memory, time_round
+from optimizer_cases import OPTIMIZER_CASES, time_optimizer
 from rows import autograd_row, call_row
 from turns import Driver, SystemFailed
 
@@ -47,13 +49,13 @@ class Bench:
                     rounds[name].append(seconds)
         return call_row(case, rounds)
 
-    def measure_autograd(self, case: AutogradCase) -> dict[str, Any]:
+    def measure_autograd(self, case: AutogradCase, time_works: Callable[..., list[float]]) -> dict[str, Any]:
         """The same for autograd, where a system may have two works to compare."""
         rounds: dict[Side, list[float]] = {side: [] for side in case.sides}
         works = case.works_by_peer()
         for round_no in range(3 if self.is_quick else 7):
             for name in list(works)[:: -1 if round_no % 2 else 1]:
-                seconds = self.run(name, time_steps, works[name], case.num_steps, round_no)
+                seconds = self.run(name, time_works, works[name], case.num_steps, round_no)
                 for work, value in zip(works[name], seconds or (), strict=False):
                     rounds[Side(name, work)].append(value)
         return autograd_row(case, rounds)
@@ -141,7 +143,8 @@ def main() -> int:
     rows = []
     try:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
-        rows += [bench.measure_autograd(case) for case in AUTOGRAD_CASES if arguments.only in case.name]
+        for cases, time_works in ((AUTOGRAD_CASES, time_steps), (OPTIMIZER_CASES, time_optimizer)):
+            rows += [bench.measure_autograd(case, time_works) for case in cases if arguments.only in case.name]
         if arguments.only in "memory":
             rows += [bench.measure_echo_memory(), bench.measure_idle_peers(), bench.measure_references()]
     finally:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,32 @@ OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """The number of a group, and what of it a worker has: names, references, options."""
 Norms = tuple[list[str], torch.Tensor]
 """Names of parameters, and the norms of their gradients."""
+
+
+class Held:
+    """Holds a lock, and works without grad mode meanwhile.
+
+    Args:
+        lock: The lock.
+        busy: What to say if it is not free in time.
+    """
+
+    __slots__ = ("_busy", "_lock", "_mode")
+
+    def __init__(self, lock: Any, busy: str) -> None:
+        self._lock, self._busy = lock, busy
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            with while_waiting():
+                if not self._lock.acquire(timeout=_WAIT_S):
+                    raise RpcTimeout(f"{self._busy} for {_WAIT_S:g} s (phase: run)", phase="run")
+        self._mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._mode)
+        self._lock.release()
 
 
 class LocalOptimizer:
@@ -74,6 +99,7 @@ class LocalOptimizer:
                 )
             self._names[parameter] = name
         self._numbers.append(number)
+        sharing.guard(params, "snapshot")  # before they are used: a step must find out who still needs their old values
         return {"params": params, **options}
 
     def describe(self) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -134,7 +160,7 @@ class LocalOptimizer:
             return len(table)
 
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
-        with sharing.stepping(list(table), context_ids), _held(_grad_lock, "another optimizer has been stepping"):
+        with sharing.stepping(list(table), context_ids), Held(_grad_lock, "another optimizer has been stepping"):
             before = [(parameter, parameter.grad) for parameter in self._names]
             try:
                 for parameter in self._names:
@@ -157,10 +183,8 @@ class LocalOptimizer:
                     add_gradient(table, leaf, gradient.detach())
         return edited(table, edits) if edits else table
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with _held(self._lock, "this optimizer has been busy"), torch.no_grad():
-            yield
+    def _alone(self) -> Held:
+        return Held(self._lock, "this optimizer has been busy")
 
     # -- gradients -------------------------------------------------------------------------------------------------------
 
@@ -230,17 +254,6 @@ def _gradients_of(context_id: int) -> GradientTable:
 def _flat(groups: Any) -> list[Any]:
     found = groups["param_groups"] if isinstance(groups, dict) else groups.param_groups
     return [item for group in found for item in group["params"]]
-
-
-@contextlib.contextmanager
-def _held(lock: Any, busy: str) -> Iterator[None]:
-    with while_waiting():
-        if not lock.acquire(timeout=_WAIT_S):
-            raise RpcTimeout(f"{busy} for {_WAIT_S:g} s")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
