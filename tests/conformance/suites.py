@@ -35,6 +35,10 @@ LEFT_OUT = ("script", "jit", "cuda", "gpu")
 """TorchScript and GPUs are no part of gradwire yet: tests with these words in their name are not run."""
 
 
+FAKES = "conformance.fakes:FakeTest"
+"""Shows what the runner does with tests that go wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One test of one suite."""
