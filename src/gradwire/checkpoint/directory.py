@@ -201,7 +201,10 @@ class Directory:
                     (self.path / name).unlink()
 
     def _next_generation(self) -> str:
-        numbers = [int(name[1:].partition("-")[0]) for name in os.listdir(self.path) if _OURS.fullmatch(name)]
+        names = [name for name in os.listdir(self.path) if _OURS.fullmatch(name)]
+        with contextlib.suppress(CheckpointError):
+            names.append(self.read_index().generation)
+        numbers = [int(name[1:].partition("-")[0]) for name in names]
         return f"g{max(numbers, default=0) + 1:04}-{secrets.token_hex(4)}"
 
     # -- locks -------------------------------------------------------------------------------------------------------

@@ -22,16 +22,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gradwire import rpc
 from gradwire.checkpoint import files, objects
 from gradwire.checkpoint._index import FileEntry, TensorEntry
 from gradwire.checkpoint._tree import Encoder
 from gradwire.checkpoint.directory import Directory, check_file_name, file_name
 from gradwire.checkpoint.objects import Part
-from gradwire.errors import NotExposed
+from gradwire.errors import NotExposed, NotInitialized
 from gradwire.rpc.functions import expose
-from gradwire.rpc.incoming import current_request
-from gradwire.rref import RRef
+from gradwire.rref import RRef, references
 
 T = TypeVar("T")
 
@@ -108,7 +106,10 @@ def allow_directory(path: str | os.PathLike[str]) -> None:
 
 def worker_name() -> str:
     """What this worker is called, in files and messages."""
-    return rpc.current_agent().info.name if rpc._is_current_rpc_agent_set() else "local"
+    try:
+        return references.here().agent.info.name
+    except NotInitialized:
+        return "local"
 
 
 # -- what an owner does ---------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _check_allowed(directory: str) -> None:
     Raises:
         NotExposed: Others may not choose that directory.
     """
-    if current_request() is None or rpc.current_agent().trust != "data":
+    if references.here().agent.trust != "data":
         return
     real = Path(os.path.realpath(directory))
     if not any(real.is_relative_to(allowed) for allowed in _allowed):

@@ -78,16 +78,17 @@ class Summary:
     num_bytes: int
 
     def __repr__(self) -> str:
+        tensors, files = _count(self.num_tensors, "tensor"), _count(len(self.files), "file")
         lines = [
-            f"<Checkpoint {self.directory}: {self.num_tensors:,} tensors, {show_bytes(self.num_bytes)} in {len(self.files)} "
-            f"files; generation {self.generation}, saved {self.created} by {self.writer}"
+            f"<Checkpoint {self.directory}: {tensors}, {show_bytes(self.num_bytes)} in {files}; generation "
+            f"{self.generation}, saved {self.created} by {self.writer}"
         ]
         width = max((len(entry.path) for entry in self.entries), default=0)
         for entry in self.entries[:_MAX_ENTRIES]:
             line = f"  {entry.path:{width}}  {entry.kind:9}  {entry.text}"
             if entry.num_tensors:
-                count = f"{entry.num_tensors:,} tensor{'s' if entry.num_tensors > 1 else ''}"
-                line += f"  {count}, {show_bytes(entry.num_bytes)}, by {', '.join(entry.workers)}"
+                size = f"{_count(entry.num_tensors, 'tensor')}, {show_bytes(entry.num_bytes)}"
+                line += f"  {size}, by {', '.join(entry.workers)}"
             lines.append(line)
         if len(self.entries) > _MAX_ENTRIES:
             lines.append(f"  and {len(self.entries) - _MAX_ENTRIES} more")
@@ -133,6 +134,10 @@ def _show(node: Any) -> str:
     if (items := items_of(node)) is not None:
         return f"{len(items)} keys: {', '.join(map(str, items))}"
     return str(node[tag]) if tag else repr(node)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def show_bytes(num_bytes: float) -> str:

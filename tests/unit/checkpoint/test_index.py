@@ -1,0 +1,94 @@
+"""The index of a checkpoint: what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gradwire.checkpoint._index import FORMAT, VERSION, FileEntry, Index, TensorEntry, Writer, checksum_of, dump, parse
+from gradwire.errors import CheckpointDamaged, CheckpointError
+
+FILE = "g0001-0123abcd-worker0.safetensors"
+
+
+def make(**changes: Any) -> Index:
+    fields: dict[str, Any] = {
+        "generation": "g0001-0123abcd",
+        "created": "2026-01-01T00:00:00+00:00",
+        "writer": Writer("driver", "here", 1, "0", "2"),
+        "files": {FILE: FileEntry(200, 100, "crc32:00000000", "worker0", "here")},
+        "tensors": {"model/w": TensorEntry(FILE, 100, "float32", (5, 5), "crc32:00000000")},
+        "state": {"model": {"w": {"$tensor": "model/w"}}, "step": 7},
+    }
+    return Index(**{**fields, **changes})
+
+
+def envelope(content: bytes, **changes: Any) -> bytes:
+    fields = {"format": FORMAT, "version": VERSION, "checksum": checksum_of(content), **changes}
+    return json.dumps(fields).encode()[:-1] + b', "content": ' + content + b"}"
+
+
+def test_it_comes_back_as_it_was() -> None:
+    assert parse(dump(make()), "index.json") == make()
+
+
+def test_people_can_read_it() -> None:
+    text = dump(make()).decode()
+    assert '"model/w": {' in text
+    assert len(text.splitlines()) > 10
+
+
+def test_any_changed_byte_is_noticed() -> None:
+    data = dump(make())
+    for place in range(len(data) - 1):  # the last is a newline
+        changed = bytearray(data)
+        changed[place] ^= 1
+        with pytest.raises(CheckpointError):
+            parse(bytes(changed), "index.json")
+    with pytest.raises(CheckpointDamaged, match=r"index\.json is damaged"):
+        parse(data[: len(data) // 2], "index.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff\xfe", b'{"format": 1}'])
+def test_what_is_no_index_is_damage(data: bytes) -> None:
+    with pytest.raises(CheckpointDamaged, match="not a whole JSON file"):
+        parse(data, "index.json")
+
+
+def test_other_formats_and_versions_are_named() -> None:
+    with pytest.raises(CheckpointError, match="its format is 'other'"):
+        parse(envelope(b"{}", format="other"), "index.json")
+    with pytest.raises(CheckpointError, match=r"has version 2 of the format and this gradwire reads version 1"):
+        parse(envelope(b'{"new": "shape"}', version=2), "index.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"generation": "../x"}, "no generation"),
+        ({"files": {"../../etc/passwd": FileEntry(1, 1, "", "", "")}}, "not the name of a file"),
+        ({"files": {}}, "has no place in"),
+        ({"tensors": {"model/w": TensorEntry(FILE, 100, "float32", (5, 6), "")}}, "has no place in"),
+        ({"tensors": {"model/w": TensorEntry(FILE, 0, "float32", (5,), "")}}, "has no place in"),
+        ({"tensors": {"model/w": TensorEntry(FILE, 100, "float33", (5,), "")}}, "unknown dtype"),
+        ({"tensors": {"model/w": TensorEntry(FILE, 100, "float32", (-5, -5), "")}}, "unknown dtype or shape"),
+        ({"tensors": {}}, "it has no tensor 'model/w'"),
+        ({"state": [1]}, "has no state"),
+        ({"state": {"a": {"$tensor": [1]}}}, "unknown form"),
+    ],
+)
+def test_what_contradicts_itself_is_damage(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(CheckpointDamaged, match=why):
+        parse(dump(make(**changes)), "index.json")
+
+
+def test_unknown_and_missing_fields_are_damage() -> None:
+    content = msgspec.json.decode(msgspec.json.encode(make()))
+    with pytest.raises(CheckpointDamaged, match="extra"):
+        parse(envelope(json.dumps({**content, "extra": 1}).encode()), "index.json")
+    del content["tensors"]
+    with pytest.raises(CheckpointDamaged, match="tensors"):
+        parse(envelope(json.dumps(content).encode()), "index.json")
