@@ -9,6 +9,7 @@ with gradwire.autograd.context() as ctx:
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 
 from gradwire.autograd import ambient, worker
 from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.follow_ups import FollowsBackward, FollowUp
 from gradwire.autograd.messages import PassOptions
 from gradwire.autograd.passes import check_roots
 from gradwire.autograd.probing import Explanation
@@ -96,6 +98,7 @@ def backward(
     inputs: Tensors | None = None,
     mode: ModeName = "smart",
     timeout: float = DEFAULT_TIMEOUT_S,
+    optimizer: FollowsBackward | None = None,
 ) -> None:
     """Computes gradients of the roots, through calls to other workers, and adds them to the context on each of them.
 
@@ -111,17 +114,30 @@ def backward(
         mode: ``"smart"`` copes with results and arguments that have no part in the roots; ``"fast"`` does not look for
             them, and fails if there are any.
         timeout: Seconds that the pass may take.
+        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does, with one message less to each
+            worker.
 
     Raises:
         AutogradError: A root cannot be one.
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: Something failed on this or another worker, or the time was over.
         UnsettledSend: FAST mode: a message got no gradient.
+        OptimizerStepFailed: The gradients are there, but some workers did not step.
     """
     here = worker.here()
     found = check_roots(roots, gradients, inputs)
+    if optimizer is not None:
+        found = dataclasses.replace(found, follow_up=_follow_up_of(optimizer, context_id))
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
     here.engine.backward(here.container.retrieve(context_id), found, options)
+
+
+def _follow_up_of(optimizer: Any, context_id: int) -> FollowUp:
+    if not isinstance(optimizer, FollowsBackward):
+        raise ConfigurationError(
+            f"backward steps a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call its step()"
+        )
+    return optimizer.follow_backward(context_id)
 
 
 def grad(

@@ -41,9 +41,17 @@ class Endings:
         self._own = own
         self._name_of = name_of
 
-    def commit(self, current: BackwardPass, others: Iterable[int]) -> None:
-        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here."""
+    def commit(self, current: BackwardPass, others: Iterable[int], *, follows: bool = True) -> None:
+        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here.
+
+        Args:
+            current: The pass.
+            others: Ranks of its other participants.
+            follows: Whether those whom a follow-up tells need not be told here.
+        """
         self.end(current, PassPhase.COMMITTED)
+        if follows and current.follow_up is not None:
+            others = set(others) - current.follow_up.ranks
         if current.context.released is None:  # else they are told of that anyway
             self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
@@ -62,11 +70,11 @@ class Endings:
             self.drop(current, failure, abort, set())
 
     def finish_commit(self, current: BackwardPass) -> None:
-        """The thread that committed was interrupted: some may have heard of it already, so all must."""
+        """The thread that committed was interrupted, or what follows failed: some may have heard of it, so all must."""
         if current.phase in (PassPhase.COMMITTING, PassPhase.COMMITTED):
             with current.lock:
                 others = current.termination.participants - {self._own} if current.termination is not None else ()
-            self.commit(current, others)
+            self.commit(current, others, follows=False)
 
     def release(self, current: BackwardPass, where: str) -> None:
         """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""

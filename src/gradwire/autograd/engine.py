@@ -107,7 +107,8 @@ class DistEngine:
                 actions = current.join((), self.lost)
             self._perform(current, actions)
             current.wait_over()
-        except BaseException as problem:  # Ctrl-C
+            self._follow(current)
+        except BaseException as problem:  # Ctrl-C, or what follows has failed
             if current is not None:
                 self.endings.fail(current, problem, "backward")
                 self.endings.finish_commit(current)
@@ -121,6 +122,14 @@ class DistEngine:
             finally:
                 del failure  # its traceback holds this frame, and with it all that the pass recorded
         return gradients
+
+    def _follow(self, current: BackwardPass) -> None:
+        """Does what is to follow the pass, if it was committed."""
+        follow_up = current.follow_up
+        if follow_up is None or current.phase is not PassPhase.COMMITTED or current.termination is None:
+            return
+        commit = CommitPass(current.context.context_id, current.pass_id)
+        follow_up.run(commit, (current.termination.participants & follow_up.ranks) - {self._own})
 
     def _make_pass(
         self, pass_id: int, context: DistAutogradContext, options: PassOptions, roots: Roots | None = None
@@ -320,7 +329,10 @@ class DistEngine:
             self.endings.commit(current, others)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = parse(note, CommitPass)
+        self.take_commit(sender, parse(note, CommitPass))
+
+    def take_commit(self, sender: WorkerInfo, message: CommitPass) -> None:
+        """The root of a pass says that it is committed, by a notice or with what follows."""
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None and creator_of(message.pass_id) == sender.id:
             self.endings.end(current, PassPhase.COMMITTED)

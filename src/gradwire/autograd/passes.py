@@ -20,6 +20,7 @@ from gradwire.autograd._backward_state import Action, BackwardState, ComponentPh
 from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
+from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
 from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
 from gradwire.autograd.messages import PassOptions
@@ -57,12 +58,14 @@ class Roots:
         gradients: One for each.
         inputs: Collect gradients only for these; None for all leaves.
         joins_context: Whether gradients join the context, and post-accumulate hooks run: for `backward`, not for `grad`.
+        follow_up: What is done as soon as the pass is committed.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] | None = None
     joins_context: bool = True
+    follow_up: FollowUp | None = None
 
 
 @dataclass(slots=True)
@@ -135,6 +138,11 @@ class BackwardPass:
     def joins_context(self) -> bool:
         """Whether its gradients join the context."""
         return self._roots.joins_context
+
+    @property
+    def follow_up(self) -> FollowUp | None:
+        """What follows the pass, if that is known here."""
+        return self._roots.follow_up
 
     @property
     def is_over(self) -> bool:

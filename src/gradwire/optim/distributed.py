@@ -12,12 +12,14 @@ learning-rate schedulers work on it as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
 
 from gradwire.autograd import worker
+from gradwire.autograd.follow_ups import FollowUp
+from gradwire.autograd.messages import CommitPass
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
@@ -61,6 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._step_ids = itertools.count()
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
         self._edits = EditLog()
+        self._commits: dict[tuple[int, ...], tuple[int, Set[int]]] = {}  # passes that the next step tells owners of
         groups = self._reader.read_all(params_rref)
         placed = place(self._recipe, {}, groups, 0)
         self._owners = placed.made
@@ -115,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step_id = self._unfinished.pop(contexts, None)
         if step_id is None:
             step_id = next(self._step_ids)
-        args_for = self._step_args(step_id, contexts)
+        args_for = self._step_args(step_id, contexts, *self._commits.pop(contexts, (0, ())))
         self._remember(contexts, step_id)
         answers = ask_all(self._owners.values(), "step", args_for, timeout)
         for name in answers.values:
@@ -124,18 +127,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise _step_failed(answers)
         del self._unfinished[contexts]
 
-    def _step_args(self, step_id: int, contexts: tuple[int, ...]) -> Callable[[Owner], Sequence[Any]]:
+    def _step_args(
+        self, step_id: int, contexts: tuple[int, ...], pass_id: int, ranks: Collection[int]
+    ) -> Callable[[Owner], Sequence[Any]]:
         """What each owner is told; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
         edits = self._edits.of(contexts)
-        usual = (step_id, contexts, changes, edits)
 
         def args_for(owner: Owner) -> Sequence[Any]:
-            args = (step_id, contexts, self._log.everything(), edits) if owner.is_behind else usual
+            options = self._log.everything() if owner.is_behind else changes
             owner.is_behind = True
-            return args
+            return step_id, contexts, options, edits, pass_id if pass_id and owner.rank in ranks else 0
 
         return args_for
+
+    def follow_backward(self, context_id: int) -> FollowUp:
+        """For ``backward(..., optimizer=self)``: the step of a context, which tells owners that the pass is committed."""
+        return _StepAfterBackward(self, check_contexts(context_id))
 
     def _remember(self, contexts: tuple[int, ...], step_id: int) -> None:
         for known in [key for key in self._unfinished if any(_is_over(item) for item in key)]:
@@ -268,6 +276,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group.update({**self.defaults, **saved, **kept})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+class _StepAfterBackward:
+    """The step that follows a backward pass."""
+
+    def __init__(self, optimizer: DistributedOptimizer, contexts: tuple[int, ...]) -> None:
+        self._optimizer, self._contexts = optimizer, contexts
+        self.ranks = frozenset(owner.rank for owner in optimizer._owners.values() if not owner.is_here)
+
+    def run(self, commit: CommitPass, ranks: Set[int]) -> None:
+        """Steps; those owners that took part in the pass hear of its commit with the request."""
+        self._optimizer._commits[self._contexts] = (commit.pass_id, ranks)
+        try:
+            self._optimizer.step(self._contexts)
+        finally:
+            self._optimizer._commits.pop(self._contexts, None)  # a hook may have raised before
 
 
 def _check_class(optimizer_class: Any) -> None:

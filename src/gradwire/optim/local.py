@@ -11,13 +11,14 @@ import torch
 
 from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
+from gradwire.autograd.messages import CommitPass
 from gradwire.errors import ConfigurationError, NotExposed, RpcTimeout, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
 from gradwire.optim.edits import Edit, are_finite, edited, norm_of
 from gradwire.optim.states import NamedState
 from gradwire.rpc.functions import expose
-from gradwire.rpc.incoming import while_waiting
+from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.rref import RRef
 from gradwire.rref.operations import find_value
 
@@ -136,7 +137,12 @@ class LocalOptimizer:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def step(
-        self, step_id: int, context_ids: Sequence[int], options: dict[int, dict[str, Any]], edits: Sequence[Edit]
+        self,
+        step_id: int,
+        context_ids: Sequence[int],
+        options: dict[int, dict[str, Any]],
+        edits: Sequence[Edit],
+        pass_id: int = 0,
     ) -> int:
         """Steps with the gradients of some contexts, unless that was done already.
 
@@ -145,10 +151,13 @@ class LocalOptimizer:
             context_ids: Their gradients are added up.
             options: What has changed, by group.
             edits: What is done to the gradients first.
+            pass_id: A pass in the first context that is committed hereby, if it is not 0.
 
         Returns:
             How many parameters had a gradient.
         """
+        if pass_id:
+            _take_commit(context_ids[0], pass_id)
         with self._alone():
             self._set_options(options)  # first: whoever repeats a step may have more to say
             done = self._memory.find(step_id)
@@ -249,6 +258,12 @@ def _gradients_of(context_id: int) -> GradientTable:
     if where is not None:
         raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
     return {}
+
+
+def _take_commit(context_id: int, pass_id: int) -> None:
+    request = current_request()
+    if request is not None:
+        worker.here().engine.take_commit(request.source.info, CommitPass(context_id, pass_id))
 
 
 def _flat(groups: Any) -> list[Any]:

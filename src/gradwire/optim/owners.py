@@ -28,6 +28,11 @@ class Owner:
     is_behind: bool = False
 
     @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.optimizer.owner().id
+
+    @property
     def is_here(self) -> bool:
         """Whether that is the worker that runs this."""
         return self.optimizer.is_owner()
