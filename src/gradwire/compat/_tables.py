@@ -7,6 +7,7 @@ is bound (torch's submodules, its C modules, programs), `_patching` finds it.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,9 @@ def make_tables() -> dict[ModuleType | type, Table]:
     """
     parts = (_rpc, _autograd, _futures, _modules)
     named: dict[str, Table] = {name: table for part in parts for name, table in part.make_tables().items()}
-    tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
+    with warnings.catch_warnings():  # torch warns of itself when its optimizers are imported
+        warnings.simplefilter("ignore")
+        tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
     _check_quiet()
     tables[RRef] = _rref.METHODS
     tables[profiler_legacy.profile] = {"__enter__": _profiling.enter, "__exit__": _profiling.leave}
