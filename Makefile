@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check bench fuzz soak clean
+.PHONY: help demo test check conformance bench fuzz soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    trains a model that is split over three workers on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, layers and the fast tests"
+	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
 	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
@@ -32,6 +33,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not slow" -x -q
+
+conformance: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m conformance $(CONFORMANCE)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
