@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works wi
 
 from autograd_cases import AUTOGRAD_CASES, AutogradCase, Side, time_steps
 from cases import CASES, MIB, Case, echo_memory, idle_peers, reference_memory, time_round
+from checkpoint_cases import checkpoint_row, time_save, time_save_file
 from optimizer_cases import OPTIMIZER_CASES, time_optimizer
 from rows import autograd_row, call_row
 from turns import Driver, SystemFailed
@@ -80,6 +81,19 @@ class Bench:
             row |= {"bytes": found, "met": max(found.values()) < REFERENCES_BYTES}
             row["beside"] = ", ".join(f"{side} {num_bytes / MIB:.1f} MiB" for side, num_bytes in found.items())
         return row
+
+    def measure_checkpoint(self) -> dict[str, Any]:
+        """A checkpoint over two owners against the safetensors library; the first round of each only warms up."""
+        num_mib = 256 if self.is_quick else 1024
+        ours, library = [], []
+        for round_no in range(4 if self.is_quick else 8):
+            for name in ("GradwirePair", "OneProcess")[:: -1 if round_no % 2 else 1]:
+                if name == "GradwirePair":
+                    ours.append(self.run(name, time_save, num_mib * MIB))
+                else:
+                    library.append(self.run(name, time_save_file, num_mib * MIB))
+        pairs = [pair for pair in zip(ours[1:], library[1:], strict=True) if None not in pair]
+        return checkpoint_row(f"checkpoint: {num_mib} MiB, two owners", [a for a, _ in pairs], [b for _, b in pairs])
 
     def measure_idle_peers(self) -> dict[str, Any]:
         """What 1,000 open, unused connections cost."""
@@ -145,6 +159,8 @@ def main() -> int:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
         for cases, time_works in ((AUTOGRAD_CASES, time_steps), (OPTIMIZER_CASES, time_optimizer)):
             rows += [bench.measure_autograd(case, time_works) for case in cases if arguments.only in case.name]
+        if arguments.only in "checkpoint":
+            rows.append(bench.measure_checkpoint())
         if arguments.only in "memory":
             rows += [bench.measure_echo_memory(), bench.measure_idle_peers(), bench.measure_references()]
     finally:
