@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from conformance.suites import SUITES, load_cases
+from conformance.suites import SUITES, Case, load_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(options: argparse.Namespace, chosen: list) -> int:  # type: ignore[type-arg]
+def _run(options: argparse.Namespace, chosen: list[Case]) -> int:
     from conformance.report import Report
     from conformance.running import run_cases
 
