@@ -12,17 +12,17 @@ learning-rate schedulers work on it as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import torch
 
-from gradwire.autograd import worker
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.messages import CommitPass
-from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
+from gradwire.errors import OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
+from gradwire.optim.contexts import Contexts, check_contexts, is_over
 from gradwire.optim.edits import CLAMP, SCALE, EditLog, clip_factor, total_norm
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
@@ -30,8 +30,6 @@ from gradwire.optim.parameters import Group, GroupReader, Named
 from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
-
-Contexts = int | Iterable[int]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -56,7 +54,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     is_functional_optim = False
 
     def __init__(self, optimizer_class: type[Any], params_rref: Any, *args: Any, **kwargs: Any) -> None:
-        _check_class(optimizer_class)
         self._recipe = Recipe(optimizer_class, args, kwargs)
         self._reader = GroupReader()
         self._log = OptionLog()
@@ -146,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return _StepAfterBackward(self, check_contexts(context_id))
 
     def _remember(self, contexts: tuple[int, ...], step_id: int) -> None:
-        for known in [key for key in self._unfinished if any(_is_over(item) for item in key)]:
+        for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
             del self._unfinished[known]
         self._unfinished[contexts] = step_id
 
@@ -191,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._edit(check_contexts(context_id), CLAMP, float(clip_value))
 
     def _edit(self, contexts: tuple[int, ...], kind: str, number: float) -> None:
-        self._edits.forget(_is_over)
+        self._edits.forget(is_over)
         if (kind, number) != (SCALE, 1.0):
             self._edits.add(contexts, (kind, number))
 
@@ -294,40 +291,8 @@ class _StepAfterBackward:
             self._optimizer._commits.pop(self._contexts, None)  # a hook may have raised before
 
 
-def _check_class(optimizer_class: Any) -> None:
-    if not isinstance(optimizer_class, type) or not callable(getattr(optimizer_class, "step", None)):
-        raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {optimizer_class!r}")
-    if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise ConfigurationError(
-            "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split over "
-            "workers; use it in one process, or choose another optimizer"
-        )
-
-
-def _is_over(context_id: int) -> bool:
-    return worker.here().container.find(context_id) is None
-
-
 def _as_dict(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "params": [rref for _, rref in group.entries], "param_names": group.names}
-
-
-def check_contexts(contexts: Any) -> tuple[int, ...]:
-    """The ids of contexts that are alive here.
-
-    Raises:
-        ConfigurationError: These are no ids, or one is there twice.
-        UnknownContext: One was released, or never existed here.
-    """
-    found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
-    if not found or not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
-        raise ConfigurationError(
-            f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
-        )
-    if len(set(found)) != len(found):
-        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
-    container = worker.here().container
-    return tuple(container.retrieve(item).context_id for item in found)
 
 
 def _step_failed(answers: Answers) -> OptimizerStepFailed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,18 +11,13 @@ import torch
 from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import CommitPass
-from gradwire.errors import ConfigurationError, NotExposed, RpcTimeout, UnknownContext
+from gradwire.errors import ConfigurationError, RpcTimeout, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
 from gradwire.optim.edits import Edit, are_finite, edited, norm_of
 from gradwire.optim.states import NamedState
-from gradwire.rpc.functions import expose
 from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.rref import RRef
-from gradwire.rref.operations import find_value
-
-MAKE = "gradwire.optim.make"
-OPERATE = "gradwire.optim.operate"
 
 _WAIT_S = 600.0
 _grad_lock = threading.RLock()  # guards `.grad` of parameters while a step uses it, however contexts share them
@@ -273,37 +267,3 @@ def _flat(groups: Any) -> list[Any]:
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in RESERVED}
-
-
-# -- what others may ask for -----------------------------------------------------------------------------------------------
-
-_OPERATIONS = frozenset(
-    (
-        "add_groups",
-        "describe",
-        "is_finite",
-        "load_named_state",
-        "named_state",
-        "norms",
-        "remove_groups",
-        "step",
-        "zero_grad",
-    )
-)
-
-
-def _make(optimizer_class: Any, groups: Any, args: Any, kwargs: Any) -> LocalOptimizer:
-    if isinstance(optimizer_class, str):
-        optimizer_class = getattr(importlib.import_module("torch.optim"), optimizer_class)
-    return LocalOptimizer(optimizer_class, groups, args, kwargs)
-
-
-def _operate(rref_id: int, maker: Any, operation: str, *args: Any) -> Any:
-    optimizer = find_value(rref_id, maker)
-    if operation not in _OPERATIONS or not isinstance(optimizer, LocalOptimizer):
-        raise NotExposed(f"{operation!r} is nothing that optimizers do")
-    return getattr(optimizer, operation)(*args)
-
-
-for _function, _name in ((_make, MAKE), (_operate, OPERATE)):
-    expose(_function, name=_name)

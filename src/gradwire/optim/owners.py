@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gradwire.optim.local import OPERATE, LocalOptimizer
+from gradwire.optim.local import LocalOptimizer
+from gradwire.optim.operations import OPERATE
 from gradwire.rpc.futures import CallFuture
 from gradwire.rref import RRef
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import OptimizerNotMade
-from gradwire.optim.local import MAKE, OwnedGroup
+from gradwire.errors import ConfigurationError, OptimizerNotMade
+from gradwire.optim.local import OwnedGroup
+from gradwire.optim.operations import MAKE
 from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, Named, by_owner
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
@@ -24,11 +25,24 @@ class Recipe:
         optimizer_class: Its class.
         args: More arguments for it.
         kwargs: Its keyword arguments.
+
+    Raises:
+        ConfigurationError: It is no class of optimizers, or one that cannot be split over workers.
     """
 
     optimizer_class: type[Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        found: Any = self.optimizer_class
+        if not (isinstance(found, type) and callable(getattr(found, "step", None))):
+            raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {found!r}")
+        if issubclass(self.optimizer_class, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
+                "over workers; use it in one process, or choose another optimizer"
+            )
 
     def call(self, groups: list[OwnedGroup]) -> tuple[Any, ...]:
         """What a new owner is sent. Torch's classes go by name; others are sent themselves, which needs trust in code."""

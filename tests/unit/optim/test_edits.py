@@ -1,0 +1,52 @@
+"""What is done to gradients on their way into a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.errors import ConfigurationError, DecodeError, OptimizerError
+from gradwire.optim.edits import CLAMP, SCALE, EditLog, are_finite, clip_factor, edited, norm_of, total_norm
+
+
+def test_edits_are_made_in_order_and_out_of_place() -> None:
+    leaf, gradient = torch.zeros(3, requires_grad=True), torch.tensor([1.0, -4.0, 10.0])
+    found = edited({leaf: gradient}, [(SCALE, 0.5), (CLAMP, 2.0), (SCALE, 2.0)])
+    assert found[leaf].tolist() == [1.0, -4.0, 4.0]
+    assert gradient.tolist() == [1.0, -4.0, 10.0]
+    with pytest.raises(DecodeError, match="'erase'"):
+        edited({leaf: gradient}, [("erase", 1.0)])
+
+
+def test_edits_are_kept_for_contexts_that_are_used_together() -> None:
+    log = EditLog()
+    log.add((1, 2), (SCALE, 0.5))
+    log.add((1, 2), (CLAMP, 1.0))
+    assert log.of((1, 2)) == ((SCALE, 0.5), (CLAMP, 1.0))
+    assert log.of((3,)) == ()
+    for others in ((1,), (2, 1), (1, 2, 3)):
+        with pytest.raises(ConfigurationError, match="used together"):
+            log.of(others)
+    log.forget(lambda context: context == 2)
+    assert log.of((1,)) == ()
+
+
+def test_norms() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 0]], [3.0, 1.0], (2,), check_invariants=True)
+    assert norm_of(sparse, 2.0) == 4.0  # entries of one place are one number
+    assert total_norm([torch.tensor(3.0), torch.tensor(4.0)], 2.0, True) == 5.0
+    assert total_norm([], 2.0, True) == 0.0
+    assert total_norm([torch.tensor(3.0), torch.tensor(4.0, dtype=torch.float64)], 2.0, True).dtype is torch.float64
+    with pytest.raises(OptimizerError, match="non-finite"):
+        total_norm([torch.tensor(float("inf"))], 2.0, True)
+    assert clip_factor(torch.tensor(4.0), 1.0) == pytest.approx(0.25)
+    assert clip_factor(torch.tensor(0.5), 1.0) == 1.0
+
+
+def test_finite() -> None:
+    good = torch.ones(3)
+    sparse = torch.sparse_coo_tensor([[0]], [float("nan")], (2,), check_invariants=True)
+    assert are_finite([good, good])
+    assert are_finite([])
+    assert not are_finite([good, torch.tensor([1.0, float("inf")])])
+    assert not are_finite([sparse])
