@@ -17,7 +17,14 @@ import pytest
 
 LIST = Path(__file__).with_name("public_names.txt")
 ALWAYS = ("gradwire", "gradwire.rpc", "gradwire.config", "gradwire.errors", "gradwire.testing")
-IF_EXPORTED = ("gradwire.autograd", "gradwire.cluster", "gradwire.nn", "gradwire.optim", "gradwire.rref")
+IF_EXPORTED = (
+    "gradwire.autograd",
+    "gradwire.checkpoint",
+    "gradwire.cluster",
+    "gradwire.nn",
+    "gradwire.optim",
+    "gradwire.rref",
+)
 
 
 def names_of(module: ModuleType) -> list[str]:

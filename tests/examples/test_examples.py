@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LAST_LINES = {
+    "checkpoint.py": r"checkpoint: 12 losses are the same bit for bit: True",
     "demo.py": r"demo: 9\d\.\d% of 1,000 new images are read right",
     "exposed_only.py": r"exposed_only: prediction is right: True, refused: 3 of 3",
     "parameter_average.py": r"parameter_average: loss fell from 0\.\d+ to 0\.0[01]\d",
