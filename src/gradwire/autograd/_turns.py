@@ -1,13 +1,16 @@
 """Who may read a group of parameters, who may change it, and whose turn it is. Pure: nobody waits here.
 
-readers   any number of calls at once, while nobody changes the group
-changer   one step at a time, while nobody reads
-holder    with "serialize", the one context that may use the group; the others stand in line
+    readers   any number of calls at once, while nobody changes the group
+    changer   one step at a time, while nobody reads
+    holder    with "serialize", the one context that may use the group; the others stand in line
+
+Calls that may use anything read *everything*, which is a group, too: it counts the changers of all others.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Collection
 
 
 class Turns:
@@ -15,35 +18,36 @@ class Turns:
 
     Attributes:
         num_readers: Calls that read now.
-        is_changed: Whether a step is under way.
+        num_changers: Steps under way.
         num_pending: Steps that wait for the readers.
         holder: The context whose turn it is, or 0.
     """
 
-    __slots__ = ("_line", "holder", "is_changed", "num_pending", "num_readers")
+    __slots__ = ("_line", "holder", "num_changers", "num_pending", "num_readers")
 
     def __init__(self) -> None:
         self.num_readers = 0
-        self.is_changed = False
+        self.num_changers = 0
         self.num_pending = 0
         self.holder = 0
         self._line: collections.deque[int] = collections.deque()
 
     def __repr__(self) -> str:
-        state = "changed" if self.is_changed else f"{self.num_readers} readers"
-        return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {len(self._line)} in line>"
+        state = f"{self.num_readers} readers, {self.num_changers} changers"
+        return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {self.num_in_line} in line>"
 
     # -- reading and changing ----------------------------------------------------------------------------------------
 
     def can_read(self, is_patient: bool) -> bool:
         """Whether a call may begin to read; a patient one lets steps that wait go first."""
-        return not self.is_changed and not (is_patient and self.num_pending)
-
-    def can_change(self) -> bool:
-        """Whether a step may begin."""
-        return not self.is_changed and not self.num_readers
+        return not self.num_changers and not (is_patient and self.num_pending)
 
     # -- turns -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_line(self) -> int:
+        """Contexts that wait for their turn."""
+        return len(self._line)
 
     def ask_turn(self, context_id: int) -> bool:
         """Whether it is that context's turn; if not, it stands in line from now on."""
@@ -69,3 +73,40 @@ class Turns:
         if was_holder:
             self.holder = 0
         return was_holder
+
+
+class Change:
+    """A step on some groups: all of them at once, so that nobody holds one and waits for another.
+
+    Args:
+        groups: What is changed.
+        everything: What calls read that may use anything.
+    """
+
+    def __init__(self, groups: Collection[Turns], everything: Turns) -> None:
+        self._groups = [*groups, everything]
+        self._own = groups
+        self._everything = everything
+
+    def wait(self) -> None:
+        """The step wants to begin."""
+        for group in self._groups:
+            group.num_pending += 1
+
+    def stop_waiting(self) -> None:
+        """The step begins, or does not want to any more."""
+        for group in self._groups:
+            group.num_pending -= 1
+
+    def begin(self) -> bool:
+        """Begins, if nobody is in the way."""
+        if self._everything.num_readers or any(group.num_readers or group.num_changers for group in self._own):
+            return False
+        for group in self._groups:
+            group.num_changers += 1
+        return True
+
+    def end(self) -> None:
+        """The step is over."""
+        for group in self._groups:
+            group.num_changers -= 1

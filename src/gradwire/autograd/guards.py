@@ -43,17 +43,34 @@ class Group:
         return f"<Group {self.mode}: {self.turns!r}>"
 
 
+EVERYTHING = Group("snapshot")
+"""What calls read that may use anything."""
+
+
 class Cell:
     """Memory that a parameter has, or had.
 
-    Attributes:
-        last_version: The parameter's version when it moved elsewhere: from then on the values stay as they are.
+    Args:
+        param: The parameter.
     """
 
-    __slots__ = ("last_version",)
+    __slots__ = ("_last_version", "_ref")
 
-    def __init__(self) -> None:
-        self.last_version: int | None = None
+    def __init__(self, param: weakref.ref[torch.Tensor]) -> None:
+        self._ref = param
+        self._last_version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Counts changes in place of the values; None when nobody can change them any more and nobody did."""
+        if self._last_version is not None:
+            return self._last_version
+        param = self._ref()
+        return param._version if param is not None else None
+
+    def leave(self) -> None:
+        """The parameter moves elsewhere: from now on the values stay as they are."""
+        self._last_version = self.version
 
 
 class Guarded:
@@ -69,9 +86,9 @@ class Guarded:
 
     def __init__(self, param: torch.Tensor, group: Group) -> None:
         self.group = group
-        self.cell = Cell()
         self.users: weakref.WeakSet[DistAutogradContext] = weakref.WeakSet()
         self._ref = weakref.ref(param, functools.partial(_forget, id(param)))
+        self.cell = Cell(self._ref)
         self._address = 0
         self.locate(param)
 
@@ -105,8 +122,8 @@ class Guarded:
 
     def move(self, param: torch.Tensor) -> None:
         """Gives the parameter new memory with the same values; the old one stays as it is."""
-        self.cell.last_version = param._version
-        self.cell = Cell()
+        self.cell.leave()
+        self.cell = Cell(self._ref)
         param.data = param.data.clone()
         self.locate(param)
 

@@ -101,21 +101,21 @@ class AutogradInterceptor(Interceptor):
         def run(*args: Any, **kwargs: Any) -> Any:
             with ambient.inside(message.context_id):
                 if message.detects_anomalies or guards.has_any():
-                    with self._surroundings(message):
+                    with self._surroundings(message, envelope.function):
                         return function(*args, **kwargs)
                 return function(*args, **kwargs)
 
         return run
 
     @contextlib.contextmanager
-    def _surroundings(self, message: RecordedCall) -> Iterator[None]:
+    def _surroundings(self, message: RecordedCall, function: str) -> Iterator[None]:
         """What some calls need around them; most need nothing."""
         context = self._container.find(message.context_id)
         with contextlib.ExitStack() as stack:
             if message.detects_anomalies:
                 stack.enter_context(anomalies.enabled(True))
             if context is not None and guards.has_any():
-                stack.enter_context(sharing.recording(context))
+                stack.enter_context(sharing.recording(context, function))
             yield
 
 

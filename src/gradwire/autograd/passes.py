@@ -24,7 +24,7 @@ from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
 from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
 from gradwire.autograd.messages import PassOptions
-from gradwire.autograd.saving import Saver
+from gradwire.autograd.saving import saving
 from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
 
@@ -263,7 +263,7 @@ class BackwardPass:
     def _saving(self) -> contextlib.AbstractContextManager[object]:
         """A recorded pass saves what the forward pass saved: aliases of shared parameters."""
         if self.options.create_graph and guards.has_any():
-            return Saver(self.context).hooks()
+            return saving(self.context)
         return contextlib.nullcontext()
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:

@@ -10,61 +10,80 @@ than by such a step is an error, as always.
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
 from gradwire.autograd import guards
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import Cell, Guarded
+from gradwire.autograd.guards import Cell, Group, Guarded
 from gradwire.errors import AutogradError
 
-_ANY = -1  # instead of a version: whatever happens to it
-Saved = tuple[torch.Tensor, int, Cell | None]
+Saved = tuple[torch.Tensor, int | None, Cell | None]
+"""An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
 
 
-class Saver:
-    """Saves for one context, and notes which parameters it uses.
+class _Local(threading.local):
+    context: DistAutogradContext | None = None  # for which the current thread saves
+    on_use: Callable[[Group], None] | None = None
+
+
+_local = _Local()
+
+
+class saving:
+    """Surrounds operations that save for a context; notes which parameters it uses.
 
     Args:
         context: On this worker.
-        on_use: Called before a parameter is saved; may wait.
+        on_use: Told what is used, before it is saved; None if that is known already.
     """
 
-    def __init__(self, context: DistAutogradContext, on_use: Any = None) -> None:
-        self._context = context
-        self._on_use = on_use
+    def __init__(self, context: DistAutogradContext, on_use: Callable[[Group], None] | None = None) -> None:
+        self._ours = context, on_use
+        # What is saved keeps these functions alive: were they to know the context, it would keep itself.
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """To be entered where operations are to be recorded."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+    def __enter__(self) -> None:
+        self._outer = _local.context, _local.on_use
+        _local.context, _local.on_use = self._ours
+        self._hooks.__enter__()
 
-    def pack(self, tensor: torch.Tensor) -> Saved:
-        """What is kept of a tensor. Never the tensor itself: a result that its own node keeps is never freed."""
-        found = guards.find(tensor)
-        if found is None:
-            base = tensor._base
-            found = guards.find(base) if base is not None else None
-        if found is None:
-            many = guards.find_by_memory(tensor)  # detached from a parameter, or saved before
-            if not many:
-                return tensor.detach(), tensor._version, None
-            if len(many) > 1:  # whose version it has cannot be told: at worst there is an error too many
-                for item in many:
-                    self._note(item)
-                return tensor.detach(), tensor._version, None
-            found = many[0]
-        self._note(found)
-        return tensor.detach(), _ANY if found.group.mode == "hogwild" else tensor._version, found.cell
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        _local.context, _local.on_use = self._outer
 
-    def _note(self, guarded: Guarded) -> None:
-        if self._on_use is not None:
-            self._on_use(guarded.group)
-        context = self._context
-        if guarded not in context.used:
-            with guards.changed:
-                context.used.add(guarded)
-                guarded.users.add(context)
+
+def pack(tensor: torch.Tensor) -> Saved:
+    """What is kept of a tensor. Never the tensor itself: a result that its own node keeps is never freed."""
+    context = _local.context
+    found = _find(tensor) if context is not None else []
+    if context is not None:
+        for item in found:
+            _note(context, item)
+    if len(found) != 1:  # with several, whose version it has cannot be told: at worst there is an error too many
+        return tensor.detach(), tensor._version, None
+    cell = found[0].cell
+    # `data` has a version of its own: what is saved in turn of this alias is not touched by the parameter's.
+    return tensor.data, None if found[0].group.mode == "hogwild" else cell.version, cell
+
+
+def _find(tensor: torch.Tensor) -> Sequence[Guarded]:
+    """The parameter that a tensor is, or a view of, or detached from; several if they share their memory."""
+    found = guards.find(tensor)
+    if found is None and tensor._base is not None:
+        found = guards.find(tensor._base)
+    return guards.find_by_memory(tensor) if found is None else (found,)
+
+
+def _note(context: DistAutogradContext, guarded: Guarded) -> None:
+    if _local.on_use is not None:
+        _local.on_use(guarded.group)
+    if guarded not in context.used:
+        with guards.changed:
+            context.used.add(guarded)
+            guarded.users.add(context)
 
 
 def unpack(saved: Saved) -> torch.Tensor:
@@ -74,12 +93,8 @@ def unpack(saved: Saved) -> torch.Tensor:
         AutogradError: They are not there any more.
     """
     tensor, version, cell = saved
-    if cell is not None and cell.last_version is not None:
-        # Nobody changes this memory any more, but the parameter's version goes on: `data` has one of its own.
-        tensor, now = tensor.data, cell.last_version
-    else:
-        now = tensor._version
-    if version not in (now, _ANY):
+    now = tensor._version if cell is None else cell.version
+    if now not in (version, None) and version is not None:
         raise AutogradError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} instead. "

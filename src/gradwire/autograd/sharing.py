@@ -1,107 +1,37 @@
 """Several trainers, one set of parameters: what each sees, and how a step leaves the others alone.
 
-    "snapshot"   Each context has exact gradients for the weights that it saw. A step waits for forward calls that are under
-                 way, and copies parameters which other live contexts have used. A lone trainer copies nothing.
+    "snapshot"   Each context has exact gradients for the weights that it saw: a step copies parameters which other live
+                 contexts have used. A lone trainer copies nothing.
     "serialize"  A context has the parameters for itself, from its first forward call until it has stepped or is released;
                  the others wait in line. The result is that of some order, one trainer after the other.
-    "hogwild"    Steps wait for nobody and copy nothing: values may be those of several moments, gradients too.
+    "hogwild"    Nothing is copied: backward uses the values of whatever moment it runs at, so gradients are not exact.
 
-Where a step and a forward call meet: calls *read* groups of parameters, a step *changes* them, and both wait for each other
-here. A call that waits for something else (another call, its turn) reads nothing meanwhile, so no circle can close.
+In all of them a step waits for calls under way that use the parameters, and such calls for a step (`reading`).
 
 Parameters that contexts use outside of calls, on the worker that has them, are torch's business as ever: a step in between
-is an error in backward. So are views that share memory with other parameters: moving one to a copy parts them.
+is an error in backward. Copying parts a parameter from others that it shares memory with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from gradwire.autograd import guards
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import Group, Guarded, Mode, changed, check_mode
-from gradwire.autograd.saving import Saver
-from gradwire.errors import RpcTimeout
+from gradwire.autograd.guards import EVERYTHING, Group, Guarded, Mode, changed, check_mode
+from gradwire.autograd.reading import Call, call_here, changing, deadline_here, late
+from gradwire.autograd.saving import saving
 from gradwire.rpc._ids import creator_of
 from gradwire.rpc.incoming import current_request, while_waiting
 
-__all__ = ["Group", "Mode", "check_mode", "guard", "mode_of", "reading", "recording", "standing_still", "stepping"]
+__all__ = ["Group", "Mode", "check_mode", "guard", "mode_of", "recording", "standing_still", "stepping", "using"]
 
-_WAIT_S = 60.0
 _SLICE_S = 0.2
-_PATIENCE_S = 0.05  # how long a call lets steps go first that wait for other calls
-
-
-class _Local(threading.local):
-    call: Call | None = None  # what the current thread serves, if it has to do with shared parameters
-
-
-_local = _Local()
-
-
-class Call:
-    """One call that uses shared parameters: in which context, and which groups it reads now.
-
-    Used by the thread that serves it. Whenever that thread waits for something else, it reads nothing.
-    """
-
-    __slots__ = ("_groups", "_outer", "_request", "context")
-
-    def __init__(self, context: DistAutogradContext | None) -> None:
-        self.context = context
-        self._groups: set[Group] = set()
-        self._request = current_request()
-
-    def __enter__(self) -> Call:
-        self._outer, _local.call = _local.call, self
-        if self._request is not None:
-            self._request.let_go = self.let_go
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.let_go()
-        _local.call = self._outer
-        if self._request is not None:
-            self._request.let_go = None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether its request is what the thread serves: one that waits may serve another meanwhile."""
-        return self._request is current_request()
-
-    def read(self, group: Group) -> None:
-        """From now on nobody changes the group.
-
-        Raises:
-            RpcTimeout: A step takes longer than this call may.
-        """
-        if group in self._groups or group.mode == "hogwild":
-            return
-        turns, began, deadline = group.turns, time.monotonic(), _deadline()
-        with changed:
-            while not turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
-                if time.monotonic() >= deadline:
-                    raise _late("another trainer's step on these parameters has not ended")
-                changed.wait(_PATIENCE_S)
-            turns.num_readers += 1
-        self._groups.add(group)
-
-    def let_go(self) -> None:
-        """Steps may go on."""
-        if not self._groups:
-            return
-        groups, self._groups = self._groups, set()
-        with changed:
-            for group in groups:
-                group.turns.num_readers -= 1
-                if group.turns.num_pending:
-                    changed.notify_all()
 
 
 # -- for whoever has parameters -------------------------------------------------------------------------------------------
@@ -115,7 +45,7 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
         mode: ``"snapshot"``, ``"serialize"`` or ``"hogwild"``.
 
     Returns:
-        What they belong to, for `reading`.
+        What they belong to, for `using`.
 
     Raises:
         ConfigurationError: There is no such mode.
@@ -145,15 +75,16 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
     own, todo = set(context_ids), list(params)
     guards.guard(todo, "snapshot")
     found = [(param, item) for param in todo if (item := guards.find(param)) is not None]
-    with _changing({item.group for _, item in found}):
+    groups = {item.group for _, item in found}
+    with changing(groups):
         for param, item in found:
             if item.group.mode != "hogwild" and _has_others(item, own):
                 item.move(param)
         yield
         _forget_users(found, own)
-    for group in {item.group for _, item in found if item.group.mode == "serialize"}:
-        for context_id in own:
-            _end_turn(group, context_id)
+    for group in groups:
+        if group.turns.holder in own:
+            _end_turn(group, group.turns.holder)
 
 
 @contextlib.contextmanager
@@ -164,7 +95,7 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
         RpcTimeout: A step has not ended in time.
     """
     groups = {item.group for param in params if (item := guards.find(param)) is not None}
-    with _this_call() as call:
+    with call_here() as call:
         for group in groups:
             call.read(group)
         yield
@@ -173,31 +104,36 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
 # -- for calls ------------------------------------------------------------------------------------------------------------
 
 
+def announces_use(name: str) -> str:
+    """Marks a function, by the name it is exposed under, that says with `using` what it uses; returns the name."""
+    _announcing.add(name)
+    return name
+
+
+_announcing: set[str] = set()
+
+
 @contextlib.contextmanager
-def recording(context: DistAutogradContext) -> Iterator[None]:
+def recording(context: DistAutogradContext, function: str) -> Iterator[None]:
     """Surrounds a function that is called within a context, on a worker with guarded parameters."""
-    with Call(context) as call, Saver(context, call.read).hooks():
+    with Call(context) as call, saving(context, call.read):
+        if function not in _announcing:
+            call.read(EVERYTHING)
         yield
 
 
 @contextlib.contextmanager
-def reading(group: Group) -> Iterator[None]:
+def using(group: Group) -> Iterator[None]:
     """Surrounds a function that uses a whole group, which stays as it is meanwhile; with ``"serialize"``, first waits.
 
     Raises:
         RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
     """
-    with _this_call() as call:
+    with call_here() as call:
         if group.mode == "serialize" and call.context is not None:
             _wait_turn(group, call.context)
         call.read(group)
         yield
-
-
-def _this_call() -> contextlib.AbstractContextManager[Call]:
-    """The call that this thread serves; one without a context is made, and ends with the block."""
-    call = _local.call
-    return contextlib.nullcontext(call) if call is not None and call.is_current else Call(None)
 
 
 def _wait_turn(group: Group, context: DistAutogradContext) -> None:
@@ -208,13 +144,13 @@ def _wait_turn(group: Group, context: DistAutogradContext) -> None:
     if group not in context.turns:
         context.turns.add(group)
         context.call_at_end(functools.partial(_end_turn, group, context_id))
-    deadline = _deadline()
+    deadline = deadline_here()
     with while_waiting(), changed:
         while context.released is None and not turns.ask_turn(context_id):
             if time.monotonic() >= deadline:
                 turns.leave_line(context_id)
-                raise _late(f"it is the turn of {_describe(turns.holder)}, which has neither stepped nor been released")
-            changed.wait(_SLICE_S)
+                raise late(f"it is the turn of {_describe(turns.holder)}, which has neither stepped nor been released")
+            changed.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
     context.check_alive()
 
 
@@ -222,42 +158,6 @@ def _end_turn(group: Group, context_id: int) -> None:
     with changed:
         group.turns.end_turn(context_id)
         changed.notify_all()
-
-
-# -- inside ---------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _changing(groups: Collection[Group]) -> Iterator[None]:
-    """All groups at once, so that nobody holds one and waits for another."""
-    if _local.call is not None:
-        _local.call.let_go()
-    deadline = _deadline()
-    with changed:
-        _count_pending(groups, 1)
-    try:
-        with while_waiting(), changed:
-            while not all(group.turns.can_change() for group in groups):
-                if time.monotonic() >= deadline:
-                    raise _late("calls that use these parameters, or another step, have not ended")
-                changed.wait(_SLICE_S)
-            for group in groups:
-                group.turns.is_changed = True
-    finally:
-        with changed:
-            _count_pending(groups, -1)
-    try:
-        yield
-    finally:
-        with changed:
-            for group in groups:
-                group.turns.is_changed = False
-            changed.notify_all()
-
-
-def _count_pending(groups: Iterable[Group], change: int) -> None:
-    for group in groups:
-        group.turns.num_pending += change
 
 
 def _has_others(guarded: Guarded, own: set[int]) -> bool:
@@ -272,22 +172,6 @@ def _forget_users(found: Iterable[tuple[torch.Tensor, Guarded]], own: set[int]) 
             for user in [user for user in item.users if user.context_id in own or user.released is not None]:
                 item.users.discard(user)
                 user.used.discard(item)
-
-
-def _deadline() -> float:
-    request = current_request()
-    limit = time.monotonic() + _WAIT_S
-    return limit if request is None or request.deadline == float("inf") else request.deadline
-
-
-def _late(reason: str) -> RpcTimeout:
-    request = current_request()
-    worker, what = ("", "using shared parameters")
-    if request is not None:
-        worker, what = request.source.server.agent.info.name, request.function
-    return RpcTimeout(
-        f"{what} on worker {worker or 'of this process'} waited in vain: {reason} (phase: run)", worker, "run"
-    )
 
 
 def _describe(context_id: int) -> str:

@@ -17,9 +17,9 @@ from gradwire.rref import RRef, operations, references
 from gradwire.rref.operations import find_value
 
 MAKE = "gradwire.nn.make"
-FORWARD = "gradwire.nn.forward"
-FORWARD_BY_NAME = "gradwire.nn.forward_by_name"
-INVOKE = "gradwire.nn.invoke"
+FORWARD = sharing.announces_use("gradwire.nn.forward")
+FORWARD_BY_NAME = sharing.announces_use("gradwire.nn.forward_by_name")
+INVOKE = sharing.announces_use("gradwire.nn.invoke")
 PARAMETERS = "gradwire.nn.parameters"
 VALUES = "gradwire.nn.values"
 SAVE = "gradwire.nn.save"
@@ -77,20 +77,20 @@ def _find(name: str) -> Callable[..., Any]:
 def forward(rref_id: int, maker: Any, *args: Any) -> Any:
     """Calls the module, with its hooks."""
     module = find_value(rref_id, maker)
-    with sharing.reading(_group_of(module)):
+    with sharing.using(_group_of(module)):
         return module(*args)
 
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
     module = find_value(rref_id, maker)
-    with sharing.reading(_group_of(module)):
+    with sharing.using(_group_of(module)):
         return module(*args, **kwargs)
 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
-    with sharing.reading(_group_of(find_value(rref_id, maker))):
+    with sharing.using(_group_of(find_value(rref_id, maker))):
         return operations.invoke(rref_id, maker, name, args, kwargs)
 
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gradwire.errors import (
     AuthenticationFailed,
@@ -41,6 +41,16 @@ _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
 
+class Held(Protocol):
+    """Something that a function must not keep while it waits for something else."""
+
+    def let_go(self) -> None:
+        """Before the function waits."""
+
+    def take_back(self) -> None:
+        """When it goes on. Must not raise."""
+
+
 class _Local(threading.local):
     request: Request | None = None  # what the current thread runs
 
@@ -56,7 +66,7 @@ class Request:
         phase: ``queue``, ``run`` or ``reply``.
         is_dropped: Nobody waits for the result any more.
         waits_for: The call of its own that the function waits for, if any.
-        let_go: Called before the function waits for anything; what it gives up then belongs to a layer above.
+        held: What a layer above holds for the function, but not while it waits; or None.
     """
 
     __slots__ = (
@@ -64,8 +74,8 @@ class Request:
         "deadline",
         "frame",
         "function",
+        "held",
         "is_dropped",
-        "let_go",
         "notes",
         "phase",
         "source",
@@ -81,7 +91,7 @@ class Request:
         self.phase = "queue"
         self.is_dropped = False
         self.waits_for: PendingCall | None = None
-        self.let_go: Callable[[], None] | None = None
+        self.held: Held | None = None
         self.notes: dict[str, Any] = {}
 
 
@@ -156,7 +166,7 @@ class Incoming:
             self.reader.end(error)
             return
         if handshake.is_open:
-            self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
+            self.peer = handshake.hello.sender
             self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
             self._agent.on_connected(self.peer)
@@ -166,6 +176,9 @@ class Incoming:
             self.connection.send(answer, deadline=deadline)
         except TimeoutError:
             self.reader.end(ConnectionClosed("the caller does not read"))
+        else:
+            if handshake.is_open:  # not before: a caller that gave up meanwhile is not dead
+                self.lane = handshake.hello.lane
 
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message

@@ -88,7 +88,14 @@ class Server:
                 min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
             incoming = Incoming(self, connection)
             self._incoming.add(incoming)
-            incoming.reader.start()
+            try:
+                incoming.reader.start()
+            except ConnectionClosed as error:  # this worker has just shut down
+                incoming.reader.end(error)
+                return
+            if self.agent.is_closed:  # it may have closed all connections before this one was among them
+                incoming.reader.end(ConnectionClosed("shutdown"))
+                return
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
 
     def forget(self, incoming: Incoming) -> None:
@@ -286,8 +293,9 @@ class Server:
         if request is None:
             yield
             return
-        if request.let_go is not None:
-            request.let_go()
+        held = request.held
+        if held is not None:
+            held.let_go()
         with self._lock:
             successor = self._slots.on_wait()
         if successor is not None:
@@ -297,6 +305,8 @@ class Server:
         finally:
             with self._lock:
                 self._slots.on_wait_over()
+            if held is not None:
+                held.take_back()
 
     def time_left(self, timeout_s: float) -> float:
         """A timeout (0 for none), shortened to what the current request has left.
