@@ -131,6 +131,7 @@ class Incoming:
         self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.is_current)
         self.peer: WorkerAddress | None = None
         self.lane = ""
+        self._is_welcome = False  # the caller knows that it is let in; one that gave up before is not dead
         self.shares_main = False
         self.requests: dict[int, Request] = {}
         self.last_call_id = 0
@@ -166,7 +167,7 @@ class Incoming:
             self.reader.end(error)
             return
         if handshake.is_open:
-            self.peer = handshake.hello.sender
+            self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
             self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
             self._agent.on_connected(self.peer)
@@ -177,11 +178,11 @@ class Incoming:
         except TimeoutError:
             self.reader.end(ConnectionClosed("the caller does not read"))
         else:
-            if handshake.is_open:  # not before: a caller that gave up meanwhile is not dead
-                self.lane = handshake.hello.lane
+            self._is_welcome = handshake.is_open
 
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message
+        self._is_welcome = True  # another thread may read this before the one that wrote the welcome goes on
         if isinstance(message, Goodbye):
             self._goodbye = message.reason
             return
@@ -228,7 +229,7 @@ class Incoming:
             self._agent.notices.lane_ended(self.info.name)
         elif self._goodbye is not None and self._goodbye != "shutdown":
             _log.info("%s: %s closed a connection: %s", self._agent.info.name, self.info.name, self._goodbye)
-        elif self.lane == "control":
+        elif self.lane == "control" and self._is_welcome:
             reason = "it has shut down" if self._goodbye else "it died or was killed (its connection ended)"
             self._agent.on_worker_ended(self.peer, reason, was_orderly=self._goodbye is not None)
 

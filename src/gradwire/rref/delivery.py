@@ -93,6 +93,8 @@ class Delivery:
         with self._decisions as known:
             for child in known.asked_at.keys() - set(known.ownership.children()):
                 del known.asked_at[child]
+            for child in known.ownership.children():  # those of a worker that is back are asked for, too
+                known.asked_at.setdefault(child, now)
             overdue = [child for child, asked in known.asked_at.items() if asked <= now - _ASK_S]
             known.do(known.ownership.overdue(overdue))
             known.asked_at.update(dict.fromkeys(overdue, now))

@@ -12,9 +12,11 @@ import gc
 import os
 import re
 import stat
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -76,8 +78,16 @@ class LeakCheck:
             gc.collect()  # with torch loaded it takes long, so only where something is left
         while leaks := self.leaks():
             if time.monotonic() >= deadline:
-                raise LeakFound(f"left behind: {', '.join(leaks)}")
+                raise LeakFound(f"left behind: {', '.join(leaks)}{self._stacks()}")
             pause.wait(_PAUSE_S)
+
+    def _stacks(self) -> str:
+        """What the threads that are left are doing."""
+        frames = sys._current_frames()
+        left = [thread for thread in threading.enumerate() if self._is_leaked(thread) and thread.ident in frames]
+        return "".join(
+            f"\n\nthread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}" for thread in left
+        )
 
     def _is_leaked(self, thread: threading.Thread) -> bool:
         if thread in self._threads:
