@@ -121,7 +121,14 @@ class Puppet:
         return self._connection.poll(0)
 
     def signal(self, number: int) -> None:
+        """Sends a signal; one that stops the process has stopped every thread of it on return."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            assert wait_until(self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def kill(self) -> None:
         """Ends the process without a word and waits until it is gone."""
