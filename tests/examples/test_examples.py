@@ -16,9 +16,11 @@ EXAMPLES = ROOT / "examples"
 LAST_LINES = {
     "checkpoint.py": r"checkpoint: 12 losses are the same bit for bit: True",
     "demo.py": r"demo: 9\d\.\d% of 1,000 new images are read right",
+    "end_to_end.py": r"end_to_end: same parameters as in one process, bit for bit: True",
     "exposed_only.py": r"exposed_only: prediction is right: True, refused: 3 of 3",
     "parameter_average.py": r"parameter_average: loss fell from 0\.\d+ to 0\.0[01]\d",
     "remote_calls.py": r"remote_calls: \d+ calls answered, no worker left behind",
+    "split_model.py": r"split_model: 40 losses fell from 0\.976 to 0\.0\d\d, the same bit for bit",
     "torch_style.py": r"torch_style: the sum is \[30\.0, 36\.0\], expected \[30\.0, 36\.0\]",
     "two_hosts_tls.py": r"two_hosts_tls: both workers ended with \[0, 0\]",
 }
