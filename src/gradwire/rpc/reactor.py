@@ -229,8 +229,10 @@ class Reactor:
                 if handler is not None or descriptor == self._wake_fd:
                     self._guard(handler or self._run_task)
             with lock:
-                if self._num_idle >= self._max_idle:
+                if self._closing or self._num_idle >= self._max_idle:
                     self._threads.discard(threading.current_thread())
+                    if self._closing:
+                        self._wake()  # _run_task may have taken the wake-up call that was meant for all
                     return
                 self._num_idle += 1
 
