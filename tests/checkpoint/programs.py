@@ -103,6 +103,11 @@ def make_plain(value: Any) -> Any:
     return value
 
 
+def make_many(num_tensors: int, offset: float = 0.0) -> nn.Module:
+    """Many small parameters with different values."""
+    return nn.ParameterList([torch.full((1,), number + offset) for number in range(num_tensors)])
+
+
 def make_tied() -> nn.Module:
     """Two names for one parameter."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.programs import Training, batch, make_layer, make_plain, make_tied, one_process
-from gradwire import checkpoint, rpc
+from checkpoint.programs import Training, batch, make_layer, make_many, make_plain, make_tied, one_process
+from gradwire import autograd, checkpoint, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMismatch
 from gradwire.nn import RemoteModule
@@ -127,6 +127,49 @@ def test_what_does_not_fit_changes_nothing_anywhere(cluster: Cluster, tmp_path: 
     with pytest.raises(CheckpointDamaged, match=rf"'b/\w+' in {path}"):
         checkpoint.load(tmp_path, {"a": a, "b": b})
     check_unchanged()
+
+
+def test_optimizers_change_between_one_process_and_many(cluster: Cluster, tmp_path: Path) -> None:
+    training = Training(names(cluster)[:2])
+    for number in range(3):
+        training.step(number)
+    checkpoint.save(tmp_path / "many", training.state)
+    model = nn.ModuleList([make_layer(0), make_layer(1)])
+    local = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(local, 0.5)
+    checkpoint.load(tmp_path / "many", {"layers": list(model), "optim": local, "schedule": schedule})
+    assert local.param_groups[0]["lr"] == training.optimizer.param_groups[0]["lr"]
+    checkpoint.save(tmp_path / "one", {"layers": list(model), "optim": local, "schedule": schedule})
+    other = Training(names(cluster)[1:])
+    checkpoint.load(tmp_path / "one", other.state)
+    expected = one_process(NUM_STEPS)[1]
+    assert [other.step(number) for number in range(3, NUM_STEPS)] == expected[3:]
+
+
+def test_many_tensors_are_described_in_one_call(cluster: Cluster, tmp_path: Path) -> None:
+    reference = rpc.remote(names(cluster)[0], make_many, args=(6000,))
+    summary = checkpoint.save(tmp_path, {"many": reference})
+    assert summary.num_tensors == 6000
+    assert (tmp_path / "index.json").stat().st_size > 1 << 20
+    other = rpc.remote(names(cluster)[1], make_many, args=(6000, 1.0))
+    checkpoint.load(tmp_path, {"many": other})
+    checkpoint.save(tmp_path, {"many": other})  # more than one message may carry
+    state = checkpoint.read(tmp_path)["many"]
+    assert all(state[str(number)].item() == number for number in range(6000))
+
+
+def test_contexts_keep_what_they_saw_when_parameters_are_loaded(cluster: Cluster, tmp_path: Path) -> None:
+    layer = RemoteModule(names(cluster)[0], make_layer, (1,))
+    x = torch.ones(1, 4, requires_grad=True)
+    weight = layer.state_dict()["weight"]
+    checkpoint.save(tmp_path, {"layer": RemoteModule(names(cluster)[1], nn.Linear, (4, 1))})
+    with autograd.context() as ctx:
+        result = layer(x)
+        checkpoint.load(tmp_path, {"layer": layer})
+        ctx.backward(result.sum())
+        gradient = autograd.get_gradients(ctx)[x]
+    assert torch.equal(gradient, weight)
+    assert not torch.equal(layer.state_dict()["weight"], weight)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(cluster: Cluster, tmp_path: Path) -> None:

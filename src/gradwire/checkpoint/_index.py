@@ -107,6 +107,11 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: msgspec.Raw
 
 
+_decode_head: Final = msgspec.json.Decoder(_Head).decode  # here, so that msgspec learns types before there are threads
+_decode_envelope: Final = msgspec.json.Decoder(_Envelope).decode
+_decode_index: Final = msgspec.json.Decoder(Index).decode
+
+
 def checksum_of(data: Any) -> str:
     """The checksum of bytes."""
     return show_checksum(zlib.crc32(data))
@@ -136,7 +141,7 @@ def parse(data: bytes, where: str) -> Index:
         CheckpointError: It is of a version that this gradwire does not know.
     """
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = _decode_head(data)
     except msgspec.MsgspecError as error:
         raise _damaged(where, f"it is not a whole JSON file ({error})") from error
     if head.format != FORMAT:
@@ -150,10 +155,10 @@ def parse(data: bytes, where: str) -> Index:
             where,
         )
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
+        envelope = _decode_envelope(data)
         if checksum_of(envelope.content) != envelope.checksum:
             raise _damaged(where, "its checksum is wrong")
-        index = msgspec.json.decode(envelope.content, type=Index)
+        index = _decode_index(envelope.content)
     except msgspec.MsgspecError as error:
         raise _damaged(where, str(error)) from error
     _check(index, where)

@@ -38,7 +38,7 @@ _COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, Non
 
 def join(path: str, key: Any) -> str:
     """The path of what is under that key."""
-    text = str(key).replace("~", "~0").replace("/", "~1")
+    text = str(key).replace("~", "~0").replace("/", "~1") or "~3"
     return f"{path}/{text}" if path else text
 
 

@@ -15,7 +15,7 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ from gradwire.wire.tensors import as_bytes
 OnBytes = Callable[[int], None]
 
 _PIECE: Final = 2 << 20  # small enough to be in the cache still when it is written
+_RESERVED: Final = "__metadata__"  # has a meaning of its own in headers
 _BEGIN_EVERY: Final = 16 << 20
 _ALIGNMENT: Final = 64  # of the first tensor
 
@@ -65,10 +66,11 @@ class TensorSet:
         key = _identity(tensor)
         if key is not None and key in self._names:
             return self._names[key]
-        self.tensors[path] = tensor.detach()
+        name = f"{path}~2" if path == _RESERVED else path  # no other path ends like that
+        self.tensors[name] = tensor.detach()
         if key is not None:
-            self._names[key] = path
-        return path
+            self._names[key] = name
+        return name
 
 
 def _check_savable(path: str, tensor: torch.Tensor) -> None:
@@ -177,7 +179,7 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    fields: dict[str, Any] = {_RESERVED: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
@@ -308,7 +310,7 @@ def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> 
 
 
 @contextlib.contextmanager
-def _opened(path: Path, tensor: str) -> Any:
+def _opened(path: Path, tensor: str) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:

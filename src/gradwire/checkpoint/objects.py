@@ -140,6 +140,11 @@ def module_state(module: nn.Module, is_own_only: bool) -> Any:
     return found
 
 
+def locks_itself(part: Part) -> bool:
+    """Whether its state must be taken before parameters stand still: an optimizer that steps locks itself, then them."""
+    return isinstance(part.value, LocalOptimizer)
+
+
 @contextlib.contextmanager
 def standing_still(parts: Sequence[Part]) -> Iterator[None]:
     """Nobody steps the parameters of those parts meanwhile."""
@@ -159,7 +164,7 @@ def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
     for part in parts:
         if isinstance(part.value, nn.Module):
             found += part.value.parameters(recurse=not part.is_own_only)
-        elif isinstance(part.value, torch.Tensor):
+        elif isinstance(part.value, torch.Tensor) and part.value.requires_grad:
             found.append(part.value)
     return found
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,7 +27,7 @@ from gradwire.checkpoint._index import FileEntry, TensorEntry
 from gradwire.checkpoint._tree import Encoder
 from gradwire.checkpoint.directory import Directory, check_file_name, file_name
 from gradwire.checkpoint.objects import Part
-from gradwire.errors import NotExposed, NotInitialized
+from gradwire.errors import CheckpointDamaged, CheckpointMissing, NotExposed, NotInitialized
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, references
 
@@ -124,7 +124,7 @@ def describe(directory: str, generation: str, parts: Sequence[Part]) -> int:
     """
     Directory(directory).check_announced(generation, worker_name())
     tensors = files.TensorSet()
-    _encode(parts, tensors)
+    _encode(parts, tensors, {})
     return tensors.num_bytes
 
 
@@ -147,20 +147,21 @@ def write(
     name = file_name(generation, worker)
     check_file_name(name, generation)
     place.check_announced(generation, worker)
-    reports = _encode(parts, tensors)  # not while they stand still: optimizers lock themselves first, then parameters
-    if not tensors.tensors:
-        return WriteReport(reports, {}, {})
+    early = {number: objects.state_of(part) for number, part in enumerate(parts) if objects.locks_itself(part)}
     with objects.standing_still(parts):
+        reports = _encode(parts, tensors, early)
+        if not tensors.tensors:
+            return WriteReport(reports, {}, {})
         entry, entries = files.write_file(place.path / name, tensors.tensors, worker, socket.gethostname(), on_bytes)
     place.sync()
     return WriteReport(reports, {name: entry}, entries)
 
 
-def _encode(parts: Sequence[Part], tensors: files.TensorSet) -> list[PartReport]:
+def _encode(parts: Sequence[Part], tensors: files.TensorSet, known: Mapping[int, objects.State]) -> list[PartReport]:
     encoder = Encoder(tensors.place)
     reports = []
-    for part in parts:
-        state = objects.state_of(part)
+    for number, part in enumerate(parts):
+        state = known[number] if number in known else objects.state_of(part)
         node = encoder.encode(state.values, part.path)
         metadata = Encoder(tensors.place).encode(state.metadata, part.path)
         reports.append(PartReport(state.kind, state.type_name, node, metadata))
@@ -221,7 +222,11 @@ def _serve_fit(order: bytes, sent: Sequence[SentPart]) -> bytes:
 
 def _serve_check(directory: str, order: bytes) -> None:
     _check_allowed(directory)
-    check(Path(directory), _decoders[CheckOrder].decode(order), lambda _: None)
+    try:
+        check(Path(directory), _decoders[CheckOrder].decode(order), lambda _: None)
+    except (CheckpointMissing, CheckpointDamaged) as error:
+        text = f"on worker {worker_name()} at {socket.gethostname()}: {error}"
+        raise type(error)(text, error.file, error.tensor) from error
 
 
 def _serve_fill(directory: str, order: bytes, sent: Sequence[SentPart]) -> None:

@@ -106,6 +106,20 @@ def test_values_come_back_and_tensors_are_filled_or_returned(tmp_path: Path) -> 
     assert "m" not in values["nested"]
 
 
+def test_names_that_mean_something_elsewhere(tmp_path: Path) -> None:
+    state = {
+        "__metadata__": torch.ones(1),
+        "": {"weight": torch.zeros(1)},
+        "weight": torch.full((1,), 2.0),
+        "$tensor": 3,
+    }
+    checkpoint.save(tmp_path, {**state, "/": nn.Linear(1, 1)})
+    found = checkpoint.load(tmp_path)
+    assert found.keys() == state.keys()
+    assert (found["__metadata__"].item(), found[""]["weight"].item(), found["weight"].item()) == (1, 0, 2)
+    assert found["$tensor"] == 3
+
+
 def test_containers_of_objects(tmp_path: Path) -> None:
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     checkpoint.save(tmp_path, {"models": models, "pair": (nn.Linear(1, 1), 5)})

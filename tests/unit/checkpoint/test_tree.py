@@ -139,6 +139,7 @@ def test_paths_escape_what_joins_them() -> None:
     assert join("a", "b") == "a/b"
     assert join("", "b") == "b"
     assert join("a", "b/c~d") == "a/b~1c~0d"
+    assert join("", "") == "~3"
 
 
 def test_what_is_claimed_is_not_looked_into() -> None:
