@@ -49,10 +49,6 @@ OPEN = {
     "DistAutogradTest.test_post_hooks": (
         "hooks on AccumulateGrad nodes (not on tensors) do not run: gradients of leaves are taken before those nodes"
     ),
-    "RpcTest.test_py_raise_in_user_func": (
-        "torch also prints what a function raised on the callee's stderr; here the caller gets it with the callee's "
-        "traceback, and nothing is printed"
-    ),
     "RpcTest.test_server_process_global_profiler": (
         "a profile of all that a worker does for others is not offered; a caller's profile has what was done for it"
     ),

@@ -16,6 +16,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 
+from gradwire.compat import _printing
 from gradwire.compat._patching import Patch
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
@@ -38,6 +39,7 @@ def install() -> None:
         if _patch is None:
             tables = importlib.import_module("gradwire.compat._tables")  # imports all of torch that is answered for
             _patch = Patch(tables.make_tables())
+            _printing.start()
         _depth += 1
 
 
@@ -47,6 +49,7 @@ def uninstall() -> None:
     with _lock:
         _depth = max(0, _depth - 1)
         if _depth == 0 and _patch is not None:
+            _printing.stop()
             _patch.undo()
             _patch = None
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 _log = logging.getLogger("gradwire")
+_failures = logging.getLogger("gradwire.failures")  # what user functions raise; silent unless its level is DEBUG
 _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
@@ -217,6 +218,9 @@ class Server:
             else:
                 request.source.reply(request, value)
         except BaseException as error:  # whatever the function raised belongs to the caller
+            if _failures.isEnabledFor(logging.DEBUG):
+                who = self.agent.info.name, request.function, request.source.info.name
+                _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
             request.source.fail(request, error)
         finally:
             set_current_request(outer)
