@@ -32,6 +32,13 @@ class Patch:
 
     def __init__(self, tables: Mapping[ModuleType | type, Mapping[str, Any]]) -> None:
         self._undo: list[tuple[Any, str, Any]] = []  # holder, name, what it was before; in the order of the changes
+        try:
+            self._apply(tables)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _apply(self, tables: Mapping[ModuleType | type, Mapping[str, Any]]) -> None:
         replaced: dict[int, tuple[Any, Any]] = {}  # by id: the old object, so that it lives, and the new one
         for holder, table in tables.items():
             for name, new in table.items():
@@ -43,8 +50,8 @@ class Patch:
             self._set(holder, name, old, new)
 
     def _set(self, holder: Any, name: str, old: Any, new: Any) -> None:
-        self._undo.append((holder, name, old))
         setattr(holder, name, new)
+        self._undo.append((holder, name, old))
 
     @property
     def changes(self) -> list[tuple[Any, str, Any]]:

@@ -94,6 +94,15 @@ def test_uninstall_restores_the_identity_of_everything() -> None:
             assert vars(holder)[name] is old, (holder, name)
 
 
+def test_a_patch_that_fails_leaves_nothing() -> None:
+    module = types.ModuleType("half_done")
+    module.first = before = object()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        Patch({module: {"first": 1, "second": 2}, int: {"real": 3}})  # a built-in class cannot be changed
+    assert vars(module)["first"] is before
+    assert "second" not in vars(module)
+
+
 def test_modules_imported_before_are_reached(program: types.ModuleType) -> None:
     torch_s_own, constant = program.rpc_sync, program.UNSET
     with compat.installed():
