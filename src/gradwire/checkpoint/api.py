@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any, Final
 
-from gradwire.checkpoint import files
+from gradwire.checkpoint import reading
 from gradwire.checkpoint._tree import decode, tensor_names
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.loading import load_from
@@ -94,7 +94,7 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
     with place.reading() as index:
         names = set(tensor_names(index.state))
         _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        reader = files.TensorReader(place.path, index.tensors)
+        reader = reading.TensorReader(place.path, index.tensors)
         found: dict[str, Any] = decode(index.state, functools.cache(reader.copied))  # what was one tensor stays one
     return found
 
@@ -131,5 +131,5 @@ def inspect(directory: PathLike) -> Summary:
 def _check(place: Directory, saved: Any, entries: Any, option: ProgressOption) -> None:
     with ByteProgress("checking", option) as progress:
         progress.total = sum(entry.num_bytes for entry in entries.values())
-        files.check_files(place.path, saved)
-        files.check_tensors(place.path, entries, progress.advance)
+        reading.check_files(place.path, saved)
+        reading.check_tensors(place.path, entries, progress.advance)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from gradwire.checkpoint import files, objects, owners
+from gradwire.checkpoint import objects, owners
 from gradwire.checkpoint._index import Index, TensorEntry
 from gradwire.checkpoint._tree import Node, decode, dict_node, items_of, join, tag_of, tensor_names
 from gradwire.checkpoint.asking import Parts, Round, groups_of
@@ -25,6 +25,7 @@ from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.objects import Fit
 from gradwire.checkpoint.owners import CheckOrder, FitReport, LoadOrder, SavedPart
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
+from gradwire.checkpoint.reading import TensorReader, files_of
 from gradwire.errors import CheckpointMismatch, ConfigurationError
 from gradwire.optim import DistributedOptimizer, states
 
@@ -243,7 +244,7 @@ def load_from(
         for worker in orders:
             filling.ask(worker, owners.FILL, path, sent[worker], plan.parts.sent(worker))
         filling.finish(functools.partial(owners.fill, place.path, own, plan.parts.here))
-        reader = files.TensorReader(place.path, more)
+        reader = TensorReader(place.path, more)
         plan.fill_groups(reader.copied)
         found: dict[str, Any] = decode(values, functools.cache(reader.copied))  # what was one tensor stays one
     return found
@@ -264,8 +265,8 @@ def _check(
     for worker, order in orders.items():
         for group in groups_of(order.tensors, _GROUP_BYTES) if worker else ():
             num_bytes = sum(entry.num_bytes for entry in group.values())
-            message = owners.encode(CheckOrder(files.files_of(group.values(), plan.index.files), group))
+            message = owners.encode(CheckOrder(files_of(group.values(), plan.index.files), group))
             done = functools.partial(progress.count, num_bytes)
             asked.ask(worker, owners.CHECK, str(place.path), message, on_done=done)
-    here = CheckOrder(files.files_of(orders[""].tensors.values(), plan.index.files), orders[""].tensors)
+    here = CheckOrder(files_of(orders[""].tensors.values(), plan.index.files), orders[""].tensors)
     asked.finish(lambda: owners.check(place.path, here, progress.advance), progress.refresh)

@@ -1,4 +1,4 @@
-"""What can be filled from a checkpoint, and how: its state, whether a saved state fits it, and loading that.
+"""What can be filled from a checkpoint: its state, and whether a saved state fits it.
 
 An object is split into *parts*, one for each worker that has something of it. Everything here but `split` runs where the
 part is.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,9 +23,8 @@ from torch import nn
 from gradwire.autograd import sharing
 from gradwire.checkpoint._dtypes import NAMES
 from gradwire.checkpoint._index import TensorEntry
-from gradwire.checkpoint._tree import Node, decode, items_of, join, tag_of
-from gradwire.checkpoint.files import TensorReader
-from gradwire.errors import CannotSave, CheckpointError
+from gradwire.checkpoint._tree import Node, items_of, join, tag_of
+from gradwire.errors import CannotSave
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, LocalOptimizer
 from gradwire.rref import RRef
@@ -250,72 +249,3 @@ def _fit_optimizer(part: Part, node: Node) -> tuple[str, ...]:
     return (
         () if sizes == here else (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {here} here",)
     )
-
-
-# -- where the part is: filling it ----------------------------------------------------------------------------------
-
-
-Filled = tuple[Part, Node, dict[str, Any] | None]
-"""A part, the saved state of its object, and the versions of its modules."""
-
-
-def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
-    """Loads what has a `load_state_dict` of its own and is no module. If one refuses, all are put back.
-
-    Raises:
-        CheckpointError: An object's `load_state_dict` raised.
-    """
-    undo: list[Callable[[], Any]] = []
-    for part, node, _ in parts:
-        if isinstance(part.value, nn.Module | torch.Tensor):
-            continue
-        try:
-            _fill_stateful(part, node, reader, undo)
-        except Exception as error:
-            for put_back in reversed(undo):
-                put_back()
-            text = f"{type(part.value).__name__} did not take its state: {type(error).__name__}: {error}"
-            raise CheckpointError(f"'{part.path}' was not loaded: {text}") from error
-
-
-def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
-    """Loads modules and tensors, which are known to fit."""
-    for part, node, metadata in parts:
-        if isinstance(part.value, nn.Module):
-            _fill_module(part, node, metadata, reader)
-        elif isinstance(part.value, torch.Tensor):
-            part.value.copy_(reader.mapped(node["$tensor"]))
-
-
-def _fill_stateful(part: Part, node: Node, reader: TensorReader, undo: list[Callable[[], Any]]) -> None:
-    value = part.value
-    if isinstance(value, LocalOptimizer):
-        saved = items_of(node) or {}
-        state = {name: decode(saved[name], reader.copied) for name in part.names if name in saved}
-        before = value.named_state()
-        undo.append(lambda: value.load_named_state(before))
-        value.load_named_state(state)
-    else:
-        before = value.state_dict()
-        undo.append(lambda: value.load_state_dict(before))
-        value.load_state_dict(decode(node, reader.copied))
-
-
-def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader: TensorReader) -> None:
-    """Copies straight from the mapped file into the parameters."""
-    module, saved = part.value, items_of(node) or {}
-    state: Any = OrderedDict()
-    for name, target in module_state(module, part.is_own_only).items():
-        if part.prefix + name in saved:
-            read = reader.mapped if isinstance(target, torch.Tensor) else reader.copied
-            state[name] = decode(saved[part.prefix + name], read)
-    versions = {key[len(part.prefix) :]: item for key, item in (metadata or {}).items() if key.startswith(part.prefix)}
-    versions.setdefault("", (metadata or {}).get(part.prefix.rstrip("."), {}))
-    state._metadata = versions
-    if part.is_own_only:
-        errors: list[str] = []
-        module._load_from_state_dict(state, "", versions[""], False, [], [], errors)
-        if errors:
-            raise RuntimeError("; ".join(errors))
-    else:
-        module.load_state_dict(state, strict=False)

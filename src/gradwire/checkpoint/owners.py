@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gradwire.checkpoint import files, objects
+from gradwire.checkpoint import filling, objects, reading, writing
 from gradwire.checkpoint._index import FileEntry, TensorEntry
 from gradwire.checkpoint._tree import Encoder
 from gradwire.checkpoint.directory import Directory, check_file_name, file_name
@@ -123,13 +123,13 @@ def describe(directory: str, generation: str, parts: Sequence[Part]) -> int:
         CheckpointWriteFailed: This worker does not see the directory.
     """
     Directory(directory).check_announced(generation, worker_name())
-    tensors = files.TensorSet()
+    tensors = writing.TensorSet()
     _encode(parts, tensors, {})
     return tensors.num_bytes
 
 
 def write(
-    directory: str, generation: str, parts: Sequence[Part], tensors: files.TensorSet, on_bytes: files.OnBytes
+    directory: str, generation: str, parts: Sequence[Part], tensors: writing.TensorSet, on_bytes: writing.OnBytes
 ) -> WriteReport:
     """Writes this worker's file.
 
@@ -152,12 +152,12 @@ def write(
         reports = _encode(parts, tensors, early)
         if not tensors.tensors:
             return WriteReport(reports, {}, {})
-        entry, entries = files.write_file(place.path / name, tensors.tensors, worker, socket.gethostname(), on_bytes)
+        entry, entries = writing.write_file(place.path / name, tensors.tensors, worker, socket.gethostname(), on_bytes)
     place.sync()
     return WriteReport(reports, {name: entry}, entries)
 
 
-def _encode(parts: Sequence[Part], tensors: files.TensorSet, known: Mapping[int, objects.State]) -> list[PartReport]:
+def _encode(parts: Sequence[Part], tensors: writing.TensorSet, known: Mapping[int, objects.State]) -> list[PartReport]:
     encoder = Encoder(tensors.place)
     reports = []
     for number, part in enumerate(parts):
@@ -168,23 +168,23 @@ def _encode(parts: Sequence[Part], tensors: files.TensorSet, known: Mapping[int,
     return reports
 
 
-def check(directory: Path, order: CheckOrder, on_bytes: files.OnBytes) -> None:
+def check(directory: Path, order: CheckOrder, on_bytes: writing.OnBytes) -> None:
     """Compares files and tensors with the index.
 
     Raises:
         CheckpointMissing, CheckpointDamaged: Something is not what was written.
     """
-    files.check_files(directory, order.files)
-    files.check_tensors(directory, order.tensors, on_bytes)
+    reading.check_files(directory, order.files)
+    reading.check_tensors(directory, order.tensors, on_bytes)
 
 
 def fill(directory: Path, order: LoadOrder, parts: Sequence[Part]) -> None:
     """Loads this worker's parts."""
-    reader = files.TensorReader(directory, order.tensors)
+    reader = reading.TensorReader(directory, order.tensors)
     saved = [(part, item.state, item.metadata) for part, item in zip(parts, order.parts, strict=True)]
-    objects.fill_stateful(saved, reader)
+    filling.fill_stateful(saved, reader)
     with objects.changing(parts):
-        objects.fill_tensors(saved, reader)
+        filling.fill_tensors(saved, reader)
 
 
 def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
@@ -213,7 +213,7 @@ def _serve_describe(directory: str, generation: str, sent: Sequence[SentPart]) -
 
 def _serve_write(directory: str, generation: str, sent: Sequence[SentPart]) -> bytes:
     _check_allowed(directory)
-    return _encoder.encode(write(directory, generation, _receive(sent), files.TensorSet(), lambda _: None))
+    return _encoder.encode(write(directory, generation, _receive(sent), writing.TensorSet(), lambda _: None))
 
 
 def _serve_fit(order: bytes, sent: Sequence[SentPart]) -> bytes:

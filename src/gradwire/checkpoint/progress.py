@@ -34,7 +34,8 @@ class ByteProgress:
         self._callback = option if callable(option) else None
         self._is_quiet = option is False or self._callback is not None
         self._bar: Progress | None = None
-        self._next_at = time.monotonic() + (0.0 if option else _DELAY_S)
+        self._bar_from = time.monotonic() + (0.0 if option is True else _DELAY_S)
+        self._next_at = 0.0
         self._last_told = (-1, -1)
         self._lock = threading.Lock()  # guards num_bytes
         self.num_bytes = 0
@@ -72,7 +73,7 @@ class ByteProgress:
         if self._callback is not None and (done, self.total) != self._last_told:
             self._last_told = (done, self.total)
             self._callback(done, self.total)
-        if self._is_quiet or time.monotonic() < self._next_at - _INTERVAL_S:
+        if self._is_quiet or time.monotonic() < self._bar_from:
             return
         if self._bar is None:
             self._bar = self._make_bar()

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from gradwire.checkpoint import _points, files, objects, owners
+from gradwire.checkpoint import _points, objects, owners
 from gradwire.checkpoint._index import Index, Writer
 from gradwire.checkpoint._tree import Encoder, Node, dict_node, items_of, join, object_node
 from gradwire.checkpoint.asking import Parts, Round
 from gradwire.checkpoint.directory import Directory, file_name
 from gradwire.checkpoint.owners import WriteReport, worker_name
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption, WatchedFiles
+from gradwire.checkpoint.writing import TensorSet
 from gradwire.errors import CannotSave, CheckpointDamaged
 from gradwire.optim import DistributedOptimizer, states
 
@@ -47,7 +48,7 @@ class SavePlan:
         if type(state) is not dict:
             raise CannotSave(f"save needs a dict of what to save, not a {type(state).__name__}")
         self.parts = Parts()
-        self.tensors = files.TensorSet()  # what this worker writes besides its parts
+        self.tensors = TensorSet()  # what this worker writes besides its parts
         self._objects: list[_Object] = []
         self._encoder = Encoder(self.tensors.place, self._claim)
         self.node = self._encoder.encode(state, "")

@@ -15,7 +15,8 @@ import torch
 
 from gradwire.checkpoint._dtypes import DTYPES
 from gradwire.checkpoint._index import FileEntry, TensorEntry
-from gradwire.checkpoint.files import TensorReader, TensorSet, check_files, check_tensors, write_file
+from gradwire.checkpoint.reading import TensorReader, check_files, check_tensors
+from gradwire.checkpoint.writing import TensorSet, write_file
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
 
 NAME = "g0001-0123abcd-worker0.safetensors"
