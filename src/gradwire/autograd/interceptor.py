@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from gradwire.autograd import ambient, anomalies, guards, sharing
+from gradwire.autograd import ambient, anomalies, sharing
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall, parse
 from gradwire.errors import DecodeError, UnknownContext
 from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
+
+_NOTHING = contextlib.nullcontext()
 
 
 class AutogradInterceptor(Interceptor):
@@ -99,24 +101,18 @@ class AutogradInterceptor(Interceptor):
         message = parse(note, RecordedCall)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with ambient.inside(message.context_id):
-                if message.detects_anomalies or guards.has_any():
-                    with self._surroundings(message, envelope.function):
+            with ambient.inside(message.context_id), self._recording(message, envelope.function):
+                if message.detects_anomalies:
+                    with anomalies.enabled(True):
                         return function(*args, **kwargs)
                 return function(*args, **kwargs)
 
         return run
 
-    @contextlib.contextmanager
-    def _surroundings(self, message: RecordedCall, function: str) -> Iterator[None]:
-        """What some calls need around them; most need nothing."""
-        context = self._container.find(message.context_id)
-        with contextlib.ExitStack() as stack:
-            if message.detects_anomalies:
-                stack.enter_context(anomalies.enabled(True))
-            if context is not None and guards.has_any():
-                stack.enter_context(sharing.recording(context, function))
-            yield
+    def _recording(self, message: RecordedCall, function: str) -> contextlib.AbstractContextManager[object]:
+        """Only a worker with shared parameters has to look after them."""
+        context = self._container.find(message.context_id) if sharing.concerns(function) else None
+        return _NOTHING if context is None else sharing.recording(context, function)
 
 
 def _is_cut_off(request: Request | None) -> bool:

@@ -128,10 +128,10 @@ class Call:
         return now - self._ticks[1] >= IDLE_S
 
 
-def call_here() -> contextlib.AbstractContextManager[Call]:
-    """The call that this thread serves; one without a context is made, and ends with the block."""
+def call_of_thread() -> Call | None:
+    """The call that this thread serves, if it is known to have to do with shared parameters."""
     call = _local.call
-    return contextlib.nullcontext(call) if call is not None and call.is_current else Call(None)
+    return call if call is not None and call.is_current else None
 
 
 @contextlib.contextmanager

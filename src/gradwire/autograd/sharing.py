@@ -24,7 +24,7 @@ import torch
 from gradwire.autograd import guards
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import EVERYTHING, Group, Guarded, Mode, changed, check_mode
-from gradwire.autograd.reading import Call, call_here, changing, deadline_here, late
+from gradwire.autograd.reading import Call, call_of_thread, changing, deadline_here, late
 from gradwire.autograd.saving import saving
 from gradwire.rpc._ids import creator_of
 from gradwire.rpc.incoming import current_request, while_waiting
@@ -95,7 +95,8 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
         RpcTimeout: A step has not ended in time.
     """
     groups = {item.group for param in params if (item := guards.find(param)) is not None}
-    with call_here() as call:
+    with contextlib.ExitStack() as stack:
+        call = call_of_thread() or stack.enter_context(Call(None))
         for group in groups:
             call.read(group)
         yield
@@ -113,27 +114,76 @@ def announces_use(name: str) -> str:
 _announcing: set[str] = set()
 
 
-@contextlib.contextmanager
-def recording(context: DistAutogradContext, function: str) -> Iterator[None]:
-    """Surrounds a function that is called within a context, on a worker with guarded parameters."""
-    with Call(context) as call, saving(context, call.read):
-        if function not in _announcing:
-            call.read(EVERYTHING)
-        yield
+def concerns(function: str) -> bool:
+    """Whether a function may use shared parameters; those that it announces may still have to be made."""
+    return guards.has_any() or function in _announcing
 
 
-@contextlib.contextmanager
-def using(group: Group) -> Iterator[None]:
+class recording:
+    """Surrounds a function that is called within a context, on a worker with guarded parameters.
+
+    Args:
+        context: On this worker.
+        function: The name of what is called.
+
+    Raises:
+        RpcTimeout: A step has not ended until the deadline of the call.
+    """
+
+    __slots__ = ("_call", "_function", "_saving")
+
+    def __init__(self, context: DistAutogradContext, function: str) -> None:
+        self._call = Call(context)
+        self._function = function
+        self._saving = saving(context, self._call.read)
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._call)
+            if self._function not in _announcing:
+                self._call.read(EVERYTHING)
+            self._saving.__enter__()
+            undo.pop_all()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._saving.__exit__(*error)
+        finally:
+            self._call.__exit__(*error)
+
+
+class using:
     """Surrounds a function that uses a whole group, which stays as it is meanwhile; with ``"serialize"``, first waits.
+
+    Args:
+        group: What `guard` returned.
 
     Raises:
         RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
     """
-    with call_here() as call:
-        if group.mode == "serialize" and call.context is not None:
-            _wait_turn(group, call.context)
-        call.read(group)
-        yield
+
+    __slots__ = ("_group", "_own")
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._own: Call | None = None
+
+    def __enter__(self) -> None:
+        group, call = self._group, call_of_thread()
+        if call is None:
+            call = self._own = Call(None)
+            call.__enter__()
+        try:
+            if group.mode == "serialize" and call.context is not None:
+                _wait_turn(group, call.context)
+            call.read(group)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        if self._own is not None:
+            self._own.__exit__(*error)
 
 
 def _wait_turn(group: Group, context: DistAutogradContext) -> None:

@@ -7,6 +7,7 @@ encoder.remote_parameters()                             # for a DistributedOptim
 
 from __future__ import annotations
 
-from gradwire.nn.remote_module import OwnerHook, RemoteModule
+from gradwire.nn.hooks import OwnerHook
+from gradwire.nn.remote_module import RemoteModule
 
 __all__ = ["OwnerHook", "RemoteModule"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradwire.autograd import sharing
 from gradwire.errors import ConfigurationError, NotExposed
+from gradwire.nn.placement import on_device
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, operations, references
 from gradwire.rref.operations import find_value
@@ -33,6 +34,7 @@ HAS_METHOD = "gradwire.nn.has_method"
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 _HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
 _groups: weakref.WeakKeyDictionary[nn.Module, sharing.Group] = weakref.WeakKeyDictionary()
+_devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()  # those not on the CPU
 _CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
 
 
@@ -54,6 +56,8 @@ def make(
             f"but {module_cls!r} made a {type(module).__name__}"
         )
     module.to(device)
+    if device != "cpu":
+        _devices[module] = torch.device(device)
     _groups[module] = sharing.guard(module.parameters(), mode)
     return module
 
@@ -78,14 +82,20 @@ def forward(rref_id: int, maker: Any, *args: Any) -> Any:
     """Calls the module, with its hooks."""
     module = find_value(rref_id, maker)
     with sharing.using(_group_of(module)):
-        return module(*args)
+        return module(*args) if module not in _devices else _call_on_device(module, args, {})
 
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
     module = find_value(rref_id, maker)
     with sharing.using(_group_of(module)):
-        return module(*args, **kwargs)
+        return module(*args, **kwargs) if module not in _devices else _call_on_device(module, args, kwargs)
+
+
+def _call_on_device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments go to the device, and results leave by the CPU: the caller need not have such a device."""
+    device = _devices[module]
+    return on_device(module(*on_device(args, device), **on_device(kwargs, device)), torch.device("cpu"))
 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,6 +153,7 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is no method that handles may call without a mark")
     getattr(module, name)(*args, **kwargs)
+    sharing.guard(module.parameters(), _group_of(module).mode)  # their memory may be elsewhere now
 
 
 def apply(rref_id: int, maker: Any, function: Callable[[nn.Module], Any] | str) -> None:

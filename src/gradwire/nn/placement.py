@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gradwire.errors import ConfigurationError
@@ -38,3 +40,14 @@ def _is_device(text: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on a device; looks into tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(on_device(item, device) for item in value)
+    if type(value) is dict:
+        return {key: on_device(item, device) for key, item in value.items()}
+    return value

@@ -21,20 +21,21 @@ from torch import nn
 from gradwire.autograd import sharing
 from gradwire.errors import ConfigurationError, RRefError
 from gradwire.nn import operations
+from gradwire.nn.changes import OwnedElsewhere, name_of
+from gradwire.nn.hooks import OwnerHook
 from gradwire.nn.placement import parse_placement
 from gradwire.rpc import trips
-from gradwire.rpc.functions import exposed_name
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
-from gradwire.rref import RRef, references, remote
+from gradwire.rref import RRef, remote
 from gradwire.rref.proxy import Proxy
 from gradwire.wire.objects import register_plain_type
 
 Self = TypeVar("Self", bound="RemoteModule")
 
 
-class RemoteModule(nn.Module):
+class RemoteModule(OwnedElsewhere):
     """A module that is made on a worker and stays there; calling it here runs it there.
 
     Args:
@@ -63,7 +64,6 @@ class RemoteModule(nn.Module):
 
     on: str | int
     device: str
-    module_rref: RRef[nn.Module]
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RemoteModule(nn.Module):
     ) -> None:
         sharing.check_mode(concurrency)
         to, device = parse_placement(remote_device)
-        sent = _name_of(module_cls)
+        sent = name_of(module_cls)
         with torch.no_grad():  # making it has no part in any graph
             rref = remote(to, operations.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
         self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
@@ -143,11 +143,6 @@ class RemoteModule(nn.Module):
         if name not in self._methods:
             self._methods[name] = bool(self._ask(operations.HAS_METHOD, name))
         return self._methods[name]
-
-    def _ask(self, function: str, *args: Any) -> Any:
-        """A question to the owner that has no part in any graph."""
-        with torch.no_grad():
-            return self.module_rref._ask(function, args, UNSET_RPC_TIMEOUT)
 
     # -- the module's parameters --------------------------------------------------------------------------------------
 
@@ -235,68 +230,7 @@ class RemoteModule(nn.Module):
         if error:
             error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
 
-    # -- what changes it ----------------------------------------------------------------------------------------------
-
-    def _change(self: Self, name: str, *args: Any, **kwargs: Any) -> Self:
-        self._ask(operations.CHANGE, name, args, kwargs)
-        return self
-
-    def train(self: Self, mode: bool = True) -> Self:
-        """Sets the mode there and here; `eval` and the mode of an outer module come here, too."""
-        self._change("train", mode)
-        self.training = mode
-        return self
-
-    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
-        """Moves or converts the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
-        return self._change("to", *args, **kwargs)
-
-    def cpu(self: Self) -> Self:
-        """As ``to("cpu")``."""
-        return self.to("cpu")
-
-    def cuda(self: Self, device: Any = None) -> Self:
-        """As ``to("cuda")``."""
-        return self.to(
-            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
-        )
-
-    def type(self: Self, dst_type: Any) -> Self:
-        """Converts all parameters and buffers."""
-        return self._change("type", dst_type)
-
-    def float(self: Self) -> Self:
-        """As ``to(torch.float32)``."""
-        return self.to(torch.float32)
-
-    def double(self: Self) -> Self:
-        """As ``to(torch.float64)``."""
-        return self.to(torch.float64)
-
-    def half(self: Self) -> Self:
-        """As ``to(torch.float16)``."""
-        return self.to(torch.float16)
-
-    def bfloat16(self: Self) -> Self:
-        """As ``to(torch.bfloat16)``."""
-        return self.to(torch.bfloat16)
-
-    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
-        """Whether the parameters are to get gradients."""
-        return self._change("requires_grad_", requires_grad)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
-        self._change("zero_grad", set_to_none)
-
-    def apply(self: Self, fn: Callable[[nn.Module], Any] | str) -> Self:
-        """Calls a function on the owner, with every part of the module and then the module itself.
-
-        Args:
-            fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
-        """
-        self._ask(operations.APPLY, _name_of(fn))
-        return self
+    # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_owner_hook(
         self, kind: operations.HookKind, hook: Callable[..., Any] | str, **options: Any
@@ -310,7 +244,7 @@ class RemoteModule(nn.Module):
             hook: As `nn.Module` takes it; it travels to the owner. With ``trust="data"``, an exposed one or its name.
             **options: Of `nn.Module`'s method, for example ``prepend=True``.
         """
-        return OwnerHook(self._ask(operations.HOOK, kind, _name_of(hook), options))
+        return OwnerHook(self._ask(operations.HOOK, kind, name_of(hook), options))
 
     # -- what a handle cannot have ------------------------------------------------------------------------------------
 
@@ -329,10 +263,6 @@ class RemoteModule(nn.Module):
     def share_memory(self: Self) -> Self:
         """Not here: the memory is the owner's."""
         raise _refused("share_memory")
-
-    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What an outer module's `to` and `double` do to its parts: nothing to this one, which is on another worker."""
-        return self
 
     # -- how it is shown, and travels ---------------------------------------------------------------------------------
 
@@ -359,33 +289,6 @@ class RemoteModule(nn.Module):
         return self.on, self.device, self.module_rref, self._label, self.training
 
 
-class OwnerHook:
-    """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
-
-    Args:
-        handle: Reference to the handle there.
-    """
-
-    def __init__(self, handle: RRef[Any]) -> None:
-        self._handle: RRef[Any] | None = handle
-
-    def __repr__(self) -> str:
-        return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
-
-    def remove(self) -> None:
-        """Takes the hook away. May be called again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with torch.no_grad():
-                handle._ask(operations.UNHOOK, (), UNSET_RPC_TIMEOUT)
-
-    def __enter__(self) -> OwnerHook:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
 def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """The operation, and its arguments: as flat as they can be, because that is what costs."""
     return (operations.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (operations.FORWARD, args)
@@ -393,18 +296,6 @@ def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, t
 
 def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
     return module.module_rref._ask(operations.INVOKE, (name, args, kwargs), UNSET_RPC_TIMEOUT)
-
-
-def _name_of(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
-    """What names a function or class to the owner: with ``trust="data"`` its exposed name."""
-    if isinstance(function, str) or references.here().agent.trust == "code":
-        return function
-    name = exposed_name(function)
-    if name is None:
-        raise ConfigurationError(
-            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
-        )
-    return name
 
 
 def _refused(name: str) -> ConfigurationError:
