@@ -3,7 +3,7 @@
     python examples/demo.py --epochs 4
 
 The images are digits that the program draws itself: a small font, turned, shifted, scaled and covered with noise. The driver
-keeps the data and the loss, each worker keeps one third of the network with its own optimizer:
+keeps the data and the loss, each worker keeps one third of the network and steps it:
 
       driver            worker0              worker1              worker2
       images  ------->  convolution
@@ -69,77 +69,60 @@ def draw_digits(num_images: int, seed: int) -> tuple[Tensor, Tensor]:
     return images + NOISE * torch.randn(images.shape, generator=random), digits
 
 
-# The network, and what runs on the workers. Each keeps its stage between calls.
+# The network.
 
 
-def make_stage(number: int) -> nn.Sequential:
+def make_stage(number: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """One third of the network, with the same weights wherever it is made."""
     with torch.random.fork_rng():
         torch.manual_seed(number)
         if number < 2:
             num_in, num_out = ((1, 16), (16, 32))[number]
-            return nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        return nn.Sequential(nn.Flatten(), nn.Linear(2 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
+            stage = nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        else:
+            stage = nn.Sequential(nn.Flatten(), nn.Linear(2 * SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
+    return stage.to(dtype)
 
 
-def place_stage(number: int, dtype: torch.dtype = torch.float32) -> None:
-    """Makes this worker the home of a stage."""
-    global _stage, _optimizer
-    _stage = make_stage(number).to(dtype)
-    _optimizer = torch.optim.Adam(_stage.parameters(), lr=3e-3)
+def place_model(cluster: gw.Cluster, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The whole network: three stages, each on its own worker, used like modules that are here."""
+    return nn.Sequential(*(worker.module(make_stage, worker.rank, dtype) for worker in cluster.workers))
 
 
-def forward(x: Tensor) -> Tensor:
-    """What this worker's stage makes of its input."""
-    return _stage(x)
-
-
-def read_gradients(context_id: int) -> list[Tensor]:
-    """This stage's gradients: they are in the context, not in `.grad`, so that many drivers could use one stage."""
+def read_gradients(stage: gw.rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
+    """Runs where a stage lives: its gradients are in the context, not in `.grad`, so that many drivers could use it."""
     gradients = gw.autograd.get_gradients(context_id)
-    return [gradients[parameter] for parameter in _stage.parameters()]
-
-
-def step(context_id: int) -> None:
-    """Lets this worker's optimizer use the gradients of a context."""
-    for parameter, gradient in zip(_stage.parameters(), read_gradients(context_id), strict=True):
-        parameter.grad = gradient
-    _optimizer.step()
+    return [gradients[parameter] for parameter in stage.local_value().parameters()]
 
 
 # The driver.
 
 
-def predict(cluster: gw.Cluster, x: Tensor) -> Tensor:
-    """The scores [batch, 10] of images: through all workers, one after the other."""
-    for worker in cluster.workers:
-        x = worker.call(forward, x)
-    return x
-
-
-def train_batch(cluster: gw.Cluster, x: Tensor, digits: Tensor, clock: Clock) -> float:
+def train_batch(
+    model: nn.Module, optimizer: gw.optim.DistributedOptimizer, x: Tensor, digits: Tensor, clock: Clock
+) -> float:
     """One step on one batch; returns its loss."""
     with gw.autograd.context() as ctx:
         with clock.phase("forward calls"):
-            loss = nn.functional.cross_entropy(predict(cluster, x), digits)
+            loss = nn.functional.cross_entropy(model(x), digits)
         with clock.phase("backward"):
             ctx.backward(loss)
         with clock.phase("optimizer"):
-            torch.futures.wait_all([worker.submit(step, int(ctx)) for worker in cluster.workers])
+            optimizer.step(ctx)
     return loss.item()
 
 
-def train(cluster: gw.Cluster, num_epochs: int) -> dict[str, float]:
+def train(model: nn.Sequential, num_epochs: int) -> dict[str, float]:
     """Several times through the data, each time in another order; returns where the time went."""
     images, digits = draw_digits(NUM_TRAIN, seed=0)
-    torch.futures.wait_all([worker.submit(place_stage, worker.rank) for worker in cluster.workers])
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, list(model), lr=3e-3)
     random = torch.Generator().manual_seed(1)
     clock = Clock()
     with show_progress(num_epochs * NUM_TRAIN) as advance:
         for epoch in range(num_epochs):
             start, total = time.perf_counter(), 0.0
             for batch in torch.randperm(NUM_TRAIN, generator=random).split(BATCH_SIZE):
-                loss = train_batch(cluster, images[batch], digits[batch], clock)
+                loss = train_batch(model, optimizer, images[batch], digits[batch], clock)
                 advance(len(batch), loss)
                 total += loss * len(batch)
             speed = NUM_TRAIN / (time.perf_counter() - start)
@@ -149,14 +132,18 @@ def train(cluster: gw.Cluster, num_epochs: int) -> dict[str, float]:
 
 def gradient_difference(cluster: gw.Cluster, dtype: torch.dtype) -> float:
     """The largest difference of any gradient of one step between the three workers and one process."""
-    torch.futures.wait_all([worker.submit(place_stage, worker.rank, dtype) for worker in cluster.workers])
     images, digits = draw_digits(BATCH_SIZE, seed=3)
     with gw.autograd.context() as ctx:
-        ctx.backward(nn.functional.cross_entropy(predict(cluster, images.to(dtype)), digits))
-        ours = [gradient for worker in cluster.workers for gradient in worker.call(read_gradients, int(ctx))]
-    model = nn.Sequential(*map(make_stage, range(len(cluster.workers)))).to(dtype)
-    nn.functional.cross_entropy(model(images.to(dtype)), digits).backward()
-    theirs = [parameter.grad for parameter in model.parameters()]
+        model = place_model(cluster, dtype)
+        ctx.backward(nn.functional.cross_entropy(model(images.to(dtype)), digits))
+        rrefs = [stage.get_module_rref() for stage in model]
+        parts = [
+            worker.call(read_gradients, rref, int(ctx)) for worker, rref in zip(cluster.workers, rrefs, strict=True)
+        ]
+        ours = [gradient for part in parts for gradient in part]
+    alone = nn.Sequential(*(make_stage(number, dtype) for number in range(len(cluster.workers))))
+    nn.functional.cross_entropy(alone(images.to(dtype)), digits).backward()
+    theirs = [parameter.grad for parameter in alone.parameters()]
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -224,11 +211,11 @@ def show_images(images: Tensor, captions: list[str]) -> None:
     console.print(table)
 
 
-def show_results(cluster: gw.Cluster) -> float:
+def show_results(model: nn.Module) -> float:
     """How well images are read that the training never saw; returns the share that is read right."""
     images, digits = draw_digits(NUM_TEST, seed=2)
     with torch.no_grad():
-        found = predict(cluster, images).argmax(dim=1)
+        found = model(images).argmax(dim=1)
     chosen = torch.cat([(found == digits).nonzero()[:3], (found != digits).nonzero()[:1]]).flatten()  # one mistake
     captions = [f"{digits[i]}, read as {found[i]}" for i in chosen]
     show_images(images[chosen], captions)
@@ -244,11 +231,12 @@ def main() -> None:
     start = time.perf_counter()
     with gw.Cluster.local(3) as cluster:
         console.print(f"three workers after {time.perf_counter() - start:.1f} s; {NUM_TRAIN:,} images to learn from\n")
-        seconds = train(cluster, num_epochs)
+        model = place_model(cluster)
+        seconds = train(model, num_epochs)
         console.print()
         show_time(seconds, num_epochs * NUM_TRAIN // BATCH_SIZE)
         console.print()
-        accuracy = show_results(cluster)
+        accuracy = show_results(model)
         single, double = (gradient_difference(cluster, dtype) for dtype in (torch.float32, torch.float64))
     console.print("\ngradients of one step, three workers against one process, largest difference:")
     console.print(f"  float32 {single:.1e}, float64 {double:.1e}\n")
@@ -258,6 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from demo import main as imported_main  # so that the workers import this file, too, and keep its globals
-
-    imported_main()
+    main()
