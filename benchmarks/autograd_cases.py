@@ -58,15 +58,18 @@ class Work:
         shape: Of the input.
         options: For `backward`.
         trains: The model that is trained, if any.
+        is_joined: Whether backward steps the optimizer itself.
     """
 
     losses: tuple[Loss, ...]
     shape: tuple[int, int]
     options: dict[str, str] = field(default_factory=dict)
     trains: str | None = None
+    is_joined: bool = False
 
 
 CHAIN_10, CHAIN_50 = (functools.partial(chain_loss, num_calls=num_calls) for num_calls in (10, 50))
+LAYER = functools.partial(model_loss, name="layer")
 BRANCHES = tuple(functools.partial(model_loss, name="branch", server=server) for server in ("server", "server2"))
 FAST = {"mode": "fast"}
 WORKS = {
@@ -78,7 +81,8 @@ WORKS = {
     "mlp": Work((functools.partial(model_loss, name="mlp"),), (256, 1024)),
     "branches together": Work((branches_loss,), (512, 512)),
     "branches in turn": Work(BRANCHES, (512, 512)),
-    "train": Work((functools.partial(model_loss, name="layer"),), (64, 256), trains="layer"),
+    "train": Work((LAYER,), (64, 256), trains="layer"),
+    "train, joined": Work((LAYER,), (64, 256), trains="layer", is_joined=True),
 }
 
 
@@ -92,9 +96,11 @@ def run_step(peer: Any, work: Work, data: Tensor, expected: list[Tensor] | None 
         x = data.detach().requires_grad_()
         with peer.autograd.context() as context_id:
             loss = loss_of(peer, x)
-            peer.autograd.backward(context_id, [loss], **work.options)
-            if work.trains:
-                optimizer_for(peer, work.trains).step(context_id)
+            optimizer = optimizer_for(peer, work.trains) if work.trains else None
+            joined = {"optimizer": optimizer} if work.is_joined else {}
+            peer.autograd.backward(context_id, [loss], **work.options, **joined)
+            if optimizer is not None and not joined:
+                optimizer.step(context_id)
             if expected is not None:
                 torch.testing.assert_close(peer.autograd.get_gradients(context_id)[x], expected[number])
     return loss.detach()
@@ -197,5 +203,12 @@ AUTOGRAD_CASES = [
     _against_itself(
         "autograd: two branches", 5, "GradwirePair", ("branches together", "branches in turn"), "in turn", 0.7
     ),
-    _against_torch("autograd: training step", 60, "train", 3),
+    _against_torch(
+        "autograd: training step",
+        60,
+        "train",
+        3,
+        beside=Side("Gradwire", "train, joined"),
+        beside_name="backward(optimizer=)",
+    ),
 ]

@@ -54,8 +54,9 @@ def _add_ratios(row: dict[str, Any], case: AutogradCase, rounds: dict[Side, list
     if case.beside in rounds:
         row["beside_ratio"] = ratio_of(rounds[case.gradwire], rounds[case.beside])
         row["beside"] = f"{case.beside_name} {row['beside']}, gradwire {row['beside_ratio']:.2f}x"
-        row["beside"] += f" (bar <= {case.beside_bar}x)"
-        met.append(row["beside_ratio"] <= case.beside_bar)
+        if case.beside_bar:
+            row["beside"] += f" (bar <= {case.beside_bar}x)"
+            met.append(row["beside_ratio"] <= case.beside_bar)
     if case.torch in rounds:
         row["torch_ratio"] = ratio_of(rounds[case.torch], rounds[case.gradwire])
         row["ratio"] = f"{row['torch_ratio']:.1f}x"
