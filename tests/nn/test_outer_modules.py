@@ -10,6 +10,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.cluster.api import Cluster
+from gradwire.nn import RemoteModule
 from nn.models import Net, gradients_of, make_input, mode_on_owner, weights_of
 
 
@@ -163,3 +164,38 @@ def test_buffers_and_extra_state(cluster: Cluster) -> None:
     again.eval()
     local.eval()
     assert torch.equal(again(x), local(x))
+
+
+class Split(nn.Module):
+    """Its first half is on another worker."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__()
+        self.lower = RemoteModule(worker, Net, (4, 3))
+        self.upper = nn.Linear(3, 2, dtype=torch.float64)
+        nn.init.constant_(self.upper.weight, 0.25)
+        nn.init.zeros_(self.upper.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.upper(self.lower(x))
+
+
+def test_a_remote_module_with_a_remote_part(cluster: Cluster) -> None:
+    outer, x = cluster.workers[0].module(Split, "worker1"), make_input(1)
+    local = nn.Sequential(Net(4, 3), nn.Linear(3, 2, dtype=torch.float64))
+    nn.init.constant_(local[1].weight, 0.25)
+    nn.init.zeros_(local[1].bias)
+    local(x).square().sum().backward()
+    with gw.autograd.context() as ctx:
+        result = outer(x)
+        ctx.backward(result.square().sum())
+        assert torch.equal(result, local(x))
+        assert torch.equal(gradients_of(outer, ctx)["upper.weight"], local[1].weight.grad)
+    expected = {f"lower.{name}": value for name, value in local[0].state_dict().items()}
+    expected |= {f"upper.{name}": value for name, value in local[1].state_dict().items()}
+    state = outer.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert [name for name, _ in outer.named_remote_parameters()] == ["upper.weight", "upper.bias"]
+    outer.eval()
+    assert str(outer.load_state_dict(state)) == "<All keys matched successfully>"

@@ -12,6 +12,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire.autograd import reading
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
 from gradwire.nn import RemoteModule
@@ -74,10 +75,15 @@ def num_pending(module_rref: Any) -> int:
     return found.group.turns.num_pending
 
 
+def set_idle(seconds: float) -> None:
+    reading.IDLE_S = seconds
+
+
 def test_a_step_waits_for_forward_calls_under_way(cluster: Cluster) -> None:
     """So a forward call sees one moment between steps."""
     worker = cluster.workers[0]
     remote, x = worker.module(Slow), torch.ones(4, dtype=torch.float64)
+    worker.call(set_idle, 60.0)  # the call stands at the gate, and is not to be taken for one that waits
     worker.call(close_gate)
     with gw.autograd.context() as ctx:
         future = remote.forward_async(x)
@@ -108,6 +114,59 @@ def test_a_forward_call_that_waits_holds_up_no_step(cluster: Cluster) -> None:
         ctx.backward(result.sum())
         assert torch.equal(result.detach(), torch.full((4,), 0.5 * 1.5, dtype=torch.float64))  # it saw both
         assert torch.equal(gradients_of(remote, ctx)["weight"], torch.full((4,), 0.5 + 1.5, dtype=torch.float64))
+
+
+def hold_up(module_rref: Any) -> torch.Tensor:
+    """A plain function that uses the weight, and then waits for a step in a way that nobody can see."""
+    (weight,) = module_rref.local_value().parameters()
+    result: torch.Tensor = (weight * weight).sum()
+    _entered.set()
+    assert _gate.wait(60)
+    return result
+
+
+def add_one_and_open(module_rref: Any) -> None:
+    add_one(module_rref)
+    open_gate()
+
+
+def test_waiting_that_nobody_can_see_ends(cluster: Cluster) -> None:
+    worker = cluster.workers[0]
+    remote = worker.module(Slow)
+    worker.call(close_gate)
+    worker.call(set_idle, 0.5)
+    with gw.autograd.context() as ctx:
+        future = worker.submit(hold_up, remote.module_rref)
+        wait_until(lambda: worker.call(has_entered), 10.0, "that the function waits")
+        worker.call(add_one_and_open, remote.module_rref)
+        ctx.backward(future.wait())
+        assert torch.equal(gradients_of(remote, ctx)["weight"], torch.ones(4, dtype=torch.float64))
+    worker.call(set_idle, 60.0)
+
+
+class Late(Slow):
+    """Takes its time to be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wait_at_gate(self.weight)
+
+    def forward(self, x: torch.Tensor, elsewhere: str = "") -> torch.Tensor:
+        return x * self.weight * self.weight
+
+
+def test_a_call_that_comes_before_the_module_is_made(cluster: Cluster) -> None:
+    worker, x = cluster.workers[0], torch.ones(4, dtype=torch.float64)
+    worker.call(close_gate)
+    remote = worker.module(Late)
+    with gw.autograd.context() as ctx:
+        future = remote.forward_async(x)
+        wait_until(lambda: worker.call(has_entered), 10.0, "that the module is being made")
+        worker.call(open_gate)
+        result = future.wait()
+        worker.call(add_one, remote.module_rref)
+        ctx.backward(result.sum())
+        assert torch.equal(gradients_of(remote, ctx)["weight"], torch.ones(4, dtype=torch.float64))
 
 
 def train_in_turn(remote: RemoteModule, trainer: int, num_steps: int) -> None:

@@ -1,0 +1,185 @@
+"""What is saved of parameters and of everything else, without workers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.autograd import guards, sharing
+from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.guards import Mode
+from gradwire.autograd.saving import saving
+from gradwire.errors import AutogradError, ConfigurationError
+
+
+def make_weight(mode: Mode = "snapshot") -> nn.Parameter:
+    weight = nn.Parameter(torch.tensor([0.5, -0.25, 2.0]))
+    sharing.guard([weight], mode)
+    return weight
+
+
+def run(context: DistAutogradContext, function: Any, *args: Any) -> Any:
+    """As a call that is served within a context."""
+    with saving(context):
+        return function(*args)
+
+
+def step(weight: nn.Parameter, *context_ids: int) -> None:
+    with sharing.stepping([weight], context_ids), torch.no_grad():
+        weight.add_(1.0)
+
+
+USES = {
+    "itself": lambda w: (w * w).sum(),
+    "a view": lambda w: (w.view(3, 1) @ w.view(1, 3)).sum(),
+    "a slice": lambda w: (w[1:] * w[:2]).sum(),
+    "detached": lambda w: (w * w.detach()).sum(),
+    "twice": lambda w: torch.exp(w * w).sum(),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_gradients_for_what_was_seen(name: str) -> None:
+    weight, use = make_weight(), USES[name]
+    (expected,) = torch.autograd.grad(use(weight), weight)
+    first, second = DistAutogradContext(1), DistAutogradContext(2)
+    result = run(first, use, weight)
+    step(weight, 2)
+    step(weight, 2)
+    later = run(second, use, weight)
+    step(weight, 7)
+    assert torch.equal(torch.autograd.grad(result, weight)[0], expected)
+    assert not torch.equal(torch.autograd.grad(later, weight)[0], expected)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_gradients_of_gradients(name: str) -> None:
+    weight, use = make_weight(), USES[name]
+
+    def twice(result: torch.Tensor, between: Any) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(result, weight, create_graph=True)
+        between()
+        if not slope.requires_grad:
+            return slope.detach()
+        return torch.autograd.grad(slope.square().sum(), weight)[0]
+
+    expected = twice(use(weight), lambda: None)
+    context = DistAutogradContext(1)
+    result = run(context, use, weight)
+    with saving(context):  # a pass with create_graph saves like this
+        found = twice(result, lambda: step(weight, 2))
+    assert torch.equal(found, expected)
+
+
+def test_a_step_of_the_same_context_is_an_error_afterwards() -> None:
+    weight, context = make_weight(), DistAutogradContext(1)
+    result = run(context, USES["itself"], weight)
+    step(weight, 1)
+    with pytest.raises(AutogradError, match=r"modified by an inplace operation: torch.float32 tensor of shape \[3\]"):
+        result.backward()
+
+
+def test_an_own_step_is_not_forgotten_when_another_follows() -> None:
+    """The second moves the parameter elsewhere, but the first has changed what was seen."""
+    weight, context, other = make_weight(), DistAutogradContext(1), DistAutogradContext(2)
+    result = run(context, USES["itself"], weight)
+    step(weight, 1)
+    run(other, USES["itself"], weight)
+    step(weight, 3)
+    with pytest.raises(AutogradError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_intermediate_results_are_checked() -> None:
+    weight, context = make_weight(), DistAutogradContext(1)
+
+    def careless(w: torch.Tensor) -> torch.Tensor:
+        hidden = torch.exp(w)
+        total = (hidden * hidden).sum()
+        hidden.detach().zero_()
+        return total
+
+    result = run(context, careless, weight)
+    with pytest.raises(AutogradError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_hogwild_moves_nothing_and_checks_nothing() -> None:
+    weight, context = make_weight("hogwild"), DistAutogradContext(1)
+    where = weight.data_ptr()
+    result = run(context, USES["itself"], weight)
+    step(weight, 2)
+    assert weight.data_ptr() == where
+    (found,) = torch.autograd.grad(result, weight)
+    assert torch.equal(found, 2 * weight.detach())  # those of the values that are there now
+
+
+def test_parameters_in_one_buffer_give_an_error_rather_than_a_wrong_gradient() -> None:
+    buffer = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    one, two = nn.Parameter(buffer[:2]), nn.Parameter(buffer[2:])
+    sharing.guard([one, two], "snapshot")
+    context = DistAutogradContext(1)
+    direct = run(context, USES["itself"], two)
+    detached = run(context, USES["detached"], two)
+    step(two, 2)
+    assert torch.equal(torch.autograd.grad(direct, two)[0], torch.tensor([6.0, 8.0]))
+    with pytest.raises(AutogradError, match="modified by an inplace operation"):
+        detached.backward()
+
+
+def test_a_parameter_keeps_what_was_said_first() -> None:
+    weight = make_weight("serialize")
+    group = sharing.guard([weight], "serialize")
+    assert sharing.mode_of(weight) == "serialize"
+    sharing.guard([weight], "snapshot")
+    assert sharing.mode_of(weight) == "serialize"
+    assert sharing.guard([weight], "serialize") is group
+    assert sharing.mode_of(nn.Parameter(torch.ones(1))) is None
+    with pytest.raises(ConfigurationError, match="concurrency must be one of"):
+        sharing.guard([weight], "always")  # type: ignore[arg-type]
+
+
+def test_contexts_that_are_over_or_have_stepped_hold_up_nothing() -> None:
+    weight = make_weight()
+    where = weight.data_ptr()
+    over, stepped = DistAutogradContext(1), DistAutogradContext(2)
+    for context in (over, stepped):
+        run(context, USES["itself"], weight)
+    over.on_released("by a test")
+    step(weight, 2)
+    assert weight.data_ptr() == where
+    step(weight, 3)
+    assert weight.data_ptr() == where
+    run(stepped, USES["itself"], weight)
+    step(weight, 3)
+    assert weight.data_ptr() != where
+
+
+def test_nothing_is_kept_of_parameters_that_are_gone() -> None:
+    before = len(guards._guarded)
+    weights = [make_weight() for _ in range(10)]
+    context = DistAutogradContext(1)
+    for weight in weights:
+        run(context, USES["itself"], weight)
+    assert len(guards._guarded) == before + 10
+    del weights, weight
+    gc.collect()
+    assert len(guards._guarded) == before
+    sharing.guard([], "snapshot")
+    assert len(guards._by_memory) <= before
+
+
+def test_sparse_and_empty_parameters() -> None:
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    empty = nn.Parameter(torch.empty(0))
+    sharing.guard([sparse, empty], "snapshot")
+    context = DistAutogradContext(1)
+    assert run(context, torch.square, empty).sum().item() == 0.0
+    result = run(context, lambda: torch.sparse.mm(sparse, torch.ones(3, 1)).sum())
+    result.backward()
+    assert sparse.grad is not None
+    step(empty, 2)
