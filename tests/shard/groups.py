@@ -1,0 +1,52 @@
+"""Process groups for tests: the workers of a cluster on this machine are their ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.cluster.api import Cluster
+
+
+def _run_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """The ranks of a process group, as processes.
+
+    Args:
+        cluster: Its workers are the ranks.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.world_size = len(cluster.workers)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, *args)`` on every rank, inside a fresh process group; results by rank."""
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            futures = [
+                worker.submit(_run_rank, function, worker.rank, self.world_size, store, args)
+                for worker in self._cluster.workers
+            ]
+            return [future.wait() for future in futures]
+
+
+@contextlib.contextmanager
+def ranks(number: int) -> Iterator[Ranks]:
+    """That many ranks."""
+    with Cluster.local(number) as cluster:
+        yield Ranks(cluster)
