@@ -137,6 +137,21 @@ def test_a_worker_that_is_killed_is_named_and_the_old_checkpoint_stays(
     check_tidy(tmp_path)
 
 
+def test_a_worker_that_is_gone_already_is_named(own_cluster: Cluster, tmp_path: Path) -> None:
+    first, second = own_cluster.workers
+    references = [rpc.remote(worker.name, torch.ones, args=(10,)) for worker in (first, second)]
+    checkpoint.save(tmp_path, {"all": [torch.zeros(10), torch.zeros(10)], "step": 1})
+    os.kill(second.pid or 0, signal.SIGKILL)
+    wait_until(lambda: not second.is_alive, what="the end of the worker")
+    with pytest.raises(CheckpointError, match=rf"loading from {tmp_path} failed on worker {second.name}: "):
+        checkpoint.load(tmp_path, {"all": references})
+    assert references[0].to_here().tolist() == [1] * 10
+    with pytest.raises(CheckpointError, match=rf"saving to {tmp_path} failed on worker {second.name}: "):
+        checkpoint.save(tmp_path, {"all": references, "step": 2})
+    assert checkpoint.load(tmp_path, {"all": [references[0], torch.ones(10)]}) == {"step": 1}
+    assert references[0].to_here().tolist() == [0] * 10
+
+
 def test_a_full_disk_names_the_worker_and_its_file(own_cluster: Cluster, tmp_path: Path) -> None:
     first, second = own_cluster.workers
     references = [rpc.remote(worker.name, torch.ones, args=(100_000,)) for worker in (first, second)]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from gradwire.checkpoint._dtypes import DTYPES, num_bytes_of
-from gradwire.checkpoint._tree import tensor_names
+from gradwire.checkpoint._tree import check_node, tensor_names
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 FORMAT: Final = "gradwire.checkpoint"
@@ -142,7 +142,7 @@ def parse(data: bytes, where: str) -> Index:
     """
     try:
         head = _decode_head(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(where, f"it is not a whole JSON file ({error})") from error
     if head.format != FORMAT:
         raise CheckpointError(
@@ -159,9 +159,9 @@ def parse(data: bytes, where: str) -> Index:
         if checksum_of(envelope.content) != envelope.checksum:
             raise _damaged(where, "its checksum is wrong")
         index = _decode_index(envelope.content)
-    except msgspec.MsgspecError as error:
+        _check(index, where)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(where, str(error)) from error
-    _check(index, where)
     return index
 
 
@@ -181,9 +181,10 @@ def _check(index: Index, where: str) -> None:
     if not isinstance(index.state, dict):
         raise _damaged(where, "it has no state")
     try:
-        unknown = [name for name in tensor_names(index.state) if name not in index.tensors]
-    except (TypeError, RecursionError) as error:
+        check_node(index.state)
+    except ValueError as error:
         raise _damaged(where, f"its state has an unknown form ({error})") from error
+    unknown = [name for name in tensor_names(index.state) if name not in index.tensors]
     if unknown:
         raise _damaged(where, f"it has no tensor '{unknown[0]}'")
 

@@ -236,6 +236,36 @@ def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -
     return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
 
 
+def check_node(node: Node) -> None:
+    """Looks at what others rely on: every object has its fields, every tensor a name, every pair two items.
+
+    Raises:
+        ValueError: Something is not as `Encoder` makes it.
+    """
+    if type(node) is list:
+        for item in node:
+            check_node(item)
+    elif type(node) is dict:
+        tag = tag_of(node)
+        body = node[tag] if tag is not None else None
+        if tag == "$tensor" and type(body) is not str:
+            raise ValueError("a tensor without a name")
+        if tag == "$object" and not _is_object_body(body):
+            raise ValueError("an object without kind, type and state")
+        if tag in ("$dict", "$ordered") and not _are_pairs(body):
+            raise ValueError("a dict that is not made of pairs")
+        for item in node.values():
+            check_node(item)
+
+
+def _is_object_body(body: Any) -> bool:
+    return type(body) is dict and type(body.get("kind")) is str and type(body.get("type")) is str and "state" in body
+
+
+def _are_pairs(body: Any) -> bool:
+    return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
+
+
 def tensor_names(node: Node) -> Iterator[str]:
     """The names of all tensors in a node, with repeats."""
     if type(node) is list:

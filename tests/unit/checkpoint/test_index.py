@@ -77,12 +77,21 @@ def test_other_formats_and_versions_are_named() -> None:
         ({"tensors": {"model/w": TensorEntry(FILE, 100, "float32", (-5, -5), "")}}, "unknown dtype or shape"),
         ({"tensors": {}}, "it has no tensor 'model/w'"),
         ({"state": [1]}, "has no state"),
-        ({"state": {"a": {"$tensor": [1]}}}, "unknown form"),
+        ({"state": {"a": {"$tensor": [1]}}}, "a tensor without a name"),
+        ({"state": {"a": {"$object": {"kind": "module", "state": {}}}}}, "an object without kind, type and state"),
+        ({"state": {"a": [{"$object": 3}]}}, "an object without kind, type and state"),
+        ({"state": {"a": {"$dict": [[1, 2, 3]]}}}, "not made of pairs"),
     ],
 )
 def test_what_contradicts_itself_is_damage(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(CheckpointDamaged, match=why):
         parse(dump(make(**changes)), "index.json")
+
+
+def test_endless_nesting_is_damage() -> None:
+    content = msgspec.json.encode(make(state={"a": "here"})).replace(b'"here"', b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(CheckpointDamaged, match="is damaged"):
+        parse(envelope(content), "index.json")
 
 
 def test_unknown_and_missing_fields_are_damage() -> None:
