@@ -4,8 +4,8 @@ A file is eight bytes of length, a JSON header, then the bytes of the tensors wi
 
     <header length, little-endian> {"model/weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} <bytes>
 
-Files are written here and not by the safetensors library, because the checksum of each piece is taken while it is in
-the cache and because the library's way is slower; they are read by the library, like those of others.
+Files are written here and not by the safetensors library, so that the checksum of each piece is taken while it is in the
+cache, the disk is begun with early, and progress is known; they are read by the library, like those of others.
 """
 
 from __future__ import annotations
