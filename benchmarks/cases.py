@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -71,6 +73,12 @@ CASES = [
 ]
 
 
+def _call_of(peer: Any, operation: str, tensor: torch.Tensor) -> Callable[[], Any]:
+    if operation == "echo":
+        return functools.partial(peer.echo, tensor)
+    return peer.create_and_fetch if operation == "rref" else peer.noop
+
+
 def time_round(peer: Any, case: Case, round_no: int) -> float:
     """Seconds per call in one short burst (the median call; for ``async`` the mean)."""
     if case.operation == "async":
@@ -79,8 +87,7 @@ def time_round(peer: Any, case: Case, round_no: int) -> float:
         peer.async_noops(case.num_calls)
         return (time.perf_counter() - start) / case.num_calls
     tensor = torch.arange(case.num_bytes // 4, dtype=torch.int32).add_(round_no)  # new values: no round sees old bytes
-    calls = {"noop": lambda: peer.noop(), "echo": lambda: peer.echo(tensor), "rref": lambda: peer.create_and_fetch()}
-    call = calls[case.operation]
+    call = _call_of(peer, case.operation, tensor)
     num_warm = max(3, case.num_calls // 5)
     times = []
     for _ in range(num_warm + case.num_calls):
