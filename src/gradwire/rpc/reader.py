@@ -160,11 +160,12 @@ class Reader:
 
         A caller that has its answer often calls again. One service thread, the one that ran the last request, therefore
         stays with its connection for a while: that spares two system calls for each request of a sequence.
+        Where answers come, it stays only while more are expected: the next caller is to read its own.
         """
         connection, reactor = self._connection, self._reactor
         if num_read != 1 or connection.has_hidden_bytes():
             return connection.read_nowait()
-        if not (self.is_lingered_on and reactor.may_linger()):
+        if not (self.is_lingered_on and self._wants_reading() and reactor.may_linger()):
             return None
         reactor.leave(self)
         try:

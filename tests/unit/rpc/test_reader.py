@@ -301,3 +301,24 @@ def test_many_callers_share_one_connection(setting: Setting) -> None:
         caller.join(20)
     assert sorted(done) == list(range(num_callers))
     assert sorted(setting.numbers) == list(range(num_callers))
+
+
+def test_after_the_last_answer_nobody_stays(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every further caller would wait for that thread, instead of reading its own answer."""
+    waited: list[str] = []
+    wait_readable = setting.reader._wait_readable
+
+    def note(timeout_s: float) -> bool:
+        waited.append(threading.current_thread().name)
+        return wait_readable(timeout_s)
+
+    monkeypatch.setattr(setting.reader, "_wait_readable", note)
+    setting.on_frame = lambda number: setattr(setting, "is_wanted", False)
+    setting.reader.start()
+    setting.send(1)
+    setting.wait_seen(1)
+    wait_until(lambda: not setting.reader._held, 10, "that the service thread has left")
+    assert waited == []
+    setting.send(2)
+    assert setting.reader.read_until(lambda: 2 in setting.numbers, time.monotonic() + 10)
+    assert setting.seen[-1] == (2, threading.current_thread().name)
