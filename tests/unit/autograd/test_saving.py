@@ -160,6 +160,7 @@ def test_contexts_that_are_over_or_have_stepped_hold_up_nothing() -> None:
 
 
 def test_nothing_is_kept_of_parameters_that_are_gone() -> None:
+    gc.collect()
     before = len(guards._guarded)
     weights = [make_weight() for _ in range(10)]
     context = DistAutogradContext(1)
