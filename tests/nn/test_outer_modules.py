@@ -11,7 +11,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.cluster.api import Cluster
 from gradwire.nn import RemoteModule
-from nn.models import Net, gradients_of, make_input, mode_on_owner, weights_of
+from nn.models import Net, gradients_of, make_input, mode_on_owner, step, weights_of
 
 
 class Noted(nn.Module):
@@ -164,6 +164,22 @@ def test_buffers_and_extra_state(cluster: Cluster) -> None:
     again.eval()
     local.eval()
     assert torch.equal(again(x), local(x))
+
+
+def test_lazy_modules_are_made_by_their_first_call(cluster: Cluster) -> None:
+    remote, x = cluster.workers[0].module(nn.LazyLinear, 2, dtype=torch.float64), make_input(1)
+    with gw.autograd.context() as first:
+        loss = remote(x).square().sum()
+        before = weights_of(remote)
+        with gw.autograd.context() as second:
+            second.backward(remote(make_input(2)).square().sum())
+            step(remote, second)
+        first.backward(loss)
+        found = gradients_of(remote, first)
+    local = nn.Linear(4, 2, dtype=torch.float64)
+    local.load_state_dict(before)
+    local(x).square().sum().backward()
+    assert torch.equal(found["weight"], local.weight.grad)
 
 
 class Split(nn.Module):

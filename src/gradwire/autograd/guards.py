@@ -178,7 +178,7 @@ def address_of(tensor: torch.Tensor) -> int:
     """Where a tensor's memory begins; 0 if it has none of its own kind."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, or not materialised yet
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a lazy module's before its first call
         return 0
 
 
