@@ -130,4 +130,15 @@ def test_contexts_that_were_clipped_together_are_used_together(cluster: Cluster)
 
     there.in_contexts([batches(0), batches(1)], act)
     there.step(batches(2))
-    assert there.optimizer._edits.of((1, 2, 3)) == ()
+    assert there.optimizer._edits._edits == {}
+
+
+def test_when_one_of_them_is_over_the_other_may_be_used_alone(cluster: Cluster) -> None:
+    here, there = worlds(cluster)
+    with gw.autograd.context() as ctx:
+        ctx.backward(there.loss(batches(0)))
+        with gw.autograd.context() as other:
+            there.optimizer.clip_grad_value_([ctx, other], 1e-3)
+        there.optimizer.step(ctx)
+    here.step(batches(0))
+    assert_same(there.values(), here.values())

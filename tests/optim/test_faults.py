@@ -108,6 +108,30 @@ def test_an_owner_that_is_late_steps_once(cluster: Cluster, tmp_path: Path) -> N
     assert_same(there.values(), here.values())
 
 
+def test_a_step_that_was_given_up_while_it_waited_is_not_done(cluster: Cluster, tmp_path: Path) -> None:
+    """It is done when it is repeated, after the one that it waited for."""
+    here, there = worlds(cluster, make(Waits, lr=0.1, folder=str(tmp_path)))
+    optimizer = there.optimizer
+
+    def act(contexts: Any) -> None:
+        for ctx in contexts:  # the second waits until the first has ended
+            with pytest.raises(OptimizerStepFailed, match="worker1: RpcTimeout"):
+                optimizer.step(ctx, timeout=0.5)
+        (tmp_path / "go").touch()
+        optimizer.step(contexts[0])
+        first = rpc.rpc_sync("worker1", read, (there.parameters[1],))
+        optimizer.step(contexts[1])
+        assert not torch.equal(first, rpc.rpc_sync("worker1", read, (there.parameters[1],)))
+
+    there.in_contexts([batches(0), batches(1)], act)
+    gradients = [torch.autograd.grad(here.loss(batches(number)), here.parameters) for number in range(2)]
+    for found in gradients:
+        for parameter, gradient in zip(here.parameters, found, strict=True):
+            parameter.grad = gradient
+        here.optimizer.step()
+    assert_same(there.values(), here.values())
+
+
 def test_an_owner_that_is_gone_at_construction(cluster: Cluster) -> None:
     there = Distributed(SEEDS, cluster.workers)
     there.values()

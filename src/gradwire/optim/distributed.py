@@ -23,7 +23,7 @@ from gradwire.errors import OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
 from gradwire.optim.contexts import Contexts, check_contexts, is_over
-from gradwire.optim.edits import CLAMP, SCALE, EditLog, clip_factor, total_norm
+from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog, clip_factor, total_norm
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, GroupReader, Named
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerStepFailed: Some owners did not step; says who did.
         """
         contexts = check_contexts(context_id)
-        step_id = self._unfinished.pop(contexts, None)
+        step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
         args_for = self._step_args(step_id, contexts, *self._commits.pop(contexts, (0, ())))
@@ -129,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> Callable[[Owner], Sequence[Any]]:
         """What each owner is told; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
-        edits = self._edits.of(contexts)
+        edits = self._edits_of(contexts)
 
         def args_for(owner: Owner) -> Sequence[Any]:
             options = self._log.everything() if owner.is_behind else changes
@@ -166,11 +166,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             The norm before.
 
         Raises:
-            AutogradError: The norm is not finite, and that is an error.
-            OptimizerError: An owner did not answer.
+            OptimizerError: The norm is not finite, and that is an error; or an owner did not answer.
         """
         contexts, norm_type = check_contexts(context_id), float(norm_type)
-        edits = self._edits.of(contexts)
+        edits = self._edits_of(contexts)
         answers = self._ask("norms", lambda _: (contexts, edits, norm_type), UNSET_RPC_TIMEOUT)
         found = {
             name: norm
@@ -187,6 +186,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clamps the gradients of contexts between that value and its negative, with the next step of the same contexts."""
         self._edit(check_contexts(context_id), CLAMP, float(clip_value))
 
+    def _edits_of(self, contexts: tuple[int, ...]) -> Sequence[Edit]:
+        self._edits.forget(is_over)
+        return self._edits.of(contexts)
+
     def _edit(self, contexts: tuple[int, ...], kind: str, number: float) -> None:
         self._edits.forget(is_over)
         if (kind, number) != (SCALE, 1.0):
@@ -194,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _are_finite(self, contexts: tuple[int, ...]) -> bool:
         """Whether all gradients on all owners are."""
-        edits = self._edits.of(contexts)
+        edits = self._edits_of(contexts)
         return all(self._ask("is_finite", lambda _: (contexts, edits), UNSET_RPC_TIMEOUT).values())
 
     # -- groups ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import CommitPass
-from gradwire.errors import ConfigurationError, RpcTimeout, UnknownContext
+from gradwire.errors import CallCancelled, ConfigurationError, RpcTimeout, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
 from gradwire.optim.edits import Edit, are_finite, edited, norm_of
@@ -43,9 +44,10 @@ class Held:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
+            limit_s = _time_left()
             with while_waiting():
-                if not self._lock.acquire(timeout=_WAIT_S):
-                    raise RpcTimeout(f"{self._busy} for {_WAIT_S:g} s (phase: run)", phase="run")
+                if not self._lock.acquire(timeout=limit_s):
+                    raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
         self._mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
@@ -157,6 +159,8 @@ class LocalOptimizer:
             done = self._memory.find(step_id)
             if done is not None:
                 return done
+            if (request := current_request()) is not None and request.is_dropped:
+                raise CallCancelled("the step was given up while it waited; nothing has changed")
             table = self._gather(context_ids, edits)
             self._step(table, context_ids)
             self._memory.add(step_id, len(table))
@@ -247,11 +251,18 @@ def _gradients_of(context_id: int) -> GradientTable:
     here = worker.here()
     context = here.container.find(context_id)
     if context is not None:
-        return here.gradients_of(context, _WAIT_S)
+        return here.gradients_of(context, _time_left())
     where = here.container.where_released(context_id)
     if where is not None:
         raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
     return {}
+
+
+def _time_left() -> float:
+    request = current_request()
+    if request is None or request.deadline == float("inf"):
+        return _WAIT_S
+    return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
 
 def _take_commit(context_id: int, pass_id: int) -> None:
