@@ -60,7 +60,10 @@ def _run(options: argparse.Namespace, chosen: list[Case]) -> int:
     report.print_summary()
     if options.json is not None:
         report.write_json(options.json)
-    return 1 if report.num_unexpected else 0
+    unknown = report.find_unknown() if not (options.keyword or options.suite) else []
+    if unknown:
+        console.print(f"listed in expected.py, but not among torch's tests: {', '.join(unknown)}")
+    return 1 if report.num_unexpected or unknown else 0
 
 
 if __name__ == "__main__":

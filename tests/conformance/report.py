@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conformance.expected import LIMITS, reason_of
+from conformance.expected import LIMITS, OPEN, reason_of
 from conformance.running import Outcome, Result
 
 
@@ -73,6 +73,11 @@ class Report:
     def num_unexpected(self) -> int:
         """Failures that are not listed, and listed ones that are none."""
         return sum(verdict.is_unexpected for _, verdict in self._results)
+
+    def find_unknown(self) -> list[str]:
+        """Tests that are listed and were not run; after a run of all, torch has them no more."""
+        known = {result.case for result, _ in self._results}
+        return [name for name in (*LIMITS, *OPEN) if name not in known]
 
     def print_summary(self) -> None:
         """The table, and what is left with its reason."""
