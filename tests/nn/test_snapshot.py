@@ -264,6 +264,34 @@ def test_plain_functions_are_protected_too(cluster: Cluster) -> None:
         assert torch.equal(rpc.rpc_sync("worker1", step_weight, args=(int(first),)), _weight.grad)
 
 
+def use_and_show(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What it makes of the weight, and which weight that was."""
+    return use_weight(x), _weight.detach().clone()
+
+
+def train_plainly(trainer: int, num_steps: int) -> int:
+    """As `train_and_check`, with plain functions."""
+    num_wrong = 0
+    for number in range(num_steps):
+        x = make_input(1000 * trainer + number, 4, 1).flatten()
+        with gw.autograd.context() as ctx:
+            loss, seen = rpc.rpc_sync("worker1", use_and_show, args=(x,))
+            ctx.backward(loss)
+            found = rpc.rpc_sync("worker1", step_weight, args=(int(ctx),))
+        weight = seen.detach().clone().requires_grad_()
+        rows = weight.view(2, 2)
+        ((torch.tanh(x * weight) * weight.detach()).sum() + (rows @ rows.t()).sum()).backward()
+        num_wrong += not torch.allclose(found, weight.grad, rtol=1e-12)
+    return num_wrong
+
+
+def test_trainers_with_plain_functions(cluster: Cluster) -> None:
+    rpc.rpc_sync("worker1", guard_weight, args=("snapshot",))
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(train_plainly, number, 50) for number in range(4)]
+        assert [job.result(timeout=60) for job in jobs] == [0] * 4
+
+
 def train_and_check(remote: RemoteModule, trainer: int, num_steps: int) -> int:
     """One trainer; counts gradients that are not those of the weights it saw."""
     num_wrong = 0

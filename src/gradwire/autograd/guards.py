@@ -68,9 +68,9 @@ class Cell:
         param = self._ref()
         return param._version if param is not None else None
 
-    def leave(self) -> None:
-        """The parameter moves elsewhere: from now on the values stay as they are."""
-        self._last_version = self.version
+    def leave(self, version: int) -> None:
+        """The parameter has moved elsewhere: from now on the values stay as they are."""
+        self._last_version = version
 
 
 class Guarded:
@@ -111,10 +111,10 @@ class Guarded:
                 del _by_memory[self._address]
         self._address = 0
 
-    def is_at(self, address: int) -> bool:
-        """Whether the parameter's memory is still there."""
-        param = self._ref()
-        return param is not None and address_of(param) == address
+    def cell_at(self, address: int) -> Cell | None:
+        """The cell that is at an address, if the parameter's memory is still there."""
+        cell, param = self.cell, self._ref()
+        return cell if param is not None and address_of(param) == address else None
 
     def is_of(self, param: torch.Tensor) -> bool:
         """Whether this is that parameter's."""
@@ -122,9 +122,10 @@ class Guarded:
 
     def move(self, param: torch.Tensor) -> None:
         """Gives the parameter new memory with the same values; the old one stays as it is."""
-        self.cell.leave()
+        before = self.cell
+        param.data = param.data.clone()  # first: whoever finds it at its old address has found its old cell before
+        before.leave(param._version)
         self.cell = Cell(self._ref)
-        param.data = param.data.clone()
         self.locate(param)
 
 
@@ -160,13 +161,13 @@ def find(param: torch.Tensor) -> Guarded | None:
     return known if known is not None and known.is_of(param) else None
 
 
-def find_by_memory(tensor: torch.Tensor) -> list[Guarded]:
+def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
     """The parameters whose memory a tensor has; more than one if they are parts of one buffer."""
     address = address_of(tensor)
     known = _by_memory.get(address)
     if known is None:
         return []
-    return [item for item in list(known) if item.is_at(address)]
+    return [(item, cell) for item in list(known) if (cell := item.cell_at(address)) is not None]
 
 
 def has_any() -> bool:

@@ -22,7 +22,7 @@ from gradwire.rpc.serving import cpu_ticks
 _WAIT_S = 60.0
 _SLICE_S = 0.2
 _MARGIN_S = 0.5
-_PATIENCE_S = 0.05  # how long a call lets steps go first that wait for other calls
+_PATIENCE_S = 1.0  # how long a call lets steps go first that wait for other calls
 IDLE_S = 2.0
 
 
@@ -81,7 +81,7 @@ class Call:
             while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
                 if time.monotonic() >= deadline:
                     raise late("another trainer's step on these parameters has not ended")
-                changed.wait(_PATIENCE_S)
+                changed.wait(_SLICE_S)
             group.turns.num_readers += 1
             self._groups.add(group)
             self._wanted.add(group)
@@ -169,6 +169,7 @@ def _begin(change: Change) -> None:
     finally:
         with changed:
             change.stop_waiting()
+            changed.notify_all()
 
 
 def _let_sleepers_go() -> None:

@@ -60,21 +60,21 @@ def pack(tensor: torch.Tensor) -> Saved:
     context = _local.context
     found = _find(tensor) if context is not None else []
     if context is not None:
-        for item in found:
+        for item, _ in found:
             _note(context, item)
     if len(found) != 1:  # with several, whose version it has cannot be told: at worst there is an error too many
         return tensor.detach(), tensor._version, None
-    cell = found[0].cell
+    guarded, cell = found[0]
     # `data` has a version of its own: what is saved in turn of this alias is not touched by the parameter's.
-    return tensor.data, None if found[0].group.mode == "hogwild" else cell.version, cell
+    return tensor.data, None if guarded.group.mode == "hogwild" else cell.version, cell
 
 
-def _find(tensor: torch.Tensor) -> Sequence[Guarded]:
+def _find(tensor: torch.Tensor) -> Sequence[tuple[Guarded, Cell]]:
     """The parameter that a tensor is, or a view of, or detached from; several if they share their memory."""
     found = guards.find(tensor)
     if found is None and tensor._base is not None:
         found = guards.find(tensor._base)
-    return guards.find_by_memory(tensor) if found is None else (found,)
+    return guards.find_by_memory(tensor) if found is None else ((found, found.cell),)
 
 
 def _note(context: DistAutogradContext, guarded: Guarded) -> None:
