@@ -13,7 +13,7 @@ from torch import nn
 import gradwire as gw
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
-from gradwire.errors import ConfigurationError, UnknownWorker
+from gradwire.errors import ConfigurationError, RRefError, UnknownWorker
 from gradwire.nn import RemoteModule
 from nn.models import Net, gradients_of, make_input, mode_on_owner, step, weights_of
 
@@ -277,6 +277,13 @@ def test_what_goes_wrong_in_the_making(cluster: Cluster) -> None:
         RemoteModule("nobody", Net, (4, 2))
     with pytest.raises(ValueError, match="concurrency must be one of snapshot, serialize, hogwild, not 'often'"):
         RemoteModule("worker0", Net, (4, 2), concurrency="often")  # type: ignore[arg-type]
+
+
+def test_a_reference_to_something_else_is_no_module(cluster: Cluster) -> None:
+    odd = RemoteModule.init_from_module_rref("worker0", rpc.remote("worker0", make_nothing))
+    for use in (odd, odd.state_dict, odd.remote_parameters):
+        with pytest.raises(RRefError, match="must be one to a module, not to a str"):
+            use()
 
 
 def test_what_a_handle_cannot_have(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradwire.autograd import sharing
-from gradwire.errors import ConfigurationError, NotExposed
+from gradwire.errors import ConfigurationError, NotExposed, RRefError
 from gradwire.nn.placement import on_device
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, operations, references
@@ -56,8 +56,7 @@ def make(
             f"but {module_cls!r} made a {type(module).__name__}"
         )
     module.to(device)
-    if device != "cpu":
-        _devices[module] = torch.device(device)
+    _note_device(module)
     _groups[module] = sharing.guard(module.parameters(), mode)
     return module
 
@@ -67,6 +66,25 @@ def _group_of(module: nn.Module) -> sharing.Group:
     found = _groups.get(module)
     if found is None:
         found = _groups[module] = sharing.guard(module.parameters(), "snapshot")
+    return found
+
+
+def _note_device(module: nn.Module) -> None:
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        _devices.pop(module, None)
+    else:
+        _devices[module] = device
+
+
+def _module(rref_id: int, maker: Any) -> nn.Module:
+    """
+    Raises:
+        RRefError: There is no such value here, or it is no module.
+    """
+    found = find_value(rref_id, maker)
+    if not isinstance(found, nn.Module):
+        raise RRefError(f"the reference of a RemoteModule must be one to a module, not to a {type(found).__name__}")
     return found
 
 
@@ -80,14 +98,14 @@ def _find(name: str) -> Callable[..., Any]:
 
 def forward(rref_id: int, maker: Any, *args: Any) -> Any:
     """Calls the module, with its hooks."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     with sharing.using(_group_of(module)):
         return module(*args) if module not in _devices else _call_on_device(module, args, {})
 
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     with sharing.using(_group_of(module)):
         return module(*args, **kwargs) if module not in _devices else _call_on_device(module, args, kwargs)
 
@@ -100,26 +118,27 @@ def _call_on_device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
-    with sharing.using(_group_of(find_value(rref_id, maker))):
+    with sharing.using(_group_of(_module(rref_id, maker))):
         return operations.invoke(rref_id, maker, name, args, kwargs)
 
 
 def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[Any]]]:
     """References to the module's parameters, by name and in its order."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     return [(name, RRef(item)) for name, item in module.named_parameters(recurse=recurse)]
 
 
 def values(rref_id: int, maker: Any, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
-    """Parameters or buffers themselves, by name."""
-    module = find_value(rref_id, maker)
-    named = module.named_buffers(recurse=recurse) if kind == "buffers" else module.named_parameters(recurse=recurse)
-    return [(name, item.detach()) for name, item in named]
+    """Copies of parameters or buffers, of one moment between steps, by name."""
+    module = _module(rref_id, maker)
+    named = module.named_buffers if kind == "buffers" else module.named_parameters
+    with sharing.standing_still(module.parameters()):
+        return [(name, item.detach().clone()) for name, item in named(recurse=recurse)]
 
 
 def save(rref_id: int, maker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The module's state dict, of one moment between steps, and the versions of its parts."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     with sharing.standing_still(module.parameters()):
         state = module.state_dict()
         copies = {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in state.items()}
@@ -130,7 +149,7 @@ def load(
     rref_id: int, maker: Any, state: dict[str, Any], metadata: Mapping[str, Any], assign: bool
 ) -> tuple[list[str], list[str], str]:
     """Loads a state dict; returns the keys that are missing, those nobody wants, and what does not fit."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     given = OrderedDict(state)
     given._metadata = dict(metadata)  # type: ignore[attr-defined]
     with sharing.stepping(module.parameters(), ()):
@@ -149,16 +168,17 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     Raises:
         NotExposed: It is not one of those that may be called like that.
     """
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is no method that handles may call without a mark")
     getattr(module, name)(*args, **kwargs)
+    _note_device(module)
     sharing.guard(module.parameters(), _group_of(module).mode)  # their memory may be elsewhere now
 
 
 def apply(rref_id: int, maker: Any, function: Callable[[nn.Module], Any] | str) -> None:
     """Calls a function with every part of the module."""
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     with sharing.stepping(module.parameters(), ()):  # it may change what others have seen
         module.apply(_find(function) if isinstance(function, str) else function)
 
@@ -171,7 +191,7 @@ def hook(rref_id: int, maker: Any, kind: HookKind, function: Callable[..., Any] 
     """
     if kind not in _HOOK_KINDS:
         raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_KINDS)}")
-    module = find_value(rref_id, maker)
+    module = _module(rref_id, maker)
     chosen = _find(function) if isinstance(function, str) else function
     return RRef(getattr(module, f"register_{kind}_hook")(chosen, **options))
 
@@ -186,7 +206,7 @@ def unhook(rref_id: int, maker: Any) -> None:
 
 def has_method(rref_id: int, maker: Any, name: str) -> bool:
     """Whether the module has a method of that name."""
-    return callable(getattr(type(find_value(rref_id, maker)), name, None))
+    return callable(getattr(type(_module(rref_id, maker)), name, None))
 
 
 for _name, _function in {
