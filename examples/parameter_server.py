@@ -7,7 +7,7 @@ another is between forward and backward is chosen when the model is made:
 
       "snapshot"   every gradient is exact for the weights that its trainer saw; a step copies what others still need
       "serialize"  one trainer at a time: as if they had trained one after the other
-      "hogwild"    nothing is copied, nobody waits; gradients may be those of weights that have changed meanwhile
+      "hogwild"    nothing is copied; gradients may be those of weights that have changed meanwhile
 
 The program trains once with each. In the end it shows what "snapshot" means: it steps while another context is under way,
 and compares that context's gradient with the one of the weights it saw, computed in one process.

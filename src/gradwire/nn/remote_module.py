@@ -44,7 +44,7 @@ class RemoteModule(OwnedElsewhere):
         args: Its arguments.
         kwargs: Its keyword arguments.
         concurrency: How contexts share the parameters; see `gradwire.autograd.sharing`. ``"snapshot"``: each has exact
-            gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: no protection.
+            gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: not exact.
 
     What goes wrong while the module is made is raised by its first use.
 
