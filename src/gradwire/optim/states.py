@@ -31,13 +31,14 @@ def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
 
 
 def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A state dict of groups, and of what the owners have."""
-    numbers = {name: number for number, name in enumerate(_names(groups))}
+    """A state dict of groups, and of what the owners have; without names if nobody gave any, as torch's."""
+    names = _names(groups)
+    numbers = {name: number for number, name in enumerate(names)}
     packed = []
     for group in groups:
         options = {key: value for key, value in group.items() if key not in RESERVED}
-        names = list(group["param_names"])
-        packed.append({**options, "params": [numbers[name] for name in names], "param_names": names})
+        named = {} if _are_numbers(names) else {"param_names": list(group["param_names"])}
+        packed.append({**options, "params": [numbers[name] for name in group["param_names"]], **named})
     return {"state": {numbers[name]: found for name, found in state.items()}, "param_groups": packed}
 
 
