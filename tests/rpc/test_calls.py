@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradwire import rpc
-from gradwire.errors import ConfigurationError, NotInitialized, RpcTimeout, UnknownWorker
+from gradwire.errors import ConfigurationError, NotInitialized, RpcError, RpcTimeout, UnknownWorker
 from gradwire.rpc import Agent, backend_registry
 from gradwire.types import WorkerInfo
 from rpc import handlers
@@ -44,7 +44,7 @@ def test_unknown_worker_is_named(pair: list[Agent], to: Any) -> None:
 
 
 def test_worker_that_is_no_name_is_refused(pair: list[Agent]) -> None:
-    with pytest.raises(TypeError, match="name, rank or WorkerInfo"):
+    with pytest.raises(UnknownWorker, match="name, rank or WorkerInfo"):
         rpc.rpc_sync(3.5, operator.add)  # type: ignore[arg-type]
 
 
@@ -200,7 +200,7 @@ def test_async_execution_that_raises(pair: list[Agent]) -> None:
 
 
 def test_async_execution_without_a_future_is_an_error(pair: list[Agent]) -> None:
-    with pytest.raises(TypeError, match=r"no_future returned int"):
+    with pytest.raises(RpcError, match=r"no_future, .* returned int"):
         rpc.rpc_sync("b", handlers.no_future)
 
 

@@ -86,8 +86,16 @@ def _bindings_of(replaced: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any,
         for name, value in list(vars(module).items()):
             if id(value) in replaced:
                 yield module, name, value, replaced[id(value)][1]
-            elif issubclass(type(value), type) and value.__module__ == module.__name__:  # no lazy object is asked
+            elif _is_class_of(value, module):
                 yield from _attributes_of(value, replaced)
+
+
+def _is_class_of(value: Any, module: ModuleType) -> bool:
+    """Whether a value is a class that the module defines; asked of anything that a program may have."""
+    try:
+        return issubclass(type(value), type) and value.__module__ == module.__name__  # no lazy object is woken up
+    except Exception:  # the metaclass has ideas of its own
+        return False
 
 
 def _is_own(module: ModuleType) -> bool:

@@ -78,17 +78,18 @@ BackendType("GRADWIRE", BackendValue(RpcOptions, _init))
 BackendType("TENSORPIPE", BackendValue(TensorPipeRpcBackendOptions, _init))
 
 
-def find_backend(backend: BackendType | str) -> BackendType:
-    """The backend of that name.
+def find_backend(backend: Any) -> BackendType:
+    """The backend of that name, or of the name that a member of another enumeration, such as torch's, has.
 
     Raises:
         ConfigurationError: No such backend.
     """
     if isinstance(backend, BackendType):
         return backend
-    if backend not in BackendType.__members__:
-        raise ConfigurationError(f"no backend {backend!r}; there are {', '.join(BackendType.__members__)}")
-    return BackendType[backend]
+    name = getattr(backend, "name", backend)
+    if name not in BackendType.__members__:
+        raise ConfigurationError(f"no backend {name!r}; there are {', '.join(BackendType.__members__)}")
+    return BackendType[name]
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -112,7 +113,7 @@ def register_backend(
 
 
 def construct_rpc_backend_options(
-    backend: BackendType | str,
+    backend: Any,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
@@ -126,7 +127,7 @@ def construct_rpc_backend_options(
     return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
-def init_backend(backend: BackendType | str, *args: Any, **kwargs: Any) -> Any:
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Starts a backend; returns its agent.
 
     Raises:

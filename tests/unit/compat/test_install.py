@@ -117,6 +117,17 @@ def test_modules_imported_before_are_reached(program: types.ModuleType) -> None:
     assert program.Caller.plain is torch_s_own
 
 
+def test_classes_with_ideas_of_their_own_are_left_alone(program: types.ModuleType) -> None:
+    class Hostile(type):
+        @property
+        def __module__(cls) -> str:  # type: ignore[override]
+            raise ValueError("no module")
+
+    program.strange = Hostile("Strange", (), {})  # type: ignore[attr-defined]
+    with compat.installed():
+        assert home_of(program.rpc_sync) == "gradwire"
+
+
 def test_modules_imported_later_get_gradwire_s() -> None:
     before = dist_autograd.backward
     with compat.installed():
