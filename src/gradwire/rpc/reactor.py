@@ -228,13 +228,19 @@ class Reactor:
                 handler = handlers.get(descriptor)
                 if handler is not None or descriptor == self._wake_fd:
                     self._guard(handler or self._run_task)
-            with lock:
-                if self._closing or self._num_idle >= self._max_idle:
-                    self._threads.discard(threading.current_thread())
-                    if self._closing:
-                        self._wake()  # _run_task may have taken the wake-up call that was meant for all
-                    return
-                self._num_idle += 1
+            if not self._may_wait_again():
+                return
+
+    def _may_wait_again(self) -> bool:
+        """Whether a thread that has run what it got is still needed."""
+        with self._lock:
+            if self._closing or self._num_idle >= self._max_idle:
+                self._threads.discard(threading.current_thread())
+                if self._closing:
+                    self._wake()  # _run_task may have taken the wake-up call that was meant for all
+                return False
+            self._num_idle += 1
+            return True
 
     def _run_task(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -57,7 +57,8 @@ class _Awaited:
         with while_waiting():
             while not bell.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
-                    raise RpcTimeout(f"RPC ran for more than its time: {what} (phase: run). Pass a larger timeout", worker, "run")
+                    text = f"RPC ran for more than its time: {what} (phase: run). Pass a larger timeout"
+                    raise RpcTimeout(text, worker, "run")
 
     def _finish(self, change: Callable[[], None]) -> bool:
         with _lock:
