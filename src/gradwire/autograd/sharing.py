@@ -212,13 +212,14 @@ def _end_turn(group: Group, context_id: int) -> None:
 
 def _has_others(guarded: Guarded, own: set[int]) -> bool:
     with changed:
-        return any(user.released is None and user.context_id not in own for user in guarded.users)
+        users = guarded.users
+        return bool(users) and any(user.released is None and user.context_id not in own for user in users)
 
 
 def _forget_users(found: Iterable[tuple[torch.Tensor, Guarded]], own: set[int]) -> None:
     """Contexts that have stepped need what they saw no more; as in one process, backward after the step is an error."""
     with changed:
-        for _, item in found:
+        for item in [item for _, item in found if item.users]:
             for user in [user for user in item.users if user.context_id in own or user.released is not None]:
                 item.users.discard(user)
                 user.used.discard(item)

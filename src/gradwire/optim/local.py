@@ -187,7 +187,7 @@ class LocalOptimizer:
         for context_id in context_ids:
             for leaf, gradient in _gradients_of(context_id).items():
                 if leaf in self._names:
-                    add_gradient(table, leaf, gradient.detach())
+                    add_gradient(table, leaf, gradient.detach() if gradient.requires_grad else gradient)
         return edited(table, edits) if edits else table
 
     def _alone(self) -> Held:
