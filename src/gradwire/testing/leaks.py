@@ -86,7 +86,8 @@ class LeakCheck:
         frames = sys._current_frames()
         left = [thread for thread in threading.enumerate() if self._is_leaked(thread) and thread.ident in frames]
         return "".join(
-            f"\n\nthread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}" for thread in left
+            f"\n\nthread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}"
+            for thread in left
         )
 
     def _is_leaked(self, thread: threading.Thread) -> bool:
