@@ -60,5 +60,5 @@ def time_optimizer(peer: Any, _names: list[str], num_steps: int, _round_no: int)
 
 
 OPTIMIZER_CASES = [
-    AutogradCase("optimizer: step, 2 x 10 M", 10, Side("GradwirePair", NAME), Side("TorchRpcPair", NAME), bar=1),
+    AutogradCase("optimizer: step, 2 x 10 M", 30, Side("GradwirePair", NAME), Side("TorchRpcPair", NAME), bar=1),
 ]
