@@ -281,7 +281,7 @@ class Reader:
                         self._busy_since = 0.0
                         self._reactor.leave(self)
 
-        self.read_until(lambda: num_handled > 0 or is_done(), time.monotonic() + seconds, handle)
+        self.read_until(is_done, time.monotonic() + seconds, handle)
         return num_handled > 0
 
     def _handle(self, frame: Frame) -> None:
