@@ -160,3 +160,36 @@ class Counter:
     @rpc.functions.async_execution
     def add_later(self, number: int, to: str) -> Any:
         return rpc.rpc_async(to, abs, args=(number,)).then(lambda done: self.add(done.value()))
+
+
+_shared = torch.zeros(2)
+_shared_memory = _shared.numpy()
+
+
+def shared_tensor() -> torch.Tensor:
+    """A value that other code of this worker has, too."""
+    return _shared
+
+
+def shared_view() -> torch.Tensor:
+    return _shared.view(2)
+
+
+def shared_detached() -> torch.Tensor:
+    return _shared.detach()
+
+
+def shared_memory() -> torch.Tensor:
+    return torch.from_numpy(_shared_memory)
+
+
+def change_shared(by: float = 1.0) -> None:
+    _shared.add_(by)
+
+
+def add_one_here(rref: RRef[torch.Tensor]) -> None:
+    rref.local_value().add_(1)
+
+
+def add_one_there(rref: RRef[torch.Tensor]) -> None:
+    rref.rpc_sync().add_(1)

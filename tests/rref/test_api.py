@@ -270,3 +270,41 @@ def test_from_many_threads(names: list[str]) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(results) == sorted(float(step) for step in range(20) for _ in range(6))
+
+
+def test_small_values_come_with_the_answer(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made for this reference alone, and used for nothing else yet: it cannot have changed."""
+    asked: list[str] = []
+    original = RRef._ask
+
+    def count(self: RRef[torch.Tensor], function: str, *args: object) -> object:
+        asked.append(function)
+        return original(self, function, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RRef, "_ask", count)
+    rref = rpc.remote(names[0], tasks.make, args=(2.0,))
+    assert rref.to_here().tolist() == [2.0] * 3
+    assert asked == []
+    assert rref.to_here().tolist() == [2.0] * 3
+    assert rpc.remote(names[0], tasks.make, args=(2.0, 1000)).to_here().sum() == 2000  # too large to send unasked
+    assert rpc.remote(names[0], tasks.shared_tensor).to_here().tolist() == [0.0, 0.0]
+    assert len(asked) == 3
+
+
+def test_a_value_that_changed_before_it_was_fetched(names: list[str]) -> None:
+    """Whoever else can change it: its methods through this reference, others through theirs, its owner's own code."""
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rref.rpc_sync().add_(1)
+    assert rref.to_here().tolist() == [2.0] * 3
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rpc.rpc_sync(names[1], tasks.add_one_there, args=(rref,))
+    assert rref.to_here().tolist() == [2.0] * 3
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rpc.rpc_sync(names[0], tasks.add_one_here, args=(rref,))
+    assert rref.to_here().tolist() == [2.0] * 3
+    for make in (tasks.shared_tensor, tasks.shared_view, tasks.shared_memory, tasks.shared_detached):
+        rref = rpc.remote(names[0], make)
+        rref._get_future().wait()
+        rpc.rpc_sync(names[0], tasks.change_shared)
+        assert rref.to_here().tolist() == [1.0, 1.0], make
+        rpc.rpc_sync(names[0], tasks.change_shared, args=(-1.0,))

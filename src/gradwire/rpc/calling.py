@@ -129,13 +129,13 @@ class Caller:
         kwargs: dict[str, Any] | None,
         timeout_s: float | None,
         special: Special,
-    ) -> None:
+    ) -> PendingCall:
         """Starts a call on behalf of the layers above.
 
         Raises:
             CannotSend, RpcTimeout, WorkerLost: As `submit`; `special.on_done` is not called then.
         """
-        self._start(to, function, args, kwargs, timeout_s, CallHolder(), special=special)
+        return self._start(to, function, args, kwargs, timeout_s, CallHolder(), special=special)
 
     def _start(
         self,
@@ -252,19 +252,9 @@ class Caller:
         """The calls lane, once it has room for one more call."""
         lane = peer.lanes.get("calls") or peer.lane("calls", call.deadline)
         limit = self._agent.config.limits.calls_in_flight
-        if len(lane.calls) < limit:
-            return lane
-        lane.num_waiting_for_room += 1
-        try:
+        if len(lane.calls) >= limit:
             with self._agent.server.waiting():
-                while len(lane.calls) >= limit:
-                    left = call.deadline - time.monotonic()
-                    if left <= 0:
-                        raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
-                    if not lane.reader.read_until(lambda: len(lane.calls) < limit, call.deadline):
-                        lane.room.wait(min(left, 0.01))
-        finally:
-            lane.num_waiting_for_room -= 1
+                lane.wait_for_room(call, limit)
         return lane
 
     def control(
@@ -295,6 +285,11 @@ class Caller:
         else:
             self._wait(call)
 
+    def wait_until(self, call: PendingCall, deadline: float) -> None:
+        """As `wait`, but no longer than that; nobody gives the call up for it."""
+        with self._agent.server.waiting() if is_serving() else contextlib.nullcontext():
+            self._wait(call, deadline)
+
     @contextlib.contextmanager
     def _waiting_inside(self, call: PendingCall) -> Iterator[None]:
         """A function that was called waits for a call of its own: whoever drops the one drops the other."""
@@ -310,14 +305,14 @@ class Caller:
         finally:
             request.waits_for = outer
 
-    def _wait(self, call: PendingCall) -> None:
+    def _wait(self, call: PendingCall, deadline: float = _NEVER) -> None:
         def is_over() -> bool:
             return call.is_done or call.is_answered
 
         reader = call.table.reader if call.table is not None else None
-        while not call.is_done:
-            # Past the deadline the clock ends the call; until it has, look often.
-            until = max(call.deadline, time.monotonic() + 0.005)
+        while not call.is_done and time.monotonic() < deadline:
+            # Past its own deadline the clock ends the call; until it has, look often.
+            until = min(max(call.deadline, time.monotonic() + 0.005), deadline)
             if call.is_answered or reader is None or not reader.read_until(is_over, until):
                 self._wait_for_others(call, until)
 
@@ -350,9 +345,7 @@ class Caller:
     def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
         """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
         reactor = self._agent.reactor
-        if (
-            self._agent.is_closed
-        ):  # no service thread is left, and a future never completed is worse than a callback here
+        if self._agent.is_closed:  # no service thread is left; better a callback here than a future never completed
             return False
         return reactor.is_clock_thread() or (future.has_callbacks and not reactor.is_service_thread())
 

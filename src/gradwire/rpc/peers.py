@@ -110,6 +110,23 @@ class OpenLane:
         if self.num_waiting_for_room:
             self.room.ring()
 
+    def wait_for_room(self, call: PendingCall, limit: int) -> None:
+        """Blocks until fewer than `limit` calls are under way.
+
+        Raises:
+            RpcTimeout: They were not, before the call's deadline.
+        """
+        self.num_waiting_for_room += 1
+        try:
+            while len(self.calls) >= limit:
+                left = call.deadline - time.monotonic()
+                if left <= 0:
+                    raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
+                if not self.reader.read_until(lambda: len(self.calls) < limit, call.deadline):
+                    self.room.wait(min(left, 0.01))
+        finally:
+            self.num_waiting_for_room -= 1
+
     def _finish_again(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         if not call.is_done and self.calls.get(call.call_id) is None:
             self._agent.caller.finish(call, value, error)

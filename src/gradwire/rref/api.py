@@ -118,7 +118,23 @@ class RRef(Generic[T]):
         """
         if isinstance(self._state, Owned):
             return self._known.wait(self._state, self._deadline(timeout))  # type: ignore[no-any-return]
+        if not self._state.is_used:
+            deadline = self._deadline(timeout)
+            early = self._take_early(self._state, deadline)
+            if early is not None:
+                return early  # type: ignore[no-any-return]
+            if timeout > 0:
+                timeout = max(0.001, deadline - time.monotonic())
         return self._ask(operations.FETCH, (), timeout)  # type: ignore[no-any-return]
+
+    def _take_early(self, state: UserFork, deadline: float) -> Any:
+        """The value that came with the answer to the creation, once; None if it did not."""
+        call = state.call
+        if call is not None:
+            self._known.agent.caller.wait_until(call, deadline)
+        early = state.early
+        state.use()
+        return early
 
     def local_value(self) -> T:
         """The value, on its owner.
@@ -256,6 +272,7 @@ class RRef(Generic[T]):
         """Whom to call, and with what."""
         state = self._state
         if isinstance(state, UserFork):
+            state.use()
             maker = None if state.phase is ForkPhase.CONFIRMED else self._known.maker_of(state, self._deadline(timeout))
             return state.owner.name, (state.rref_id, maker, *args)
         self._known.share(state)
@@ -335,6 +352,8 @@ def create(
         nonlocal keep
         keep = None
         if isinstance(state, UserFork):
+            state.call = None
+            known.keep_early(state, call.value)
             known.on_created(state, call.error)
         elif call.error is not None:
             state.fail(copies_of(call.error))
@@ -342,7 +361,13 @@ def create(
     note = Creates(state.rref_id, state.fork_id if isinstance(state, UserFork) else 0, known.own[1])
     seconds = None if timeout < 0 else timeout
     try:
-        agent.caller.start(name, function, args, kwargs, seconds, Special({NOTE: note}, on_done, is_watched=False))
+        call = agent.caller.start(
+            name, function, args, kwargs, seconds, Special({NOTE: note}, on_done, is_watched=False)
+        )
+        if isinstance(state, UserFork):
+            state.call = call
+            if call.is_done:  # before it was known here
+                state.call = None
     except BaseException as error:
         if isinstance(state, UserFork):
             known.on_created(state, error if isinstance(error, Exception) else RRefError("interrupted"))

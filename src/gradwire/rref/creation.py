@@ -1,12 +1,19 @@
-"""The owner's side of `remote`: what a call returns becomes a value of this worker, and the caller gets none of it."""
+"""The owner's side of `remote`: what a call returns becomes a value of this worker.
+
+The caller gets a small value along with the answer if nothing but the new reference can change it: nobody else refers to the
+object or its memory. As long as the caller has used the reference for nothing else, that is the value, and `to_here` need
+not ask for it (`values.UserFork.early`).
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+import torch
 
 from gradwire.errors import DecodeError
 from gradwire.rpc.agent import Agent
@@ -20,6 +27,9 @@ from gradwire.wire import failures
 from gradwire.wire.messages import prepare
 
 NOTE: Final = "rref"
+
+_EARLY_BYTES: Final = 1024
+_CONSTANT: Final = frozenset((bool, int, float, complex))
 
 
 class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -54,9 +64,9 @@ class CreationInterceptor(Interceptor):
         known = references.of(self._agent)
         owned = known.begin_making(message.rref_id, message.fork_id, (envelope.peer.id, message.incarnation))
         owned.label = envelope.function
-        return functools.partial(self._make, owned, function)
+        return functools.partial(self._make, owned, function, message.fork_id != 0)
 
-    def _make(self, owned: Owned, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _make(self, owned: Owned, function: Callable[..., Any], is_wanted: bool, *args: Any, **kwargs: Any) -> Any:
         is_async = is_async_execution(function)
         try:
             value = function(*args, **kwargs)
@@ -65,7 +75,9 @@ class CreationInterceptor(Interceptor):
             if is_async:
                 check_future(value, owned.label)
                 return self._make_later(owned, value)
+            is_early = is_wanted and is_unshared(value)
             owned.set(value)
+            return value if is_early else None
         except BaseException as error:
             self._fail(owned, error)
         return _done() if is_async else None
@@ -87,6 +99,36 @@ class CreationInterceptor(Interceptor):
         agent = self._agent
         info = failures.describe_exception(error, agent.info.name, agent.config.limits)
         owned.fail(lambda: failures.rebuild_exception(info, agent.trust))
+
+
+def is_unshared(value: Any) -> bool:
+    """Whether a value is small, and nobody but the caller's one variable refers to it or to its memory."""
+    kind = type(value)
+    if kind is not torch.Tensor:
+        return kind in _CONSTANT
+    if sys.getrefcount(value) > _num_references or value.requires_grad or value._base is not None:
+        return False
+    if (
+        value.layout is not torch.strided
+        or value.device.type != "cpu"
+        or value.numel() * value.element_size() > _EARLY_BYTES
+    ):
+        return False
+    storage = value.untyped_storage()
+    # Two: the tensor and the variable above. Memory of others (numpy's, a buffer's) cannot be resized.
+    return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.resizable() and not storage.is_shared()
+
+
+def _count_references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+def _count_of_one_variable() -> int:
+    value = torch.empty(0)
+    return _count_references(value)
+
+
+_num_references = _count_of_one_variable()  # as seen from inside a function that got the variable's value
 
 
 def attach(agent: Agent) -> None:

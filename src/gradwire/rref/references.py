@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -30,6 +31,7 @@ _log = logging.getLogger("gradwire")
 _EXTENSION: Final = "rref"
 _FAREWELL_S: Final = 10.0
 _SLICE_S: Final = 0.05
+_MAX_EARLY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class References:
         self._decisions = Decisions(self.own)
         self._delivery = Delivery(agent, self._decisions, self.take_dropped)
         self._dropped: collections.deque[tuple[Owned | UserFork, int]] = collections.deque()  # filled by finalizers
+        self._early: collections.deque[UserFork] = collections.deque()  # single operations only
         self._is_noticed = False  # somebody is going to look at _dropped
         agent.codec.carrier = self
         agent.farewells.append(self._say_farewell)
@@ -174,6 +177,16 @@ class References:
         if lane is not None and not fork.is_done:
             lane.reader.ensure_watched()
 
+    def keep_early(self, fork: UserFork, value: Any) -> None:
+        """The value of a reference came with the answer to its creation; only the latest are kept."""
+        if fork.is_used or value is None:
+            return
+        fork.early = value
+        self._early.append(fork)
+        if len(self._early) > _MAX_EARLY:
+            with contextlib.suppress(IndexError):
+                self._early.popleft().early = None
+
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
         """Who may still have to make the value of a reference that is about to be used.
 
@@ -196,6 +209,7 @@ class References:
         """
         if isinstance(state, UserFork):
             state.check()
+            state.use()
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
         child, maker = self.new_id(), None
         with self._decisions as known:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import RpcTimeout, RRefError
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._ids import MAX_COUNTER, creator_of
 from gradwire.rpc.incoming import while_waiting
 from gradwire.rref._actions import Worker
@@ -135,9 +136,12 @@ class UserFork(_Awaited):
         phase: Where it is.
         is_first: Whether the value was made for it.
         type_: The value's type, once it was asked for.
+        call: The one that makes the value, while it is under way.
+        early: The value, if it came with the answer to that call.
+        is_used: Whether the value may have changed since: the reference was passed on, or a method called.
     """
 
-    __slots__ = ("fork_id", "is_first", "owner", "owner_life", "phase", "rref_id", "type_")
+    __slots__ = ("call", "early", "fork_id", "is_first", "is_used", "owner", "owner_life", "phase", "rref_id", "type_")
 
     def __init__(self, rref_id: int, fork_id: int, owner: WorkerInfo, owner_life: Worker, is_first: bool) -> None:
         super().__init__()
@@ -148,6 +152,14 @@ class UserFork(_Awaited):
         self.is_first = is_first
         self.phase = ForkPhase.PENDING
         self.type_: Any = None
+        self.call: PendingCall | None = None
+        self.early: Any = None
+        self.is_used = not is_first
+
+    def use(self) -> None:
+        """From now on the value may change."""
+        self.is_used = True
+        self.early = None
 
     def confirm(self) -> bool:
         """The owner knows of it."""
