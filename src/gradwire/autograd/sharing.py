@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -26,12 +28,28 @@ from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import EVERYTHING, Group, Guarded, Mode, changed, check_mode
 from gradwire.autograd.reading import Call, call_of_thread, changing, deadline_here, late
 from gradwire.autograd.saving import saving
+from gradwire.errors import RpcTimeout
 from gradwire.rpc._ids import creator_of
 from gradwire.rpc.incoming import current_request, while_waiting
 
-__all__ = ["Group", "Mode", "check_mode", "guard", "mode_of", "recording", "standing_still", "stepping", "using"]
+__all__ = [
+    "Group",
+    "Held",
+    "Mode",
+    "check_mode",
+    "guard",
+    "lending_grads",
+    "mode_of",
+    "recording",
+    "standing_still",
+    "stepping",
+    "time_left",
+    "using",
+]
 
 _SLICE_S = 0.2
+_WAIT_S = 600.0
+_grad_lock = threading.RLock()  # guards `.grad` of parameters while a step lends it gradients or somebody clears it
 
 
 # -- for whoever has parameters -------------------------------------------------------------------------------------------
@@ -100,6 +118,50 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
         for group in groups:
             call.read(group)
         yield
+
+
+class Held:
+    """Holds a lock, and works without grad mode meanwhile.
+
+    Args:
+        lock: The lock.
+        busy: What to say if it is not free in time.
+    """
+
+    __slots__ = ("_busy", "_lock", "_mode")
+
+    def __init__(self, lock: Any, busy: str) -> None:
+        self._lock, self._busy = lock, busy
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            limit_s = time_left()
+            with while_waiting():
+                if not self._lock.acquire(timeout=limit_s):
+                    raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
+        self._mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._mode)
+        self._lock.release()
+
+
+def lending_grads() -> Held:
+    """Surrounds whatever uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts.
+
+    Raises:
+        RpcTimeout: Somebody else has not ended in time.
+    """
+    return Held(_grad_lock, "another optimizer has been stepping")
+
+
+def time_left() -> float:
+    """Seconds that the current thread may wait: until the deadline of the call that it serves."""
+    request = current_request()
+    if request is None or request.deadline == float("inf"):
+        return _WAIT_S
+    return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
 
 # -- for calls ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ _HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
 _groups: weakref.WeakKeyDictionary[nn.Module, sharing.Group] = weakref.WeakKeyDictionary()
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()  # those not on the CPU
 _CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
+_CHANGES_OF_GRAD = ("to", "type", "zero_grad")
 
 
 def make(
@@ -171,7 +173,9 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     module = _module(rref_id, maker)
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is no method that handles may call without a mark")
-    getattr(module, name)(*args, **kwargs)
+    # A step lends parameters its gradients, which these would clear or convert. The others leave `.grad` alone.
+    with sharing.lending_grads() if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
+        getattr(module, name)(*args, **kwargs)
     _note_device(module)
     sharing.guard(module.parameters(), _group_of(module).mode)  # their memory may be elsewhere now
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,48 +11,18 @@ import torch
 from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import CommitPass
-from gradwire.errors import CallCancelled, ConfigurationError, RpcTimeout, UnknownContext
+from gradwire.errors import CallCancelled, ConfigurationError, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
 from gradwire.optim.edits import Edit, are_finite, edited, norm_of
 from gradwire.optim.states import NamedState
-from gradwire.rpc.incoming import current_request, while_waiting
+from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef
-
-_WAIT_S = 600.0
-_grad_lock = threading.RLock()  # guards `.grad` of parameters while a step uses it, however contexts share them
 
 OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """The number of a group, and what of it a worker has: names, references, options."""
 Norms = tuple[list[str], torch.Tensor]
 """Names of parameters, and the norms of their gradients."""
-
-
-class Held:
-    """Holds a lock, and works without grad mode meanwhile.
-
-    Args:
-        lock: The lock.
-        busy: What to say if it is not free in time.
-    """
-
-    __slots__ = ("_busy", "_lock", "_mode")
-
-    def __init__(self, lock: Any, busy: str) -> None:
-        self._lock, self._busy = lock, busy
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            limit_s = _time_left()
-            with while_waiting():
-                if not self._lock.acquire(timeout=limit_s):
-                    raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
-        self._mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._mode)
-        self._lock.release()
 
 
 class LocalOptimizer:
@@ -167,7 +136,7 @@ class LocalOptimizer:
             return len(table)
 
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
-        with sharing.stepping(list(table), context_ids), Held(_grad_lock, "another optimizer has been stepping"):
+        with sharing.stepping(list(table), context_ids), sharing.lending_grads():
             before = [(parameter, parameter.grad) for parameter in self._names]
             try:
                 for parameter in self._names:
@@ -190,8 +159,8 @@ class LocalOptimizer:
                     add_gradient(table, leaf, gradient.detach() if gradient.requires_grad else gradient)
         return edited(table, edits) if edits else table
 
-    def _alone(self) -> Held:
-        return Held(self._lock, "this optimizer has been busy")
+    def _alone(self) -> sharing.Held:
+        return sharing.Held(self._lock, "this optimizer has been busy")
 
     # -- gradients -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +182,7 @@ class LocalOptimizer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears ``.grad`` of the parameters; contexts are left alone."""
-        with self._alone():
+        with self._alone(), sharing.lending_grads():  # another trainer's step may have lent them its gradients
             self._optimizer.zero_grad(set_to_none)
 
     # -- state -----------------------------------------------------------------------------------------------------------
@@ -251,18 +220,11 @@ def _gradients_of(context_id: int) -> GradientTable:
     here = worker.here()
     context = here.container.find(context_id)
     if context is not None:
-        return here.gradients_of(context, _time_left())
+        return here.gradients_of(context, sharing.time_left())
     where = here.container.where_released(context_id)
     if where is not None:
         raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
     return {}
-
-
-def _time_left() -> float:
-    request = current_request()
-    if request is None or request.deadline == float("inf"):
-        return _WAIT_S
-    return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
 
 def _take_commit(context_id: int, pass_id: int) -> None:
