@@ -202,6 +202,25 @@ def test_a_creation_that_takes_too_long(names: list[str]) -> None:
     rpc.rpc_sync(names[0], tasks.open_gate)
 
 
+def test_one_deadline_for_making_and_fetching(names: list[str]) -> None:
+    rref = rpc.remote(names[0], tasks.wait_gate, timeout=0)
+    started = time.monotonic()
+    with pytest.raises(RpcTimeout, match=r"not made within 0\.3 s") as caught:
+        rref.to_here(timeout=0.3)
+    assert caught.value.worker == names[0]
+    assert time.monotonic() - started < 3
+    rpc.rpc_sync(names[0], tasks.open_gate)
+    assert rref.to_here() > 0
+
+
+def test_closed_before_it_was_fetched(names: list[str]) -> None:
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rref._get_future().wait()
+    rref.close()
+    with pytest.raises(RRefError, match="deleted"):
+        rref.to_here()
+
+
 def test_close_lets_go_at_once(names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.make, args=(1.0,))
     rref.to_here()

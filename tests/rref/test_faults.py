@@ -59,6 +59,15 @@ def test_a_dead_owner_is_known_at_once(cluster: Cluster, names: list[str]) -> No
     rpc.rpc_sync(names[1], tasks.drop, args=("a",))
 
 
+def test_a_value_that_came_early_is_lost_with_its_owner_too(cluster: Cluster, names: list[str]) -> None:
+    rref = rpc.remote(names[0], tasks.make, args=(1.0,))
+    rref._get_future().wait()
+    kill(cluster.workers[0])
+    wait_until(lambda: "broken" in repr(rref), 5.0, "that the loss is noticed")
+    with pytest.raises(OwnerLost, match=names[0]):
+        rref.to_here()
+
+
 def test_an_owner_that_dies_during_a_fetch(cluster: Cluster, names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.wait_gate)
     future = rref.rpc_async().bit_length()

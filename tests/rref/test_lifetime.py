@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
 from gradwire.rref import references
+from gradwire.rref.values import Owned
 from gradwire.testing import wait_until
 from rref import tasks
 
@@ -149,3 +151,56 @@ def test_a_large_value_is_freed_soon(cluster: Cluster, names: list[str]) -> None
     full = rss_bytes(pid)
     del rref
     wait_until(lambda: rss_bytes(pid) < full - (24 << 20), 5.0, "that its memory is given back")
+
+
+def test_a_reference_that_comes_back_while_the_old_one_ends(make_agents: Callable[..., list[rpc.Agent]]) -> None:
+    """The end of the old one is noticed after the new one has arrived, and before it is in anybody's hands."""
+    a, b = make_agents(2)
+    known = references.of(a)
+    rref = RRef._of(known, Owned(known.new_id()))
+    rref._state.set([1])  # type: ignore[union-attr]
+    rref_id = rref._state.rref_id
+    fork_id, _ = known.depart(rref._state, "b")
+    state = known.arrive(rref_id, fork_id, known.own, references.of(b).own, None)
+    del rref
+    known.take_dropped()
+    again = RRef._of(known, state)
+    known._decisions.do(known._decisions.ownership.delete_received(references.of(b).own, rref_id, fork_id, False))
+    assert again.local_value() == [1]
+    del again, state
+
+
+def test_two_that_come_back_at_once_are_counted_each(make_agents: Callable[..., list[rpc.Agent]]) -> None:
+    a, b = make_agents(2)
+    known, other = references.of(a), references.of(b).own
+    rref = RRef._of(known, Owned(known.new_id()))
+    rref._state.set([1])  # type: ignore[union-attr]
+    rref_id, (fork_id, _) = rref._state.rref_id, known.depart(rref._state, "b")
+    states = [known.arrive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
+    first, second = (RRef._of(known, state) for state in states)
+    del rref, second
+    known._decisions.do(known._decisions.ownership.delete_received(other, rref_id, fork_id, False))
+    known.take_dropped()
+    assert first.local_value() == [1]
+    del first, states
+
+
+def test_an_owner_that_closes_its_own_reference(names: list[str]) -> None:
+    for is_shared in (False, True):
+        rref = RRef([1])
+        if is_shared:
+            rpc.rpc_sync(names[0], tasks.keep, args=("a", rref))
+        rref.close()
+        rref.close()
+        assert "closed" in repr(rref)
+        with pytest.raises(RRefError, match="deleted"):
+            rref.local_value()
+        with pytest.raises(RRefError, match="deleted"):
+            rref.to_here()
+    assert rpc.rpc_sync(names[0], tasks.kept_value, args=("a",)) == [1]
+    rpc.rpc_sync(names[0], tasks.drop, args=("a",))
+
+
+def test_many_forwarded_references_take_linear_time(names: list[str]) -> None:
+    rrefs = [rpc.remote(names[0], int) for _ in range(3000)]
+    assert sum(rpc.rpc_sync(names[1], tasks.fetch_all, args=(rrefs,))) == 0

@@ -173,16 +173,17 @@ class Incoming:
             self._agent.on_connected(self.peer)
             self.connection.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_frame
+        self._is_welcome = handshake.is_open  # before the caller knows: another thread may read its end at once
         try:
             self.connection.send(answer, deadline=deadline)
         except TimeoutError:
             self.reader.end(ConnectionClosed("the caller does not read"))
-        else:
-            self._is_welcome = handshake.is_open
+        except TransportError:
+            self._is_welcome = False  # it gave up meanwhile, and is not dead for that
+            raise
 
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message
-        self._is_welcome = True  # another thread may read this before the one that wrote the welcome goes on
         if isinstance(message, Goodbye):
             self._goodbye = message.reason
             return

@@ -9,6 +9,7 @@ from gradwire.rref._actions import Worker
 from gradwire.rref._mourning import Mourning
 
 _MEMORY = 65_536  # what ended here and is remembered, so that a late or repeated message does not revive it
+_MAX_EXPECTED = 4096  # a worker has at most `Limits.calls_in_flight` calls on their way here, 1,024 unless it is changed
 
 
 class ForkPhase(enum.Enum):
@@ -88,6 +89,17 @@ class Holdings:
             for worker in value.holders.values():
                 counts[worker] = counts.get(worker, 0) + 1
         return counts
+
+    def is_holder(self, rref_id: int, worker: Worker) -> bool:
+        """Whether a worker is listed with a value of this one, or its call is to make it."""
+        value = self._values.get(rref_id)
+        return value is not None and (value.maker == worker or worker in value.holders.values())
+
+    def can_expect(self, maker: Worker) -> bool:
+        """Whether a worker may ask for one more value that its call has not made yet."""
+        if len(self._values) < _MAX_EXPECTED:
+            return True
+        return sum(value.maker == maker for value in self._values.values()) < _MAX_EXPECTED
 
     @property
     def num_held(self) -> int:

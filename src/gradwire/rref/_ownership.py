@@ -352,6 +352,8 @@ class Ownership(Holdings):
         return [*self._mourning.tell(worker)]
 
     def _end_mourning(self) -> list[Action]:
+        if not self._mourning.mourned:
+            return []
         if any(fork.parent in self._mourning.ended for fork in self._forks.values()):
             return []  # what we got from the dead is not listed yet, and may come from what we sent to them
         actions: list[Action] = []

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RRefError, WorkerLost
+from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
 from gradwire.rpc import trips
 from gradwire.rpc._calls import PendingCall, Special
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture, copies_of
@@ -41,16 +41,17 @@ class RRef(Generic[T]):
         NotInitialized: This process is no worker.
     """
 
-    __slots__ = ("__weakref__", "_known", "_state", "_token")
+    __slots__ = ("__weakref__", "_is_closed", "_known", "_state")
 
     _known: References
     _state: Owned | UserFork
-    _token: int
+    _is_closed: bool
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        owned = Owned(references.here().new_id())
+        known = references.here()
+        owned = Owned(known.new_id())
         owned.set(value)
-        self._attach(references.here(), owned)
+        self._attach(known, owned)
 
     @classmethod
     def _of(cls, known: References, state: Owned | UserFork) -> RRef[Any]:
@@ -60,24 +61,22 @@ class RRef(Generic[T]):
 
     def _attach(self, known: References, state: Owned | UserFork) -> None:
         self._known = known
-        self._token = 0
-        if isinstance(state, Owned):
-            state.token += 1
-            self._token = state.token
+        self._is_closed = False
         state.rref = weakref.ref(self)
         self._state = state
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
-        if state is not None and (isinstance(state, UserFork) or state.is_shared):
-            self._known.on_dropped(state, self._token)
+        if state is not None and not self._is_closed and (isinstance(state, UserFork) or state.is_shared):
+            self._known.on_dropped(state)
 
     def __repr__(self) -> str:
         state = self._state
         if isinstance(state, UserFork):
             where = f"owned by {state.owner.name}, {state.phase.value}"
         else:
-            where = f"owned here by {self._known.agent.info.name}, {'ready' if state.is_done else 'being made'}"
+            phase = "closed" if self._is_closed else "ready" if state.is_done else "being made"
+            where = f"owned here by {self._known.agent.info.name}, {phase}"
         return f"<RRef {describe(state.rref_id)} {where}>"
 
     # -- whose it is -------------------------------------------------------------------------------------------------
@@ -117,24 +116,34 @@ class RRef(Generic[T]):
             Exception: What the function raised that was to make it.
         """
         if isinstance(self._state, Owned):
-            return self._known.wait(self._state, self._deadline(timeout))  # type: ignore[no-any-return]
+            return self._wait(self._state, timeout)  # type: ignore[no-any-return]
         if not self._state.is_used:
             deadline = self._deadline(timeout)
             early = self._take_early(self._state, deadline)
             if early is not None:
                 return early  # type: ignore[no-any-return]
-            if timeout > 0:
-                timeout = max(0.001, deadline - time.monotonic())
+            if deadline < float("inf"):
+                timeout = deadline - time.monotonic()
         return self._ask(operations.FETCH, (), timeout)  # type: ignore[no-any-return]
 
     def _take_early(self, state: UserFork, deadline: float) -> Any:
-        """The value that came with the answer to the creation, once; None if it did not."""
-        call = state.call
+        """The value that came with the answer to the creation, once; None if it did not.
+
+        Raises:
+            RpcTimeout: There was no answer in time.
+            OwnerLost, RRefError: The reference leads nowhere.
+        """
+        call, began = state.call, time.monotonic()
         if call is not None:
             self._known.agent.caller.wait_until(call, deadline)
-        early = state.early
-        state.use()
-        return early
+            if time.monotonic() >= deadline:
+                text = f"{self!r}: its value was not made within {deadline - began:.3g} s (phase: run)"
+                name = state.owner.name
+                raise RpcTimeout(
+                    f"RPC ran for more than its time: {text} on worker {name}. Pass a larger timeout", name, "run"
+                )
+        state.check()
+        return state.use()
 
     def local_value(self) -> T:
         """The value, on its owner.
@@ -149,7 +158,12 @@ class RRef(Generic[T]):
             raise NotTheOwner(
                 f"Cannot call localValue() on a non-local reference. Call it on {state.owner.name}, or use to_here()"
             )
-        return self._known.wait(state, self._deadline(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
+        return self._wait(state, UNSET_RPC_TIMEOUT)  # type: ignore[no-any-return]
+
+    def _wait(self, owned: Owned, timeout: float) -> Any:
+        if self._is_closed:
+            raise deleted(owned.rref_id)()
+        return self._known.wait(owned, self._deadline(timeout))
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward pass from the value, which must be a tensor with one element, on its owner.
@@ -167,12 +181,13 @@ class RRef(Generic[T]):
     def close(self) -> None:
         """Lets go of the value now, instead of when this object is collected. May be called again."""
         state = self._state
+        if self._is_closed:
+            return
+        self._is_closed = True
         if isinstance(state, UserFork):
-            if state.phase is not ForkPhase.BROKEN:
-                self._known.on_dropped(state, self._token)
-                state.end(deleted(state.rref_id))
-        elif state.is_shared:
-            self._known.on_dropped(state, self._token)
+            state.end(deleted(state.rref_id))
+        if isinstance(state, UserFork) or state.is_shared:
+            self._known.on_dropped(state)
 
     # -- methods of the value ------------------------------------------------------------------------------------------
 
@@ -395,7 +410,7 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
     key = (rref_id, fork_id)
     if key not in trip.cargo:
         state = (
-            known.find_own(rref_id, fork_id)
+            _find_own(known, rref_id, fork_id)
             if sender == known.own
             else known.arrive(rref_id, fork_id, owner, sender, maker)
         )
@@ -405,8 +420,20 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
 
 
 def _reference_to(known: References, state: Owned | UserFork) -> RRef[Any]:
+    """The reference that this worker's own code has; a new one if it has none. The state was counted for it already."""
     rref = state.rref() if state.rref is not None else None
-    return rref if rref is not None else RRef._of(known, state)
+    if rref is None or rref._is_closed:
+        return RRef._of(known, state)
+    if isinstance(state, Owned):
+        known.hold(state, -1)
+    return rref
+
+
+def _find_own(known: References, rref_id: int, fork_id: int) -> Owned | UserFork:
+    state = known.find_own(rref_id, fork_id)
+    if isinstance(state, Owned):
+        known.hold(state)
+    return state
 
 
 def _worker(value: Any) -> tuple[int, int]:

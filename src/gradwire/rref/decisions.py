@@ -84,7 +84,7 @@ class Decisions:
         owned = self.owned.get(rref_id)
         if owned is None:
             owned = self.owned[rref_id] = Owned(rref_id)
-            owned.is_shared = True
+            owned.is_shared, owned.num_local = True, 0
         return owned
 
     def share(self, owned: Owned) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -60,7 +61,8 @@ class Delivery:
         self._before_flush = before_flush
         decisions.on_put = self.plan
         self._own: Worker = (agent.info.id, agent.address.incarnation)
-        self._flush_at = _NEVER  # when the clock is to look again; single operations only
+        self._lock = threading.Lock()  # guards _flush_at
+        self._flush_at = _NEVER  # when the clock is to look again
         self._unreached: set[int] = set()  # ranks that could not be written to; single operations only
         agent.notices.register(_NOTICE, self._on_batch)
         agent.notices.on_cut(self._on_cut)
@@ -72,17 +74,22 @@ class Delivery:
     def plan(self, delay_s: float = _DELAY_S) -> None:
         """Something is to be sent soon."""
         when = time.monotonic() + delay_s
-        if when < self._flush_at:
+        with self._lock:
+            if when >= self._flush_at:
+                return
             self._flush_at = when
-            self._agent.reactor.expect(when)
+        self._agent.reactor.expect(when)
 
     def plan_to_ask(self) -> None:
         """A reference was sent; if nothing is heard of it, somebody has to ask."""
         self.plan(_ASK_S)
 
     def _sweep(self, now: float) -> float:
-        if self._flush_at <= now:
-            self._flush_at = _NEVER
+        with self._lock:
+            is_due = self._flush_at <= now
+            if is_due:
+                self._flush_at = _NEVER
+        if is_due:
             self._agent.reactor.run_soon(self._flush_later)
         return self._flush_at
 
@@ -99,12 +106,17 @@ class Delivery:
             known.do(known.ownership.overdue(overdue))
             known.asked_at.update(dict.fromkeys(overdue, now))
             next_ask = min(known.asked_at.values(), default=_NEVER)
-            again = [batch for rank in list(self._unreached) for batch in known.outbox.cut(rank)]
-        self._unreached.clear()
+            again = [batch for rank in self._take_unreached() for batch in known.outbox.cut(rank)]
         self._send(again)
         self.flush()
         if next_ask < _NEVER:
             self.plan(max(0.0, next_ask + _ASK_S - now))
+
+    def _take_unreached(self) -> list[int]:
+        ranks = []
+        while self._unreached:  # one by one: another may be added meanwhile
+            ranks.append(self._unreached.pop())
+        return ranks
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +133,13 @@ class Delivery:
             is_empty = known.outbox.is_empty
         self._send(batches)
         if not is_empty:
+            self.plan()
+
+    def flush_urgent_soon(self) -> None:
+        """As `flush_urgent`, in a service thread: a worker that does not read must not hold the caller up."""
+        if self._decisions.outbox.has_urgent:
+            self._agent.reactor.run_soon(self.flush_urgent)
+        else:
             self.plan()
 
     def _send(self, batches: list[Batch]) -> None:

@@ -1,4 +1,9 @@
-"""What users of a reference ask of its owner: called by name, with plain data, at every trust level."""
+"""What users of a reference ask of its owner: called by name, with plain data, at every trust level.
+
+Ids can be guessed. With ``trust="data"`` a value is therefore there only for workers that are listed with it. Honest callers
+are: the owner lists whom it sends a reference to, a third worker's fork is confirmed before it is used, and whoever had the
+value made is listed when that call arrives, or is to make it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from gradwire.errors import DecodeError, NotExposed, RRefError
+from gradwire.rpc._ids import creator_of
 from gradwire.rpc.functions import Later, expose, exposed_name, is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import references
 from gradwire.rref._actions import Worker
-from gradwire.rref.values import Owned
+from gradwire.rref.references import References
+from gradwire.rref.values import Owned, describe
+from gradwire.types import WorkerInfo
 
 FETCH = "gradwire.rref.fetch"
 INVOKE = "gradwire.rref.invoke"
@@ -22,7 +30,38 @@ TYPE_OF = "gradwire.rref.type_of"
 def _find(rref_id: Any, maker: Any) -> Owned:
     if type(rref_id) is not int or (maker is not None and not _is_worker(maker)):
         raise DecodeError("not the id of a reference")
-    return references.here().find(rref_id, maker)
+    known, request = references.here(), current_request()
+    if request is not None and (maker is not None or known.agent.trust == "data"):
+        _check_caller(known, rref_id, maker, request.source.info)
+    return known.find(rref_id, maker)
+
+
+def _check_caller(known: References, rref_id: int, maker: Worker | None, info: WorkerInfo) -> None:
+    """
+    Raises:
+        DecodeError: The caller speaks of another worker's calls.
+        RRefError: It may not ask for that value, or waits for too many that its calls have not made.
+    """
+    agent = known.agent
+    caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
+    if maker not in (None, caller):
+        raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
+    with known._decisions as decisions:
+        is_here = rref_id in decisions.owned
+        is_allowed = caller == known.own or decisions.ownership.is_holder(rref_id, caller)
+        can_expect = decisions.ownership.can_expect(caller)
+    if is_allowed or (is_here and agent.trust == "code"):
+        return
+    if is_here or maker is None or creator_of(rref_id) != info.id:  # nobody has values made under another one's ids
+        raise RRefError(  # the same text for what is here and what is not: ids are not to be tried out
+            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is gone, "
+            f"or {info.name} holds no reference to it. Have one sent to {info.name}"
+        )
+    if not can_expect:
+        raise RRefError(
+            f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
+            f"for that of reference {describe(rref_id)}. Wait for earlier calls first"
+        )
 
 
 def _is_worker(value: Any) -> bool:

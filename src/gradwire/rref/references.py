@@ -71,7 +71,7 @@ class References:
         self.new_id: Callable[[], int] = itertools.count(first).__next__
         self._decisions = Decisions(self.own)
         self._delivery = Delivery(agent, self._decisions, self.take_dropped)
-        self._dropped: collections.deque[tuple[Owned | UserFork, int]] = collections.deque()  # filled by finalizers
+        self._dropped: collections.deque[Owned | UserFork] = collections.deque()  # filled by finalizers
         self._early: collections.deque[UserFork] = collections.deque()  # single operations only
         self._is_noticed = False  # somebody is going to look at _dropped
         agent.codec.carrier = self
@@ -121,6 +121,12 @@ class References:
         if not owned.is_shared:
             with self._decisions as known:
                 known.share(owned)
+
+    def hold(self, owned: Owned, by: int = 1) -> None:
+        """This worker's own code is about to get a reference to one of its values; or, with -1, has one already."""
+        with self._decisions as known:
+            owned.num_local += by
+            known.ownership.value_needed(owned.rref_id)
 
     def find_own(self, rref_id: int, fork_id: int) -> Owned | UserFork:
         """What a reference that this worker sent to itself refers to.
@@ -240,7 +246,9 @@ class References:
             if actions is not None:
                 known.do(actions)
                 if owner == self.own:
-                    return known.expect(rref_id)
+                    owned = known.expect(rref_id)
+                    owned.num_local += 1  # for the reference that is made of it next
+                    return owned
                 fork = known.forks.get(fork_id)
                 if fork is None:
                     fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner, is_first=False)
@@ -261,14 +269,14 @@ class References:
                     known.do(known.ownership.not_sent(child))
 
     def on_arrived(self, cargo: dict[Any, Any]) -> None:
-        """A message with references was unpacked: their owners are asked to list them."""
-        self._delivery.flush_urgent()
+        """A message with references was unpacked: their owners are asked to list them, which nobody here waits for."""
+        self._delivery.flush_urgent_soon()
 
     # -- their end -------------------------------------------------------------------------------------------------------
 
-    def on_dropped(self, state: Owned | UserFork, token: int) -> None:
+    def on_dropped(self, state: Owned | UserFork) -> None:
         """This worker's own code has let go of a reference. Called by finalizers, so it takes no lock."""
-        self._dropped.append((state, token))
+        self._dropped.append(state)
         if not self._is_noticed:
             self._is_noticed = True
             self.agent.reactor.run_soon(self._delivery.plan)
@@ -278,15 +286,17 @@ class References:
         self._is_noticed = False
         with self._decisions as known:
             while self._dropped:
-                state, token = self._dropped.popleft()
+                state = self._dropped.popleft()
                 if isinstance(state, UserFork):
                     if not state.is_done:
                         known.later(functools.partial(self.watch, state))
                     known.do(known.ownership.fork_dropped(state.fork_id))
                     if known.ownership.phase_of(state.fork_id) is None:
                         known.forks.pop(state.fork_id, None)
-                elif state.token == token and state.is_shared:
-                    known.do(known.ownership.value_dropped(state.rref_id))
+                else:
+                    state.num_local -= 1
+                    if state.num_local == 0 and state.is_shared:
+                        known.do(known.ownership.value_dropped(state.rref_id))
 
     def delete_all(self) -> None:
         """Deletes every reference of this worker to values elsewhere, whoever still has one."""

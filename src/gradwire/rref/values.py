@@ -79,24 +79,25 @@ class Owned(_Awaited):
     Attributes:
         rref_id: Its id.
         label: What makes it, for messages.
-        token: Tells the reference that this worker's own code has from an earlier one, whose end may still be noticed.
+        num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
     """
 
-    __slots__ = ("is_freed", "is_shared", "label", "rref_id", "token", "value")
+    __slots__ = ("is_freed", "is_shared", "label", "num_local", "rref_id", "value")
 
     def __init__(self, rref_id: int, label: str = "") -> None:
         super().__init__()
         self.rref_id = rref_id
         self.label = label
         self.value: Any = None
-        self.token = 0
+        self.num_local = 1
         self.is_shared = self.is_freed = False
 
     def free(self) -> None:
         """Nobody refers to it any more."""
-        self.value = None
+        text = f"the value of reference {describe(self.rref_id)} was freed: nobody referred to it any more"
+        self.value, self.error = None, lambda: RRefError(text)
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
@@ -156,10 +157,11 @@ class UserFork(_Awaited):
         self.early: Any = None
         self.is_used = not is_first
 
-    def use(self) -> None:
-        """From now on the value may change."""
-        self.is_used = True
-        self.early = None
+    def use(self) -> Any:
+        """From now on the value may change; returns what came with the answer to the creation, to one caller only."""
+        with _lock:
+            early, self.early, self.is_used = self.early, None, True
+        return early
 
     def confirm(self) -> bool:
         """The owner knows of it."""
@@ -173,7 +175,7 @@ class UserFork(_Awaited):
         """It leads nowhere any more."""
 
         def change() -> None:
-            self.error, self.phase = error, ForkPhase.BROKEN
+            self.error, self.phase, self.early = error, ForkPhase.BROKEN, None
 
         if not self._finish(change) and self.phase is not ForkPhase.BROKEN:
             change()

@@ -122,11 +122,11 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
         for item in value:
             yield from _check(item, seen)
     elif isinstance(value, type):
-        if value.__module__ in _pickled.MAIN_MODULES:
+        if value.__module__ in _pickled.MAIN_MODULES or "<" in value.__qualname__:
             raise _Changeable
         yield value
     elif type(value) is FunctionType:
-        yield value
+        yield value.__code__  # not the function: one that refers to itself would keep itself alive
         if value.__module__ in _pickled.MAIN_MODULES or "<" in value.__qualname__:
             yield from _parts_of(value, seen)
     else:

@@ -61,5 +61,8 @@ def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     wait_until(lambda: not any(item.lane == "control" for item in list(b.server._incoming)), 5.0)
     if is_end:
         wait_until(lambda: lost == ["a"], 5.0)
+        wait_until(
+            lambda: "calls" not in a.peers.peer("b").lanes, 5.0, "that a has noticed that b closed the other lane"
+        )
     assert a.call("b", operator.add, (1, 2), timeout_s=5.0) == 3
     assert lost == (["a"] if is_end else [])

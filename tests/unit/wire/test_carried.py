@@ -104,3 +104,18 @@ def test_a_value_that_cannot_be_pickled_is_left_to_the_usual_way(monkeypatch: py
 
     monkeypatch.setattr(_pickled, "dumps", fail)
     assert carry(define("def f(): return 1")) is None
+
+
+def test_recursive_functions_are_not_kept_alive_either() -> None:
+    def make() -> types.FunctionType:
+        found: types.FunctionType = define(
+            "def outer():\n    def f(n): return 1 if n == 0 else f(n - 1)\n    return f\nf = outer()"
+        )
+        return found
+
+    function = make()
+    assert carry(function) is not None
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
