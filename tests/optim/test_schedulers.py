@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import gradwire as gw
 from gradwire.cluster.api import Cluster
+from gradwire.errors import ConfigurationError
+from gradwire.optim import distributed
 from optim.programs import Distributed, OneProcess, assert_same, batches, make
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -53,3 +56,38 @@ def test_a_scheduler_that_steps_first_is_told_so(cluster: Cluster) -> None:
     scheduler = lr_scheduler.StepLR(there.optimizer, 1)
     with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
         scheduler.step()
+
+
+def test_a_change_outlives_a_step_that_could_not_begin(cluster: Cluster) -> None:
+    here, there = OneProcess((1, 2, 3)), Distributed((1, 2, 3), cluster.workers)
+    for world in (here, there):
+        world.make_optimizer(make(torch.optim.SGD, lr=0.1))
+        world.optimizer.param_groups[0]["lr"] = 0.5
+    with gw.autograd.context() as ctx, gw.autograd.context() as other:
+        there.optimizer.clip_grad_value_(other, 100.0)
+        with pytest.raises(ConfigurationError, match="used together"):
+            there.optimizer.step([ctx, other])
+    for world in (here, there):
+        world.step(batches(0))
+    assert_same(there.values(), here.values())
+
+
+def test_a_change_outlives_a_step_that_was_interrupted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C, before any owner was told."""
+    here, there = OneProcess((1, 2, 3)), Distributed((1, 2, 3), cluster.workers)
+    for world in (here, there):
+        world.make_optimizer(make(torch.optim.SGD, lr=0.1))
+        world.optimizer.param_groups[0]["lr"] = 0.5
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with gw.autograd.context() as ctx:
+        ctx.backward(there.loss(batches(0)))
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "ask_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                there.optimizer.step(ctx)
+        there.optimizer.step(ctx)
+    here.step(batches(0))
+    assert_same(there.values(), here.values())

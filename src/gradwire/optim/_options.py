@@ -25,14 +25,19 @@ class OptionLog:
         self._told.append({key: _kept(value) for key, value in options.items()})
 
     def changes(self, groups: Sequence[Options]) -> dict[int, Options]:
-        """What has changed since the last call, by group."""
+        """What the owners have not been told yet, by group."""
         found: dict[int, Options] = {}
         for number, (group, told) in enumerate(zip(groups, self._told, strict=True)):
             for key, known in told.items():
                 value = group.get(key, known)
                 if value is not known and not _are_equal(value, known):
-                    found.setdefault(number, {})[key] = told[key] = _kept(value)
+                    found.setdefault(number, {})[key] = _kept(value)
         return found
+
+    def note(self, changes: dict[int, Options]) -> None:
+        """The owners are being told that."""
+        for number, options in changes.items():
+            self._told[number].update(options)
 
     def everything(self) -> dict[int, Options]:
         """All options, for an owner that may have missed changes."""

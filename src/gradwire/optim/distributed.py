@@ -115,8 +115,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
-        args_for = self._step_args(step_id, contexts, *self._commits.pop(contexts, (0, ())))
+        edits = self._edits_of(contexts)
         self._remember(contexts, step_id)
+        args_for = self._step_args(step_id, contexts, edits, *self._commits.pop(contexts, (0, ())))
         answers = ask_all(self._owners.values(), "step", args_for, timeout)
         for name in answers.values:
             self._owners[name].is_behind = False
@@ -125,15 +126,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         del self._unfinished[contexts]
 
     def _step_args(
-        self, step_id: int, contexts: tuple[int, ...], pass_id: int, ranks: Collection[int]
+        self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
     ) -> Callable[[Owner], Sequence[Any]]:
         """What each owner is told; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
-        edits = self._edits_of(contexts)
+        behind = {owner.name for owner in self._owners.values() if owner.is_behind}
+        for owner in self._owners.values():  # before the log says they were told: whatever ends the step, they hear it
+            owner.is_behind = True
+        self._log.note(changes)
 
         def args_for(owner: Owner) -> Sequence[Any]:
-            options = self._log.everything() if owner.is_behind else changes
-            owner.is_behind = True
+            options = self._log.everything() if owner.name in behind else changes
             return step_id, contexts, options, edits, pass_id if pass_id and owner.rank in ranks else 0
 
         return args_for
