@@ -120,13 +120,14 @@ def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> No
 
 
 def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
-    text = _HEAD + "show('starting')\nwith Cluster.local(2): show('started')\n"
+    text = _HEAD + "show('starting')\nwith Cluster.local(2):\n    show('started')\n    threading.Event().wait(60)\n"
     with Script(tmp_path, text) as script:
         assert script.line() == '"starting"'
         wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.send_signal(signal.SIGINT)
         status, out, err = script.finish(20)
-    assert (status, out) == (-signal.SIGINT, "")
+    assert status == -signal.SIGINT
+    assert out in ("", '"started"\n')  # on a busy machine this process may be the slower one
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
