@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -38,6 +38,13 @@ _groups: weakref.WeakKeyDictionary[nn.Module, sharing.Group] = weakref.WeakKeyDi
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()  # those not on the CPU
 _CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
 _CHANGES_OF_GRAD = ("to", "type", "zero_grad")
+
+
+@runtime_checkable
+class _Handle(Protocol):
+    """A part that lives on another worker: `RemoteModule`, which is above this."""
+
+    def named_remote_parameters(self, recurse: bool) -> list[tuple[str, RRef[Any]]]: ...
 
 
 def make(
@@ -125,9 +132,19 @@ def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 
 def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[Any]]]:
-    """References to the module's parameters, by name and in its order."""
+    """References to the module's parameters, by name and in its order; also to those of parts on other workers."""
     module = _module(rref_id, maker)
-    return [(name, RRef(item)) for name, item in module.named_parameters(recurse=recurse)]
+    seen: set[torch.Tensor] = set()
+    found: list[tuple[str, RRef[Any]]] = []
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        prefix = f"{path}." if path else ""
+        if isinstance(part, _Handle):  # without this, an optimizer would leave them untrained and nobody would know
+            found.extend((prefix + name, rref) for name, rref in part.named_remote_parameters(recurse))
+            continue
+        own = [(name, item) for name, item in part.named_parameters(recurse=False) if item not in seen]
+        seen.update(item for _, item in own)
+        found.extend((prefix + name, RRef(item)) for name, item in own)
+    return found
 
 
 def values(rref_id: int, maker: Any, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:

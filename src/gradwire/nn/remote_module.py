@@ -154,7 +154,7 @@ class RemoteModule(OwnedElsewhere):
         """References to the parameters with their names, in the module's order.
 
         Args:
-            recurse: Those of its parts, too.
+            recurse: Those of its parts, too, also if these are remote modules themselves.
         """
         found: list[tuple[str, RRef[nn.Parameter]]] = self._ask(operations.PARAMETERS, recurse)
         return found
@@ -163,7 +163,7 @@ class RemoteModule(OwnedElsewhere):
         """References to the parameters, in the module's order: what an optimizer takes.
 
         Args:
-            recurse: Those of its parts, too.
+            recurse: Those of its parts, too, also if these are remote modules themselves.
         """
         return [rref for _, rref in self.named_remote_parameters(recurse)]
 

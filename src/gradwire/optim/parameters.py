@@ -62,6 +62,8 @@ class GroupReader:
         Raises:
             ConfigurationError: There are none, or something is no parameter.
         """
+        if isinstance(params, dict):
+            raise ConfigurationError("put the group in a list: [{'params': [...]}]")
         items = [params] if _is_one(params) else list(params)
         if not any(isinstance(item, dict) for item in items):
             return [self.read({"params": items})]
@@ -126,16 +128,21 @@ def _is_one(params: Any) -> bool:
     return isinstance(params, torch.Tensor | torch.nn.Module | HasRemoteParameters)
 
 
-def _parameters_of(module: Any, prefix: str = "") -> Iterator[Named]:
-    """Parameters of a module that is here or elsewhere, or partly so."""
+def _parameters_of(module: Any) -> Iterator[Named]:
+    """Parameters of a module that is here or elsewhere, or partly so; each under the first of its names, as torch does."""
     if isinstance(module, HasRemoteParameters):
-        for name, rref in module.named_remote_parameters():
-            yield prefix + name, rref
+        yield from module.named_remote_parameters()
         return
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, RRef(parameter)
-    for name, child in module.named_children():
-        yield from _parameters_of(child, f"{prefix}{name}.")
+    seen: set[torch.Tensor] = set()
+    for path, part in module.named_modules():  # a part that is there twice comes once
+        prefix = f"{path}." if path else ""
+        if isinstance(part, HasRemoteParameters):
+            yield from ((prefix + name, rref) for name, rref in part.named_remote_parameters())
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield prefix + name, RRef(parameter)
 
 
 def _reference(item: Any) -> RRef[Any]:
