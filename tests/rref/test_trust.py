@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from gradwire import rpc
-from gradwire.errors import DecodeError, NotExposed
-from gradwire.rref import operations, references
-from gradwire.rref.api import create
+from gradwire.errors import DecodeError, NotExposed, RpcTimeout, RRefError
+from gradwire.rpc._ids import COUNTER_BITS
+from gradwire.rref import _holdings, operations, references
+from gradwire.rref.api import RRef, create
+from gradwire.rref.values import Owned, describe
+from gradwire.testing.waiting import wait_until
 
 MakeAgents = Callable[..., list[rpc.Agent]]
 
@@ -44,7 +47,26 @@ def total(rref: rpc.RRef[torch.Tensor]) -> float:
     return float(rref.to_here().sum())
 
 
+@rpc.expose(name="test_trust.keep")
+def keep(rref: rpc.RRef[torch.Tensor]) -> None:
+    _kept.append(rref)
+
+
+_kept: list[rpc.RRef[torch.Tensor]] = []
 rpc.expose(Adder.add, name="test_trust.add")
+
+
+def share(owner: rpc.Agent, value: object) -> RRef[object]:
+    """A value of a worker that its own code refers to."""
+    known = references.of(owner)
+    owned = Owned(known.new_id())
+    owned.set(value)
+    return RRef._of(known, owned)
+
+
+def invented(worker: rpc.Agent, number: int) -> int:
+    """An id that a worker could have given out and did not."""
+    return (worker.info.id << COUNTER_BITS) + number
 
 
 def test_values_travel_as_data(make_agents: MakeAgents) -> None:
@@ -89,3 +111,65 @@ def test_an_id_that_nobody_gave_out(make_agents: MakeAgents) -> None:
     with pytest.raises(RuntimeError, match="does not have the value of reference"):
         a.call("b", "gradwire.rref.fetch", (12345, None))
     assert references.of(b).statistics().num_values == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [("fetch", ()), ("type_of", ()), ("invoke", ("sum", (), {})), ("backward", (1, False))],
+    ids=["fetch", "type", "invoke", "backward"],
+)
+def test_only_holders_reach_a_value(make_agents: MakeAgents, function: str, more: tuple[object, ...]) -> None:
+    a, b, c = make_agents(3, trust="data")
+    rref = share(a, torch.tensor([42.0]))
+    a.call("b", keep, (rref,))  # c never gets it
+    rref_id = rref._state.rref_id
+    for maker in (None, references.of(c).own):
+        with pytest.raises(RRefError, match=rf"reference {describe(rref_id)} for c: .* holds no reference"):
+            c.call("a", f"gradwire.rref.{function}", (rref_id, maker, *more))
+    assert b.call("a", operations.FETCH, (rref_id, None)).tolist() == [42.0]
+    _kept.pop().close()
+    wait_until(lambda: not references.of(a).holders(), what="b letting go of the value")
+    with pytest.raises(RRefError, match="holds no reference"):
+        b.call("a", operations.FETCH, (rref_id, None))
+    assert rref.to_here().tolist() == [42.0]  # type: ignore[attr-defined]
+
+
+def test_what_is_not_here_is_refused_in_the_same_words(make_agents: MakeAgents) -> None:
+    a, b, c = make_agents(3, trust="data")
+    rref = share(a, 1)
+    a.call("b", keep, (rref,))
+    texts = []
+    for rref_id in (rref._state.rref_id, invented(a, 7)):
+        with pytest.raises(RRefError) as caught:
+            c.call("a", operations.FETCH, (rref_id, None))
+        texts.append(str(caught.value).replace(describe(rref_id), "?"))
+    assert texts[0] == texts[1]
+    _kept.pop().close()
+    assert b.trust == "data"
+
+
+@pytest.mark.parametrize("trust", ["data", "code"])
+def test_nobody_waits_in_the_name_of_another_worker(make_agents: MakeAgents, trust: str) -> None:
+    a, b, c = make_agents(3, trust=trust)
+    with pytest.raises(DecodeError, match="c named another worker as the maker of reference 1:5"):
+        c.call("a", operations.FETCH, (invented(b, 5), references.of(b).own))
+    with pytest.raises(RRefError, match="does not have the value of reference 1:5 for c"):
+        c.call("a", operations.FETCH, (invented(b, 5), references.of(c).own))
+    assert references.of(a).statistics().num_values == 0
+
+
+def test_number_of_values_that_never_come_is_bounded(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_holdings, "_MAX_EXPECTED", 3)
+    a, b, _ = make_agents(3, trust="data")
+    own = references.of(b).own
+    futures = [b.submit("a", operations.FETCH, (invented(b, number), own), timeout_s=0.3) for number in range(3)]
+    for future in futures:
+        with pytest.raises(RpcTimeout):
+            future.wait()
+    with pytest.raises(RRefError, match=r"too many values that calls of b are to make, .* reference 1:3\. Wait"):
+        b.call("a", operations.FETCH, (invented(b, 3), own))
+    assert references.of(a).statistics().num_values == 3
+    rref = create(references.of(b), "a", ones, (2,), None, -1.0)  # calls that make their values are not counted
+    assert b.call("a", operations.FETCH, (rref._state.rref_id, own)).tolist() == [1.0, 1.0]
+    b.close()
+    wait_until(lambda: references.of(a).statistics().num_values == 0, what="a giving up")

@@ -49,13 +49,13 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     with known._decisions as decisions:
         is_here = rref_id in decisions.owned
         is_allowed = caller == known.own or decisions.ownership.is_holder(rref_id, caller)
-        can_expect = decisions.ownership.can_expect(caller)
+        can_expect = is_allowed or is_here or decisions.ownership.can_expect(caller)
     if is_allowed or (is_here and agent.trust == "code"):
         return
     if is_here or maker is None or creator_of(rref_id) != info.id:  # nobody has values made under another one's ids
         raise RRefError(  # the same text for what is here and what is not: ids are not to be tried out
-            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is gone, "
-            f"or {info.name} holds no reference to it. Have one sent to {info.name}"
+            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
+            f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
         )
     if not can_expect:
         raise RRefError(
