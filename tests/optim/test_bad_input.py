@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import gradwire as gw
 from gradwire import optim, rpc
 from gradwire.cluster.api import Cluster
-from gradwire.errors import ConfigurationError, OptimizerNotMade, UnknownContext
+from gradwire.errors import CannotSend, ConfigurationError, OptimizerError, OptimizerNotMade, UnknownContext
 from gradwire.optim.operations import OPERATE
 from gradwire.rpc import RRef
 from optim.programs import Distributed, batches, make, make_weight
@@ -132,3 +134,13 @@ def test_owners_do_only_what_optimizers_do(cluster: Cluster) -> None:
         there.optimizer.remote_optimizers[0]._ask(OPERATE, ("__reduce__",), 10.0)
     with pytest.raises(PermissionError, match="nothing that optimizers do"):
         there.parameters[0]._ask(OPERATE, ("zero_",), 10.0)
+
+
+def test_it_does_not_travel(cluster: Cluster) -> None:
+    """Half of it would be missing there; whoever gets it would step with options that the owners never heard."""
+    there = Distributed((1, 2), cluster.workers)
+    there.make_optimizer(make(SGD, lr=0.1))
+    for send in (lambda opt: rpc.rpc_sync("worker1", repr, (opt,)), copy.deepcopy, pickle.dumps):
+        with pytest.raises((OptimizerError, CannotSend), match="send the modules or references"):
+            send(there.optimizer)
+    assert "lr: 0.1" in repr(there.optimizer)

@@ -11,7 +11,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
-from gradwire.errors import ConfigurationError, OptimizerError
+from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
 from optim.programs import Distributed, OneProcess, assert_same, batches, make
 
 SEEDS = (1, 2, 3, 4)
@@ -142,3 +142,74 @@ def test_when_one_of_them_is_over_the_other_may_be_used_alone(cluster: Cluster) 
         there.optimizer.step(ctx)
     here.step(batches(0))
     assert_same(there.values(), here.values())
+
+
+def test_it_ends_with_the_step(cluster: Cluster) -> None:
+    """Gradients of the context grow; the second step has them whole, as the passes left them."""
+    here, there = worlds(cluster)
+    with gw.autograd.context() as ctx:
+        ctx.backward(there.loss(batches(0)))
+        there.optimizer.clip_grad_value_(ctx, 1e-3)
+        there.optimizer.step(ctx)
+        ctx.backward(there.loss(batches(1)))
+        there.optimizer.step(ctx)
+    here.loss(batches(0)).backward()
+    whole = [weight.grad.clone() for weight in here.parameters]
+    torch.nn.utils.clip_grad_value_(here.parameters, 1e-3)
+    here.optimizer.step()
+    for weight, gradient in zip(here.parameters, whole, strict=True):
+        weight.grad = gradient
+    here.loss(batches(1)).backward()
+    here.optimizer.step()
+    assert_same(there.values(), here.values())
+
+
+_failures: list[Exception] = []
+
+
+def fail_next() -> None:
+    _failures.append(LookupError("not now"))
+
+
+class Failing(torch.optim.SGD):
+    """Fails once for every failure that is prepared on its worker."""
+
+    def step(self, closure: Any = None) -> Any:
+        if _failures:
+            raise _failures.pop()
+        return super().step(closure)
+
+
+def test_a_step_that_is_repeated_has_it_still(cluster: Cluster) -> None:
+    here, there = OneProcess(SEEDS), Distributed(SEEDS, cluster.workers)
+    for world in (here, there):
+        world.make_optimizer(make(Failing, lr=0.1))
+    cluster.workers[1].call(fail_next)
+
+    def act(ctx: Any) -> None:
+        there.optimizer.clip_grad_value_(ctx, 0.01)
+        with pytest.raises(OptimizerStepFailed, match="not now"):
+            there.optimizer.step(ctx)
+        there.optimizer.step(ctx)
+
+    there.in_contexts([batches(0)], act)
+    step_here(here, lambda params: torch.nn.utils.clip_grad_value_(params, 0.01), batches(0))
+    assert_same(there.values(), here.values())
+
+
+def test_sparse_gradients_are_clipped_by_value(cluster: Cluster) -> None:
+    """Entries of one row count together, as they do in the same gradient made dense."""
+    here, there = worlds(cluster, "sparse")
+    here.loss(batches(0)).backward()
+    for weight in here.parameters:
+        weight.grad = weight.grad.to_dense()
+    torch.nn.utils.clip_grad_value_(here.parameters, 0.05)
+    here.optimizer.step()
+
+    def act(ctx: Any) -> None:
+        there.optimizer.clip_grad_value_(ctx, 0.05)
+        there.optimizer.step(ctx)
+
+    there.in_contexts([batches(0)], act)
+    for got, want in zip(there.values(), here.values(), strict=True):
+        torch.testing.assert_close(got, want)

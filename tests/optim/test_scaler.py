@@ -107,3 +107,32 @@ def test_misuse(cluster: Cluster) -> None:
         scaler.scale("loss")
     with pytest.raises(ConfigurationError, match="growth factor"):
         GradScaler(growth_factor=1.0)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_one_step_between_updates(cluster: Cluster, is_bad: bool) -> None:
+    """A second one would use gradients that are not scaled down; torch refuses it, too."""
+    _, there = worlds(cluster)
+    scaler = GradScaler(**OPTIONS)
+    with gw.autograd.context() as ctx:
+        ctx.backward(scaler.scale(there.loss(bad(batches(0)) if is_bad else batches(0))))
+        assert scaler.step(there.optimizer, ctx) is not is_bad
+        before = there.values()
+        with pytest.raises(OptimizerError, match="already been called since the last update"):
+            scaler.step(there.optimizer, ctx)
+        assert_same(there.values(), before)
+
+
+def test_a_context_that_is_used_again_is_scaled_down_once(cluster: Cluster) -> None:
+    here, there = worlds(cluster)
+    scaler = GradScaler(**{**OPTIONS, "growth_interval": 10})
+    with gw.autograd.context() as ctx:
+        for number in range(2):
+            ctx.backward(scaler.scale(there.loss(batches(number))))
+            assert scaler.step(there.optimizer, ctx)
+            scaler.update()
+    for number in range(2):
+        here.loss(batches(number)).backward()
+        here.optimizer.step()
+    for got, want in zip(there.values(), here.values(), strict=True):
+        torch.testing.assert_close(got, want)

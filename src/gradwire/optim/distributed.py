@@ -124,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if answers.failed:
             raise _step_failed(answers)
         del self._unfinished[contexts]
+        self._edits.drop(contexts)  # not before: a repeated step needs them
 
     def _step_args(
         self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
@@ -157,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales the gradients of contexts so that the norm of all of them together, on all owners, is at most that.
 
-        One round trip for the norms; the scaling goes along with the next step of the same contexts.
+        One round trip for the norms; the scaling goes along with the next step of the same contexts, and ends with it.
 
         Args:
             context_id: As for `step`; gradients of several contexts are added up first.
@@ -186,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total
 
     def clip_grad_value_(self, context_id: Contexts, clip_value: float) -> None:
-        """Clamps the gradients of contexts between that value and its negative, with the next step of the same contexts."""
+        """Clamps the gradients of contexts between that value and its negative, for the next step of the same contexts."""
         self._edit(check_contexts(context_id), CLAMP, float(clip_value))
 
     def _edits_of(self, contexts: tuple[int, ...]) -> Sequence[Edit]:
@@ -232,6 +233,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerError: Some owners did not.
         """
         self._ask("zero_grad", lambda _: (set_to_none,), UNSET_RPC_TIMEOUT)
+
+    def __reduce__(self) -> Any:
+        raise OptimizerError(
+            "a DistributedOptimizer stays on the worker that made it, which alone knows what the owners were told. To step "
+            "elsewhere, send the modules or references and make another one there; to save it, use state_dict()"
+        )
 
     # -- state ----------------------------------------------------------------------------------------------------------
 

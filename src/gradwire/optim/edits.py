@@ -1,7 +1,8 @@
 """What happens to the gradients of a context on their way into a step: scaled, clamped.
 
 Edits travel as ``(kind, number)`` with whatever needs the gradients next, and are made anew there, out of place: so what
-the context holds stays as it is, and a step that is repeated gets the same. A message of their own to every owner would
+the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are dropped. A
+message of their own to every owner would
 cost another round trip for each clipping, and fail on its own: a context of which half is clipped. The price is that
 `get_gradients` shows gradients as the pass left them.
 """
@@ -30,10 +31,19 @@ def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
         if kind == SCALE:
             table = {leaf: gradient * number for leaf, gradient in table.items()}
         elif kind == CLAMP:
-            table = {leaf: gradient.clamp(-number, number) for leaf, gradient in table.items()}
+            table = {leaf: _clamped(gradient, number) for leaf, gradient in table.items()}
         else:
             raise DecodeError(f"gradients cannot be edited by {kind!r}")
     return table
+
+
+def _clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:
+    if not gradient.is_sparse:
+        return gradient.clamp(-limit, limit)
+    whole = gradient.coalesce()  # torch clamps no sparse tensors; entries of one place count together
+    return torch.sparse_coo_tensor(
+        whole.indices(), whole.values().clamp(-limit, limit), whole.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -77,6 +87,10 @@ class EditLog:
     def add(self, contexts: tuple[int, ...], edit: Edit) -> None:
         """One more, after those that there are."""
         self._edits[contexts] = (*self.of(contexts), edit)
+
+    def drop(self, contexts: tuple[int, ...]) -> None:
+        """They were used: what comes next is as the passes left it."""
+        self._edits.pop(contexts, None)
 
     def forget(self, is_over: Callable[[int], bool]) -> None:
         """Drops the edits of contexts that are over."""

@@ -56,6 +56,9 @@ class GradScaler:
         # Since the last update: whether the gradients were finite, by optimizer and contexts.
         self._checked: weakref.WeakKeyDictionary[DistributedOptimizer, dict[tuple[int, ...], bool]]
         self._checked = weakref.WeakKeyDictionary()
+        # Since the last update: what was stepped with, or left out.
+        self._stepped: weakref.WeakKeyDictionary[DistributedOptimizer, set[tuple[int, ...]]]
+        self._stepped = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         state = f"scale {self._scale:g}" if self._enabled else "not enabled"
@@ -110,16 +113,25 @@ class GradScaler:
             Whether it stepped.
 
         Raises:
-            OptimizerStepFailed: Some owners did not step; says who did.
+            OptimizerStepFailed: Some owners did not step; says who did. Call it again to repeat the step for the others.
+            OptimizerError: It was called for these already since the last `update`.
         """
-        if self._enabled:
-            contexts = check_contexts(context_id)
-            if contexts not in self._checked.get(optimizer, {}):
-                self.unscale_(optimizer, context_id)
-            if not self._checked[optimizer][contexts]:
-                return False
-        optimizer.step(context_id)
-        return True
+        if not self._enabled:
+            optimizer.step(context_id)
+            return True
+        contexts = check_contexts(context_id)
+        stepped = self._stepped.setdefault(optimizer, set())
+        if contexts in stepped:  # their gradients would not be scaled down
+            raise OptimizerError("step() has already been called since the last update().")
+        if contexts not in self._checked.get(optimizer, {}):
+            self.unscale_(optimizer, contexts)
+        is_finite = self._checked[optimizer][contexts]
+        if is_finite:
+            optimizer.step(contexts)
+        else:
+            optimizer._edits.drop(contexts)
+        stepped.add(contexts)
+        return is_finite
 
     def update(self, new_scale: float | None = None) -> None:
         """After the steps of all optimizers: raises or lowers the scale.
@@ -134,6 +146,7 @@ class GradScaler:
             return
         found = [is_finite for checked in self._checked.values() for is_finite in checked.values()]
         self._checked.clear()
+        self._stepped.clear()
         if new_scale is not None:
             self._scale = float(new_scale)
             return
