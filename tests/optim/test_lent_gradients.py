@@ -66,3 +66,25 @@ def test_clearing_waits_for_the_step_of_another_trainer(cluster: Cluster, way: s
     threads[-1].join(10)
     assert not threads.pop().is_alive()
     assert torch.equal(module.state_dict()["weight"], expected(lr=0.25))
+
+
+class Halving(SGD):
+    """Changes the gradients that it is lent."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def test_a_class_that_changes_gradients_changes_none_of_the_context(cluster: Cluster) -> None:
+    module = RemoteModule("driver", make_linear)
+    optimizer = optim.DistributedOptimizer(Halving, [module], lr=0.5)
+    with gw.autograd.context() as ctx:
+        ctx.backward(module(X).sum())
+        (before,) = [gradient.clone() for gradient in ctx.gradients().values()]
+        optimizer.step(ctx)
+        (after,) = ctx.gradients().values()
+        assert torch.equal(after, before)
+    assert torch.equal(module.state_dict()["weight"], expected(lr=0.25))

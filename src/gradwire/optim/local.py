@@ -48,6 +48,7 @@ class LocalOptimizer:
         self._memory = StepMemory()
         found = [self._take(group) for group in groups]
         is_plain = len(found) == 1 and set(found[0]) == {"params"}  # some classes know no groups
+        self._is_torchs = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
         self._optimizer = optimizer_class(found[0]["params"] if is_plain else found, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -131,7 +132,7 @@ class LocalOptimizer:
             if (request := current_request()) is not None and request.is_dropped:
                 raise CallCancelled("the step was given up while it waited; nothing has changed")
             table = self._gather(context_ids, edits)
-            self._step(table, context_ids)
+            self._step(self._lent(table, edits), context_ids)
             self._memory.add(step_id, len(table))
             return len(table)
 
@@ -158,6 +159,12 @@ class LocalOptimizer:
                 if leaf in self._names:
                     add_gradient(table, leaf, gradient.detach() if gradient.requires_grad else gradient)
         return edited(table, edits) if edits else table
+
+    def _lent(self, table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
+        """What parameters are lent: torch's classes leave gradients as they are, and edited ones are nobody else's."""
+        if edits or self._is_torchs:
+            return table
+        return {leaf: gradient.clone() for leaf, gradient in table.items()}
 
     def _alone(self) -> sharing.Held:
         return sharing.Held(self._lock, "this optimizer has been busy")
