@@ -9,9 +9,7 @@ from gradwire.rref._actions import Worker
 from gradwire.rref._mourning import Mourning
 
 _MEMORY = 65_536  # what ended here and is remembered, so that a late or repeated message does not revive it
-_MAX_EXPECTED = (
-    4096  # a worker has at most `Limits.calls_in_flight` calls on their way here, 1,024 unless it is changed
-)
+_MAX_EXPECTED = 4096  # well above the calls that one worker may have on their way here (`Limits.calls_in_flight`)
 
 
 class ForkPhase(enum.Enum):
