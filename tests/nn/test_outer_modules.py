@@ -212,6 +212,11 @@ def test_a_remote_module_with_a_remote_part(cluster: Cluster) -> None:
     state = outer.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
-    assert [name for name, _ in outer.named_remote_parameters()] == ["upper.weight", "upper.bias"]
+    names = [f"lower.{name}" for name, _ in local[0].named_parameters()]
+    found = outer.named_remote_parameters()
+    assert [name for name, _ in found] == [*names, "upper.weight", "upper.bias"]
+    assert [rref.owner_name() for _, rref in found] == ["worker1"] * 4 + ["worker0"] * 2
+    assert all(torch.equal(rref.to_here(), expected[name]) for name, rref in found)
+    del found
     outer.eval()
     assert str(outer.load_state_dict(state)) == "<All keys matched successfully>"

@@ -37,6 +37,16 @@ class Scaled(nn.Module):
         return 1
 
 
+@rpc.expose(name="test_trust.Around")
+class Around(nn.Module):
+    """A layer after a module of another worker."""
+
+    def __init__(self, inner: RemoteModule) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = nn.Linear(3, 1)
+
+
 class Hidden(nn.Linear):
     """Nobody exposed it."""
 
@@ -92,6 +102,17 @@ def test_gradients_and_state() -> None:
     assert remote.eval().training is False
     assert [tuple(rref.to_here().shape) for rref in remote.remote_parameters()] == [(3, 3), (3,)]
     assert remote.double().state_dict()["layer.weight"].dtype == torch.float64
+
+
+def test_parameters_of_remote_modules_inside_of_others() -> None:
+    outer = RemoteModule("c", Around, (RemoteModule("b", Scaled, (3,)),))
+    found = [(name, rref.owner_name(), tuple(rref.to_here().shape)) for name, rref in outer.named_remote_parameters()]
+    assert found == [
+        ("inner.layer.weight", "b", (3, 3)),
+        ("inner.layer.bias", "b", (3,)),
+        ("last.weight", "c", (1, 3)),
+        ("last.bias", "c", (1,)),
+    ]
 
 
 def test_exposed_functions_are_applied_and_hooked() -> None:

@@ -122,7 +122,9 @@ class GradScaler:
         contexts = check_contexts(context_id)
         stepped = self._stepped.setdefault(optimizer, set())
         if contexts in stepped:  # their gradients would not be scaled down
-            raise OptimizerError("step() has already been called since the last update().")
+            raise OptimizerError(
+                "step() has already been called since the last update(). Call update() after every step"
+            )
         if contexts not in self._checked.get(optimizer, {}):
             self.unscale_(optimizer, contexts)
         is_finite = self._checked[optimizer][contexts]
