@@ -31,6 +31,22 @@ def test_edits_are_kept_for_contexts_that_are_used_together() -> None:
     assert log.of((1,)) == ()
 
 
+def test_edits_end_with_the_step_they_were_for() -> None:
+    log = EditLog()
+    log.add((1, 2), (SCALE, 0.5))
+    log.add((3,), (CLAMP, 1.0))
+    log.drop((1, 2))
+    log.drop((4,))
+    assert log.of((1,)) == log.of((1, 2)) == ()
+    assert log.of((3,)) == ((CLAMP, 1.0),)
+
+
+def test_entries_of_one_place_are_clamped_together() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    gradient = torch.sparse_coo_tensor([[0, 0, 1]], [3.0, -2.5, -4.0], (2,), check_invariants=True)
+    assert edited({leaf: gradient}, [(CLAMP, 1.0)])[leaf].to_dense().tolist() == [0.5, -1.0]
+
+
 def test_norms() -> None:
     sparse = torch.sparse_coo_tensor([[0, 0]], [3.0, 1.0], (2,), check_invariants=True)
     assert norm_of(sparse, 2.0) == 4.0  # entries of one place are one number
