@@ -15,7 +15,7 @@ from gradwire import rpc
 from gradwire.autograd import reading
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
-from gradwire.nn import RemoteModule
+from gradwire.nn import RemoteModule, operations
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, take_steps, weights_of
 
@@ -158,7 +158,8 @@ class Late(Slow):
 def test_a_call_that_comes_before_the_module_is_made(cluster: Cluster) -> None:
     worker, x = cluster.workers[0], torch.ones(4, dtype=torch.float64)
     worker.call(close_gate)
-    remote = worker.module(Late)
+    made = rpc.remote(worker.name, operations.MAKE, (Late, (), {}, "cpu", "snapshot"))
+    remote = RemoteModule.init_from_module_rref(worker.name, made)  # the constructor itself would wait
     with gw.autograd.context() as ctx:
         future = remote.forward_async(x)
         wait_until(lambda: worker.call(has_entered), 10.0, "that the module is being made")

@@ -57,6 +57,7 @@ class RemoteModule(OwnedElsewhere):
         ConfigurationError: The placement or the kind of sharing cannot be understood.
         NotInitialized: This process is no worker.
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
+        Exception: What making the module raises there.
     """
 
     is_device_map_set = False
@@ -79,6 +80,8 @@ class RemoteModule(OwnedElsewhere):
         sent = name_of(module_cls)
         with torch.no_grad():  # making it has no part in any graph
             rref = remote(to, operations.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
+            # Waited for: what its constructor raises is raised here, and two of them do not draw from one random state.
+            rref._ask(operations.HAS_METHOD, ("forward",), UNSET_RPC_TIMEOUT)
         self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
 
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
