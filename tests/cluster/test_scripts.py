@@ -17,7 +17,8 @@ from cluster.scripts import Script
 from gradwire.testing import wait_until
 
 _HEAD = """
-import json, os, sys, threading
+import json, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
 import gradwire as gw
 from gradwire.cluster.api import Cluster
 def show(value): print(json.dumps(value), flush=True)
