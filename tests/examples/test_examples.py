@@ -46,7 +46,8 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> sub
     """Runs a program in a folder of its own: it must not depend on where it is started."""
     return subprocess.run(
         [sys.executable, str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        # Without an installed package, too; and without the warning of a torch store whose host has left first.
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from gradwire.errors import ConfigurationError, DuplicateWorker, GradwireError, 
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.meeting_point import MeetingPoint
+from gradwire.rpc.meeting_point import MeetingPoint, MeetingPointLost
 from gradwire.rpc.store_directory import StoreDirectory, decode_address, encode_address
 from gradwire.types import WorkerAddress, WorkerInfo
 
@@ -132,8 +132,13 @@ class Meeting:
             self._wait_for(answer, deadline if self._arrived else look)
             if time.monotonic() >= look and not self._arrived:
                 self._arrived = self._published()
-            self._check_clash()
-            self._directory.check_store()
+            try:
+                self._check_clash()
+                self._directory.check_store()
+            except MeetingPointLost as error:
+                if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
+                    raise self._failure() from error
+                raise
             if answer is not None and answer.done() and self._take(answer):
                 return
             self._pause.wait(_LOOK_S)
