@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Iterator
 
 import pytest
 
 from autograd.worlds import num_contexts
-from gradwire.cluster._template_process import close_idle_template
 from gradwire.cluster.api import Cluster
 from gradwire.testing import LeakCheck, wait_until
+from per_file import leak_check, template_ends_with_the_session
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _template_ends_with_the_session() -> Iterator[None]:
-    yield
-    close_idle_template()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
-    """Once for the file: connections and threads that one test opens serve the next."""
-    check = LeakCheck()
-    yield check
-    gc.collect()
-    with contextlib.suppress(TimeoutError):  # the assertion says what is left
-        wait_until(lambda: not _leaks(check), 5.0)
-    assert _leaks(check) == []
-
-
-def _leaks(check: LeakCheck) -> list[str]:
-    """All but the thread that watches over the time of the test at hand: it is younger than the check."""
-    return [leak for leak in check.leaks() if not leak.startswith("thread pytest_timeout")]
+__all__ = ["leak_check", "template_ends_with_the_session"]
 
 
 @pytest.fixture(scope="module")

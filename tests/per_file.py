@@ -1,0 +1,38 @@
+"""Fixtures for folders whose tests share a cluster: leaks are looked for once for each file, not after each test.
+
+A folder's ``conftest.py`` imports `leak_check` and `template_ends_with_the_session`, and names them in ``__all__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire.cluster._template_process import close_idle_template
+from gradwire.testing import LeakCheck, wait_until
+
+
+@pytest.fixture(scope="session", autouse=True)
+def template_ends_with_the_session() -> Iterator[None]:
+    """Later clusters start in milliseconds because the template stays; it must not outlive the tests."""
+    yield
+    close_idle_template()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
+    """Once for the file: connections and threads that one test opens serve the next."""
+    check = LeakCheck()
+    yield check
+    gc.collect()
+    with contextlib.suppress(TimeoutError):  # the assertion says what is left
+        wait_until(lambda: not _leaks(check), 5.0)
+    assert _leaks(check) == []
+
+
+def _leaks(check: LeakCheck) -> list[str]:
+    """All but the thread that watches over the time of the test at hand: it is younger than the check."""
+    return [leak for leak in check.leaks() if not leak.startswith("thread pytest_timeout")]
