@@ -189,7 +189,7 @@ def get_debug_info() -> dict[str, str]:
     known = references.here()
     counts = known.statistics()
     return {
-        "num_owner_rrefs": str(_num_held(known)),
+        "num_owner_rrefs": str(known.num_held),
         "num_forks": str(sum(known.holders().values())),
         "num_pending_futures": str(counts.num_messages),
         "num_pending_users": str(counts.num_pending + counts.num_children),
@@ -201,15 +201,9 @@ def delete_all(timeout: float = rpc.UNSET_RPC_TIMEOUT) -> None:
     references.here().delete_all()
 
 
-def _num_held(known: references.References) -> int:
-    """Values here that other workers refer to; one that only this worker uses is no business of theirs."""
-    with known._decisions as decisions:
-        return decisions.ownership.num_held
-
-
 def find_leak() -> RRefError | None:
     """What to say if values of this worker are still referred to."""
     known = references.here()
-    held = _num_held(known)
+    held = known.num_held
     holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
     return RRefError(f"Leaking RRefs: {held} values are still referred to, by {holders}") if held else None

@@ -46,18 +46,17 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
         raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
-    with known._decisions as decisions:
-        is_here = rref_id in decisions.owned
-        is_allowed = caller == known.own or decisions.ownership.is_holder(rref_id, caller)
-        can_expect = is_allowed or is_here or decisions.ownership.can_expect(caller)
-    if is_allowed or (is_here and agent.trust == "code"):
+    access = known.access_of(caller, rref_id)
+    if access.is_held or (access.is_here and agent.trust == "code"):
         return
-    if is_here or maker is None or creator_of(rref_id) != info.id:  # nobody has values made under another one's ids
+    if (
+        access.is_here or maker is None or creator_of(rref_id) != info.id
+    ):  # nobody has values made under another one's ids
         raise RRefError(  # the same text for what is here and what is not: ids are not to be tried out
             f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
             f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
         )
-    if not can_expect:
+    if not access.can_expect:
         raise RRefError(
             f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
             f"for that of reference {describe(rref_id)}. Wait for earlier calls first"

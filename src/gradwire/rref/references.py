@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gradwire.errors import OwnerLost, RpcTimeout, RRefError
 from gradwire.rpc._ids import COUNTER_BITS, first_counter
@@ -51,6 +51,20 @@ class ReferenceStatistics:
     num_pending: int
     num_children: int
     num_messages: int
+
+
+class Access(NamedTuple):
+    """What a worker has to do with a value.
+
+    Attributes:
+        is_here: Whether the value is here, or expected.
+        is_held: Whether that worker holds a reference to it, or is its owner.
+        can_expect: Whether it may wait for one more value that calls of its own are to make.
+    """
+
+    is_here: bool
+    is_held: bool
+    can_expect: bool
 
 
 class References:
@@ -322,6 +336,12 @@ class References:
                 raise RpcTimeout(f"{text}. Delete them there, or call shutdown there, too", next(iter(holders)), "run")
             pause.wait(_SLICE_S)
 
+    def access_of(self, caller: Worker, rref_id: int) -> Access:
+        """What another worker, or this one, has to do with a value."""
+        with self._decisions as known:
+            is_held = caller == self.own or known.ownership.is_holder(rref_id, caller)
+            return Access(rref_id in known.owned, is_held, known.ownership.can_expect(caller))
+
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def holders(self) -> dict[str, int]:
@@ -329,6 +349,12 @@ class References:
         with self._decisions as known:
             found = known.ownership.holders()
         return {self.agent.worker_info(rank).name: count for (rank, _), count in sorted(found.items())}
+
+    @property
+    def num_held(self) -> int:
+        """Values here that other workers refer to."""
+        with self._decisions as known:
+            return known.ownership.num_held
 
     def statistics(self) -> ReferenceStatistics:
         """Counts, right now."""
