@@ -140,6 +140,27 @@ def test_backward_that_does_not_return(cluster: Cluster, tmp_path: Path, mode: s
     check_works(cluster.workers)
 
 
+@MODES
+def test_report_that_comes_too_late_to_be_sent(cluster: Cluster, tmp_path: Path, mode: str) -> None:
+    """A worker is done after the deadline, and was not told of the end by the one it talks to: the root tells it."""
+    first, second, third = cluster.workers
+    x = make_input()
+    with torch.no_grad():
+        second.call(
+            tasks.through, x, [first.name]
+        )  # so that it can write to that one; to the root it must connect first
+    with gw.autograd.context() as ctx:
+        loss = first.call(tasks.through, x, [second.name], "holds", str(tmp_path)).sum()
+        backward = begin_backward(ctx, loss, mode=mode, timeout=TIMEOUT_S)
+        wait_for_file(tmp_path)
+        with stopped(first):
+            assert isinstance(backward.wait(), BackwardFailed)
+            go_on(tmp_path)
+            wait_dropped(ctx, [second, third])
+        wait_dropped(ctx, cluster.workers)
+    check_works(cluster.workers)
+
+
 def test_pass_that_is_dropped_in_the_middle_does_not_run_on(cluster: Cluster, tmp_path: Path) -> None:
     """The node that held it up returns; what is behind it is not run, and no gradient leaves."""
     first, second, _ = cluster.workers

@@ -303,15 +303,18 @@ class DistEngine:
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
             self._take_report(current, sender.id, Report(message.peers, message.absent))
-        if self._has_failed(message.context_id, message.pass_id):
+        if self._was_committed(message.context_id, message.pass_id) is False:
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
-            failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "taking a report")
-            abort = AbortPass(message.context_id, message.pass_id, self.endings.describe(failure))
-            self.endings.tell(sender.id, "autograd.abort", abort)
+            self._tell_failed(sender, message.context_id, message.pass_id)
 
-    def _has_failed(self, context_id: int, pass_id: int) -> bool:
+    def _was_committed(self, context_id: int, pass_id: int) -> bool | None:
+        """How a pass has ended; None if it has not. The passes of a context that is over count as failed."""
         context = self._container.find(context_id)
-        return context is None or context.ended_passes.get(pass_id) is False
+        return context.ended_passes.get(pass_id) if context is not None else False
+
+    def _tell_failed(self, to: WorkerInfo, context_id: int, pass_id: int) -> None:
+        failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "waiting")
+        self.endings.tell(to.id, "autograd.abort", AbortPass(context_id, pass_id, self.endings.describe(failure)))
 
     def _take_report(self, current: BackwardPass, worker: int, report: Report) -> None:
         with current.lock:
@@ -339,18 +342,33 @@ class DistEngine:
 
     def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = parse(note, AbortPass)
-        current = self._find_pass(message.context_id, message.pass_id)
-        if current is not None:
-            is_from_root = creator_of(message.pass_id) == sender.id
-            if current.is_undecided and not (current.is_root or is_from_root):
-                return  # who has reported waits for the root's word, and asks nobody else
+        current = self._find_or_bar(message)
+        is_from_root = creator_of(message.pass_id) == sender.id
+        if current is not None and (current.is_root or is_from_root or not current.is_undecided):
             told = set() if current.is_root else {sender.id}
             self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
-            return
+        # Else it has reported: it waits for the root's word, and minds nobody else.
+        if creator_of(message.pass_id) == self._own:
+            self._answer(sender, message)
+
+    def _find_or_bar(self, message: AbortPass) -> BackwardPass | None:
+        """The pass that is to end; if it is not here, it cannot be begun any more: messages may overtake each other."""
         context = self._container.find(message.context_id)
-        if context is not None:
-            with context.lock:
+        if context is None:
+            return None
+        with context.lock:
+            current = context.passes.get(message.pass_id)
+            if current is None:
                 context.ended_passes.setdefault(message.pass_id, False)
+            return current
+
+    def _answer(self, sender: WorkerInfo, message: AbortPass) -> None:
+        """Who asks the root to end a pass may be done, with a report that never came here: only the root can tell it."""
+        is_committed = self._was_committed(message.context_id, message.pass_id)
+        if is_committed:
+            self.endings.tell(sender.id, "autograd.commit", CommitPass(message.context_id, message.pass_id))
+        elif is_committed is False:
+            self._tell_failed(sender, message.context_id, message.pass_id)
 
     def _find_pass(self, context_id: int, pass_id: int) -> BackwardPass | None:
         context = self._container.find(context_id)

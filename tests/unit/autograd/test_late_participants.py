@@ -8,11 +8,12 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
-from gradwire.autograd.messages import ReportDone
+from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
+from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, entered, from_elsewhere, gate, held_layer, num_contexts, through
+from unit.autograd.layers import context_of, entered, from_elsewhere, gate, held_layer, num_contexts, through, weight
 
 
 def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +60,58 @@ def test_report_of_a_pass_that_has_failed_is_answered(trio: list[Agent]) -> None
             b.notices.send("a", "autograd.report", ReportDone(int(ctx), pass_id, ()))
         wait_until(lambda: ended.get(failed) is False, 5.0, "that b is told")
         assert committed not in ended
+
+
+def test_who_asks_for_the_end_of_a_pass_that_is_over_is_told_how_it_ended(trio: list[Agent]) -> None:
+    """Its report, or the answer to it, may have been on a connection that was cut off: it minds nobody but the root."""
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", through, args=(x, [])).sum()
+        ctx.backward(loss, retain_graph=True, timeout=20)
+        loss.register_hook(_raise)
+        with pytest.raises(BackwardFailed, match="on purpose"):
+            ctx.backward(loss, timeout=20)
+        committed, failed = context_of(a, ctx).ended_passes
+        at_b = context_of(b, ctx)
+        wait_until(lambda: not at_b.passes)
+        at_b.gradients.clear()
+        at_b.ended_passes.clear()
+        engine = worker.of(b).engine
+        waiting = {pass_id: _make_waiting_pass(b, ctx, pass_id) for pass_id in (committed, failed)}
+        for current in waiting.values():
+            engine.endings.fail(current, ValueError("its connection was cut off"), "waiting")
+        wait_until(lambda: not at_b.passes, 5.0, "that b is told of both")
+        assert waiting[committed].phase is PassPhase.COMMITTED
+        assert waiting[failed].phase is PassPhase.ABORTED
+        assert list(at_b.gradients) == [weight]
+
+
+def _make_waiting_pass(agent: Agent, context_id: int, pass_id: int) -> BackwardPass:
+    """A pass that is done on a worker, with a gradient, and not decided."""
+    context = context_of(agent, context_id)
+    with context.lock:
+        current = worker.of(agent).engine._make_pass(pass_id, context, PassOptions(timeout_s=20.0))
+    with current.lock:
+        current.join((), ())
+        current.gradients = {weight: torch.ones(3)}
+        current.phase = PassPhase.DONE
+    return current
+
+
+def test_abort_that_overtakes_the_message_it_is_about(trio: list[Agent]) -> None:
+    """The pass is not begun when that message comes."""
+    a, b, _ = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", through, args=(x, []))
+        at_b, engine = context_of(b, ctx), worker.of(b).engine
+        pass_id = worker.of(a).container.new_message_id()
+        failure = worker.of(a).engine.endings.describe(BackwardFailed("on purpose", "a", "waiting"))
+        engine._on_abort(a.info, AbortPass(int(ctx), pass_id, failure), [])
+        engine._on_propagate(a.info, PropagateGradients(int(ctx), pass_id, PassOptions(timeout_s=20.0), ()), [])
+        assert not at_b.passes
+        assert at_b.ended_passes == {pass_id: False}
 
 
 def _raise(_: torch.Tensor) -> None:
