@@ -29,7 +29,7 @@ def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
     yield check
     gc.collect()
     with contextlib.suppress(TimeoutError):  # the assertion says what is left
-        wait_until(lambda: not _leaks(check), 5.0)
+        wait_until(lambda: not _leaks(check), 20.0)
     assert _leaks(check) == []
 
 

@@ -72,8 +72,8 @@ def test_a_context_is_freed_without_the_garbage_collector(cluster: Cluster, grap
             with contextlib.suppress(BackwardFailed):
                 ctx.backward(loss)
         del loss
-        wait_until(_is_context_freed, 5.0, "that the context is freed here")
-        wait_until(lambda: cluster.workers[0].call(_is_context_freed), 5.0, "that the context is freed there")
+        wait_until(_is_context_freed, 20.0, "that the context is freed here")
+        wait_until(lambda: cluster.workers[0].call(_is_context_freed), 20.0, "that the context is freed there")
         assert _is_context_freed()
     finally:
         gc.enable()
@@ -92,7 +92,7 @@ def test_threads_started_in_a_context_do_not_hold_themselves(cluster: Cluster) -
         gone = weakref.ref(thread)
         del thread
         assert seen == [ctx]
-        wait_until(lambda: gone() is None, 5.0, "that the thread is freed")
+        wait_until(lambda: gone() is None, 20.0, "that the thread is freed")
         assert gone() is None
     finally:
         gc.enable()

@@ -174,7 +174,7 @@ def test_dead_worker_does_not_hold_up_the_release(cluster: Cluster) -> None:
         first.call(tasks.through, x, [second.name, third.name])
         kill(first)
         started = time.monotonic()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < BOUND_S
     wait_clean([second, third])
     check_works([second, third])
 

@@ -77,7 +77,7 @@ def test_silence_is_ended_after_the_handshake_timeout(agents: list[Agent]) -> No
     started = time.monotonic()
     with _raw(agents[1]) as sock:
         assert _is_ended(sock)
-    assert 0.3 < time.monotonic() - started < 3.0
+    assert 0.3 < time.monotonic() - started < 10.0
 
 
 def test_one_byte_at_a_time_is_ended_too(agents: list[Agent]) -> None:
@@ -85,7 +85,7 @@ def test_one_byte_at_a_time_is_ended_too(agents: list[Agent]) -> None:
     started = time.monotonic()
     with _raw(agents[1]) as sock:
         sock.settimeout(0.05)
-        while time.monotonic() - started < 5.0:
+        while time.monotonic() - started < 20.0:
             try:
                 sock.send(b"G")
                 if sock.recv(1) == b"":
@@ -94,7 +94,7 @@ def test_one_byte_at_a_time_is_ended_too(agents: list[Agent]) -> None:
                 continue
             except OSError:
                 break
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10.0
 
 
 def test_flood_of_half_open_connections_is_bounded(agents: list[Agent]) -> None:
@@ -102,7 +102,7 @@ def test_flood_of_half_open_connections_is_bounded(agents: list[Agent]) -> None:
     try:
         assert wait_until(lambda: sum(item.is_half_open for item in list(agents[1].server._incoming)) <= 8)
         assert agents[0].call("b", operator.add, (1, 2)) == 3  # those who are in stay in
-        assert wait_until(lambda: not any(item.is_half_open for item in list(agents[1].server._incoming)), 5.0)
+        assert wait_until(lambda: not any(item.is_half_open for item in list(agents[1].server._incoming)), 20.0)
     finally:
         for sock in flood:
             sock.close()

@@ -23,7 +23,7 @@ def _interrupt(puppet: Puppet) -> float:
     started = time.monotonic()
     puppet.signal(signal.SIGINT)
     with pytest.raises(PuppetError) as caught:
-        puppet.result(10.0)
+        puppet.result(20.0)
     assert caught.value.kind == "KeyboardInterrupt", caught.value.traceback
     return time.monotonic() - started
 
@@ -41,7 +41,7 @@ def _interrupt(puppet: Puppet) -> float:
 def test_waiting_for_a_call(workers: Workers, source: str) -> None:
     first, second = workers(2)
     first.start(source)
-    assert _interrupt(first) < 1.5
+    assert _interrupt(first) < 5.0
     for puppet in (first, second):
         puppet.do("h.open_gate()")
     assert first.do("rpc.rpc_sync('w1', operator.add, args=(1, 2))") == 3
@@ -51,7 +51,7 @@ def test_waiting_for_a_call(workers: Workers, source: str) -> None:
 def test_in_shutdown(workers: Workers) -> None:
     first, second = workers(2)
     first.start("rpc.shutdown()")
-    assert _interrupt(first) < 4.0
+    assert _interrupt(first) < 8.0
     assert first.do("[t.name for t in threading.enumerate() if t.name.startswith('gradwire')]") == []
     with pytest.raises(PuppetError) as caught:
         second.do("rpc.rpc_sync('w0', operator.add, args=(1, 2))")
@@ -66,7 +66,7 @@ def test_in_init(make_puppets: Callable[[int], list[Puppet]], meeting: str, sche
     where = meeting if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     (puppet,) = make_puppets(1)
     puppet.start(init_source(rank, 2, where))
-    assert _interrupt(puppet) < 3.0
+    assert _interrupt(puppet) < 5.0
     assert puppet.do("rpc._is_current_rpc_agent_set()") is False
     (other,) = make_puppets(1)
     puppet.start(init_source(rank, 2, where))

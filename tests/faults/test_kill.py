@@ -14,10 +14,12 @@ from rpc.fixtures import MakeAgents, init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 
 Workers = Callable[..., list[Puppet]]
+NOTICED_S = 5.0
+"""Usually milliseconds; nothing here has a deadline, so one who does not notice waits much longer."""
 
 
 @pytest.mark.parametrize("transports", [("unix",), ("tcp",)])
-def test_pending_calls_fail_within_a_second_and_others_go_on(workers: Workers, transports: tuple[str, ...]) -> None:
+def test_pending_calls_fail_at_once_and_others_go_on(workers: Workers, transports: tuple[str, ...]) -> None:
     first, second, third = workers(3, transports=transports)
     first.do("fs = [rpc.rpc_async('w1', h.wait_gate, timeout=0) for _ in range(5)]")
     first.do("other = rpc.rpc_async('w2', h.wait_gate)")
@@ -31,7 +33,7 @@ def test_pending_calls_fail_within_a_second_and_others_go_on(workers: Workers, t
         "    except WorkerLost as error: texts.append((error.worker, error.last_seen is not None, str(error)))\n"
         "texts"
     )
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < NOTICED_S
     assert [text[:1] for text in texts] == [("w1",)] * 5
     assert all("died or was killed" in text[2] and "unknown whether the function ran" in text[2] for text in texts)
     third.do("h.open_gate()")
@@ -48,7 +50,7 @@ def test_new_calls_fail_at_once(workers: Workers) -> None:
             first.do("rpc.rpc_sync('w1', operator.add, args=(1, 2))")
         assert caught.value.kind == "WorkerLost"
         assert caught.value.fields["worker"] == "w1"
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < NOTICED_S
 
 
 def test_worker_that_nobody_calls_is_noticed_too(workers: Workers) -> None:
@@ -56,7 +58,7 @@ def test_worker_that_nobody_calls_is_noticed_too(workers: Workers) -> None:
     first.do("lost = []; rpc.current_agent().on_worker_lost(lambda address, reason: lost.append(address.info.name))")
     second.do("rpc.rpc_sync('w0', operator.add, args=(1, 2))")
     second.kill()
-    assert wait_until(lambda: first.do("lost") == ["w1"], 1.5)
+    assert wait_until(lambda: first.do("lost") == ["w1"], NOTICED_S)
 
 
 def test_waiting_thread_of_a_killed_worker_wakes(workers: Workers) -> None:
@@ -66,9 +68,9 @@ def test_waiting_thread_of_a_killed_worker_wakes(workers: Workers) -> None:
     started = time.monotonic()
     second.kill()
     with pytest.raises(PuppetError) as caught:
-        first.result(5.0)
+        first.result(20.0)
     assert caught.value.kind == "WorkerLost"
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < NOTICED_S
 
 
 def test_death_in_the_middle_of_a_chain_names_the_dead(workers: Workers) -> None:
@@ -77,7 +79,7 @@ def test_death_in_the_middle_of_a_chain_names_the_dead(workers: Workers) -> None
     third.do("h.entered.acquire(timeout=10)")
     third.kill()
     with pytest.raises(PuppetError) as caught:
-        first.result(5.0)
+        first.result(20.0)
     assert (caught.value.kind, caught.value.fields["worker"]) == ("WorkerLost", "w2")
 
 

@@ -102,7 +102,7 @@ def test_a_hook_that_raises_leaves_nobody_waiting(cluster: Cluster) -> None:
         with pytest.raises(ArithmeticError):
             ctx.backward(there.loss(batches(0)), optimizer=there.optimizer)
         for item in cluster.workers:
-            wait_until(lambda item=item: not _passes_of(item), 5.0, "that the commit has arrived")
+            wait_until(lambda item=item: not _passes_of(item), 20.0, "that the commit has arrived")
         assert_same(there.values(), before)
         handle.remove()
         there.optimizer.step(ctx)

@@ -41,7 +41,7 @@ def make_agents() -> Iterator[MakeAgents]:
     for agent in reversed(made):
         agent.close()
     left = lambda: [item.name for item in threading.enumerate() if item.name.startswith("gradwire-")]  # noqa: E731
-    assert wait_until(lambda: not left(), 5.0), left()
+    assert wait_until(lambda: not left(), 20.0), left()
 
 
 @pytest.fixture

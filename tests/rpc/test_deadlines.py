@@ -115,7 +115,7 @@ def test_cancel_reaches_nested_calls(make_agents: Any) -> None:
     future = a.submit("b", _record_error, ("b", "c"))
     assert handlers.entered.acquire(timeout=10)
     assert future.cancel()
-    assert wait_until(lambda: handlers.seen, 5.0), "the nested call still waits"
+    assert wait_until(lambda: handlers.seen, 20.0), "the nested call still waits"
     assert isinstance(handlers.seen[0][0], CallCancelled)
 
 
@@ -124,7 +124,7 @@ def test_death_of_the_caller_reaches_nested_calls(workers: Callable[..., list[Pu
     first.start("rpc.rpc_sync('w1', h.pass_on, args=('w2', h.wait_gate, 60))")
     third.do("assert h.entered.acquire(timeout=10)")
     first.kill()
-    assert wait_until(lambda: second.do("rpc.current_agent().is_quiet"), 5.0)
+    assert wait_until(lambda: second.do("rpc.current_agent().is_quiet"), 20.0)
 
 
 def test_stopped_worker_gives_phase_unknown_and_works_again(workers: Callable[..., list[Puppet]]) -> None:

@@ -141,7 +141,7 @@ def test_missing_rank_is_named(make_puppets: Make, meeting: str, tcp_meeting: st
         puppet.start(init_source(rank, 3, where, init_timeout=1.0))
     for rank, puppet in enumerate(puppets):
         with pytest.raises(PuppetError, match=rf"rank 2 never arrived at {where}: rank {rank} \(w{rank}\)") as caught:
-            puppet.result(5.0)
+            puppet.result(20.0)
         assert caught.value.kind == "RendezvousFailed"
         assert puppet.do("rpc._is_current_rpc_agent_set()") is False
 
@@ -153,7 +153,7 @@ def test_missing_rank_zero_is_named(make_puppets: Make, meeting: str, tcp_meetin
     with pytest.raises(PuppetError, match=rf"rank 0 never arrived.*{where}") as caught:
         puppet.do(init_source(1, 2, where, init_timeout=1.0))
     assert caught.value.kind == "RendezvousFailed"
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 15.0
 
 
 def test_late_ranks_are_waited_for(make_puppets: Make, tcp_meeting: str) -> None:

@@ -59,7 +59,7 @@ def test_timeout_bounds_it_and_says_who_is_missing(workers: Workers) -> None:
     with pytest.raises(PuppetError, match="w1") as caught:
         first.do("rpc.shutdown(timeout=0.5)")
     assert caught.value.kind == "RpcTimeout"
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 15.0
     assert first.do("rpc._is_current_rpc_agent_set()") is False
     second.do("rpc.shutdown(graceful=False)")
 
@@ -77,7 +77,7 @@ def test_dead_worker_is_named_and_not_waited_for(workers: Workers, killed: int) 
         puppet.start("rpc.shutdown()")
     for puppet in puppets:
         puppet.result()
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 15.0
     assert all(f"w{killed}" in puppet.do("out.getvalue()") for puppet in puppets)
 
 
@@ -127,7 +127,7 @@ def test_close_with_a_function_that_never_ends(pair: list[Agent]) -> None:
     assert handlers.entered.acquire(timeout=10)
     started = time.monotonic()
     pair[1].close()
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 8.0
     with pytest.raises(ConnectionError, match="shut down"):
         future.wait()
 
@@ -210,7 +210,7 @@ def test_forked_child_does_not_keep_connections_open(workers: Workers) -> None:
         with pytest.raises(PuppetError) as caught:
             second.do("f.wait()")
         assert caught.value.kind == "WorkerLost"
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 10.0
         assert is_alive(child)
     finally:
         os.kill(child, 9)

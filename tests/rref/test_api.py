@@ -208,7 +208,7 @@ def test_one_deadline_for_making_and_fetching(names: list[str]) -> None:
     with pytest.raises(RpcTimeout, match=r"not made within 0\.3 s") as caught:
         rref.to_here(timeout=0.3)
     assert caught.value.worker == names[0]
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     rpc.rpc_sync(names[0], tasks.open_gate)
     assert rref.to_here() > 0
 
@@ -230,7 +230,7 @@ def test_close_lets_go_at_once(names: list[str]) -> None:
         rref.to_here()
     with pytest.raises(RRefError, match="deleted"):
         rpc.rpc_sync(names[1], tasks.fetch, args=(rref,))
-    wait_until(lambda: rpc.rpc_sync(names[0], tasks.counts)[0] == 0, 5.0, "that the value is freed")
+    wait_until(lambda: rpc.rpc_sync(names[0], tasks.counts)[0] == 0, 20.0, "that the value is freed")
 
 
 def test_fetches_are_recorded(names: list[str]) -> None:

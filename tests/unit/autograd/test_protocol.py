@@ -61,7 +61,7 @@ def check_works(trio: list[Agent]) -> None:
     with gw.autograd.context() as ctx:
         ctx.backward(rpc.rpc_sync("b", through, args=(x, ["c"])).sum(), timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(2)[0])
-    wait_until(lambda: not num_contexts(trio), 5.0, "that no context is left")
+    wait_until(lambda: not num_contexts(trio), 20.0, "that no context is left")
 
 
 # -- repeats -----------------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def test_note_that_is_no_message_ends_the_connection_and_nothing_else(
         for number, name in enumerate(["propagate", "report", "abort", "commit", "release", "holds"], 1):
             before = a.peers.peer("b").lanes["calls"]
             a.notices.send("b", f"autograd.{name}", ["no", "such", "message"])
-            wait_until(partial(has_refused, number), 5.0, "that b refuses it")
-            wait_until(partial(is_cut, before), 5.0, "that a hears of it")
+            wait_until(partial(has_refused, number), 20.0, "that b refuses it")
+            wait_until(partial(is_cut, before), 20.0, "that a hears of it")
             rpc.rpc_sync("b", torch.add, args=(1, 1))
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])

@@ -38,7 +38,7 @@ def test_release_reaches_workers_that_the_creator_never_talked_to(trio: list[Age
         rpc.rpc_sync("b", through, args=(x, ["c"]))
         assert num_contexts(trio) == 3
         assert context_of(trio[0], ctx)._known_worker_ids() == {1}
-    wait_until(lambda: not num_contexts(trio), 5.0, "that all have released it")
+    wait_until(lambda: not num_contexts(trio), 20.0, "that all have released it")
     with pytest.raises(
         UnknownContext, match=rf"id: {int(ctx)}. It was released on worker a at test_release.py:\d+, in te"
     ):
@@ -52,9 +52,9 @@ def test_release_reaches_those_behind_a_worker_that_is_gone(trio: list[Agent]) -
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", through, args=(x, ["c"]))
         b.close()
-        wait_until(lambda: context_of(a, ctx)._known_worker_ids() == {1, 2}, 5.0, "that c asks to be told")
+        wait_until(lambda: context_of(a, ctx)._known_worker_ids() == {1, 2}, 20.0, "that c asks to be told")
         assert len(worker.of(c).container) == 1
-    wait_until(lambda: not num_contexts([a, c]), 5.0, "that c has released it")
+    wait_until(lambda: not num_contexts([a, c]), 20.0, "that c has released it")
 
 
 def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: list[Agent]) -> None:
@@ -66,7 +66,7 @@ def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: 
     a.notices._handlers.pop("~autograd.holds")  # it dies before it hears of it
     a.close()
     b.close()
-    wait_until(lambda: not num_contexts([c]), 5.0, "that c gives it up")
+    wait_until(lambda: not num_contexts([c]), 20.0, "that c gives it up")
     with pytest.raises(UnknownContext, match="released because worker"):
         context_of(c, context_id)
 
@@ -84,7 +84,7 @@ def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> No
     never_made = worker.of(b).container.get_or_create(int(ctx) + 1000)
     assert never_made is not None
     worker.of(b).engine.endings.tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
-    wait_until(lambda: never_made.released, 5.0)
+    wait_until(lambda: never_made.released, 20.0)
     assert never_made.released == "on worker a long ago"
     assert len(worker.of(a).container) == 0
 

@@ -511,5 +511,5 @@ def test_notice_that_fails_in_the_thread_it_was_handed_to_ends_the_connection(tr
     a.notices.register("review", fail)
     before = b.peers.peer("a").lanes.get("calls")
     take_while_waiting(a, lambda: b.notices.send("a", "review", [0, 8]), 7)
-    wait_until(lambda: b.peers.peer("a").lanes.get("calls") is not before, 5.0, "that b hears of it")
+    wait_until(lambda: b.peers.peer("a").lanes.get("calls") is not before, 20.0, "that b hears of it")
     assert b.call("a", torch.add, (1, 1)) == 2

@@ -41,7 +41,7 @@ def test_deadline_holds_and_says_who_was_waited_for(trio: list[Agent], is_gated:
         started = time.monotonic()
         with pytest.raises(BackwardFailed, match=r"not over after 0\.3 s.*held_layer.*to b.*b still compute") as caught:
             ctx.backward(loss, timeout=0.3)
-        assert time.monotonic() - started < 1.3
+        assert time.monotonic() - started < 2.1
         assert isinstance(caught.value.__cause__, RpcTimeout)
         assert entered.is_set()
         gate.set()
@@ -66,8 +66,8 @@ def test_pass_ends_with_its_worker(trio: list[Agent]) -> None:
     assert entered.wait(10)
     started = time.monotonic()
     trio[0].close()
-    wait_until(lambda: not thread.is_alive(), 5.0, "that backward returns")
-    assert time.monotonic() - started < 3.0
+    wait_until(lambda: not thread.is_alive(), 20.0, "that backward returns")
+    assert time.monotonic() - started < 10.0
     (error,) = errors
     assert isinstance(error, BackwardFailed)
     assert isinstance(error.__cause__, NotInitialized)
@@ -86,7 +86,7 @@ def test_answer_that_another_thread_gives_does_not_wait_for_the_report(trio: lis
         thread.start()
         assert entered.wait(10)
         unused = list(context_of(a, ctx).sends)[1]
-        wait_until(lambda: pass_of(a, ctx).state.is_settled(unused), 5.0, "that b's answer arrives")
+        wait_until(lambda: pass_of(a, ctx).state.is_settled(unused), 20.0, "that b's answer arrives")
         gate.set()
         thread.join(20)
         assert x in ctx.gradients()

@@ -40,7 +40,7 @@ def test_caller_that_gives_up_connecting_is_not_taken_for_dead(
         assert caught.value.phase == "connect"
         assert num_held == 1
         go_on.set()
-        wait_until(lambda: "connecting was given up" in caplog.text or "in the wrong place" in caplog.text, 5.0)
+        wait_until(lambda: "connecting was given up" in caplog.text or "in the wrong place" in caplog.text, 20.0)
     assert a.call("b", operator.add, (1, 2)) == 3
     assert b.call("a", operator.add, (1, 2)) == 3
     assert lost == []
@@ -58,9 +58,9 @@ def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     if reason is not None:
         lane.connection.send(Goodbye(reason))
     lane.reader.end(ConnectionClosed("by a test"))
-    wait_until(lambda: not any(item.lane == "control" for item in list(b.server._incoming)), 5.0)
+    wait_until(lambda: not any(item.lane == "control" for item in list(b.server._incoming)), 20.0)
     if is_end:
-        wait_until(lambda: lost == ["a"], 5.0)
+        wait_until(lambda: lost == ["a"], 20.0)
         wait_until(
             lambda: "calls" not in a.peers.peer("b").lanes, 5.0, "that a has noticed that b closed the other lane"
         )

@@ -39,4 +39,4 @@ def test_a_task_that_takes_the_wake_up_call_passes_it_on() -> None:
     reactor._wake = wake_in_vain  # type: ignore[method-assign]
     reactor.close()
     assert not is_first
-    wait_until(lambda: not _threads("swallow"), 5.0, "that no thread is left")
+    wait_until(lambda: not _threads("swallow"), 20.0, "that no thread is left")
