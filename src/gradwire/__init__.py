@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire import autograd, checkpoint, config, errors, nn, optim, rpc, runtime
+from gradwire import autograd, checkpoint, config, errors, nn, optim, rpc, runtime, shard
 from gradwire.cluster import Cluster
 from gradwire.types import WorkerInfo
 
@@ -20,4 +20,5 @@ __all__ = [
     "optim",
     "rpc",
     "runtime",
+    "shard",
 ]

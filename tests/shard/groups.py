@@ -34,13 +34,14 @@ class Ranks:
         self._cluster = cluster
         self.world_size = len(cluster.workers)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(rank, *args)`` on every rank, inside a fresh process group; results by rank."""
+    def run(self, function: Callable[..., Any], *args: Any, num_ranks: int | None = None) -> list[Any]:
+        """``function(rank, *args)`` on every rank, or on the first ones, in a fresh process group; results by rank."""
+        workers = self._cluster.workers[:num_ranks]
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             futures = [
-                worker.submit(_run_rank, function, worker.rank, self.world_size, store, args)
-                for worker in self._cluster.workers
+                worker.submit(_run_rank, function, number, len(workers), store, args)
+                for number, worker in enumerate(workers)
             ]
             return [future.wait() for future in futures]
 

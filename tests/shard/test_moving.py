@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gradwire.shard._geometry import Box
-from gradwire.shard.moving import Layout, move, traffic
+from gradwire.shard.layouts import Layout
+from gradwire.shard.moving import move, traffic
 from shard.groups import Ranks
 
 SIZE = (7, 6)
@@ -48,7 +49,7 @@ def check_moves(rank: int, seeds: list[int], dtype: torch.dtype) -> tuple[int, i
             num_checked += 1
         for source, target in [(s, t) for s in range(len(old.boxes)) for t in range(len(new.boxes))]:
             common = old.boxes[source].common_with(new.boxes[target])
-            if common is not None and old.ranks[source] == rank != new.ranks[target]:
+            if common is not None and old.places[source] == rank != new.places[target]:
                 needed += common.num_elements * whole.element_size()
     return traffic.num_bytes - before, needed, num_checked
 

@@ -1,9 +1,18 @@
-"""Tensors that are divided among workers: how they are divided, and what is known of the parts."""
+"""Tensors divided among the ranks of a process group, or among RPC workers: PyTorch's ``torch.distributed._shard``."""
 
 from __future__ import annotations
 
-from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from gradwire.shard.specs import (
+from gradwire.shard import sharded_tensor, sharding_spec
+from gradwire.shard.creation import shard_tensor as _shard_tensor
+from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.sharded_tensor import (
+    MEM_FORMAT_ENCODING,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from gradwire.shard.sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
@@ -17,8 +26,13 @@ __all__ = [
     "DevicePlacementSpec",
     "EnumerableShardingSpec",
     "PlacementSpec",
+    "Shard",
     "ShardMetadata",
+    "ShardedTensor",
     "ShardedTensorMetadata",
     "ShardingSpec",
     "TensorProperties",
+    "_shard_tensor",
+    "sharded_tensor",
+    "sharding_spec",
 ]

@@ -20,19 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard._geometry import Box, Move, plan_moves
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Boxes and the rank (in the group) that has each."""
-
-    boxes: tuple[Box, ...]
-    ranks: tuple[int, ...]
-
-    def of(self, rank: int) -> list[int]:
-        """Numbers of the boxes of a rank."""
-        return [number for number, owner in enumerate(self.ranks) if owner == rank]
+from gradwire.shard._geometry import Move, plan_moves
+from gradwire.shard.layouts import Layout
 
 
 @dataclass(slots=True)
@@ -51,14 +40,14 @@ class _Plan:
     """The moves that concern this rank."""
 
     local: list[Move] = field(default_factory=list)
-    outgoing: dict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
-    incoming: dict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    outgoing: dict[Any, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    incoming: dict[Any, list[Move]] = field(default_factory=lambda: defaultdict(list))
 
 
 def _plan(old: Layout, new: Layout, rank: int) -> _Plan:
     plan = _Plan()
     for move in plan_moves(old.boxes, new.boxes):
-        source, target = old.ranks[move.source], new.ranks[move.target]
+        source, target = old.places[move.source], new.places[move.target]
         if source == target == rank:
             plan.local.append(move)
         elif source == rank:
@@ -105,7 +94,7 @@ def move(
         return sources[item.source].detach()[item.box.slices_in(old.boxes[item.source])]
 
     messages = {peer: torch.cat([take(item).reshape(-1) for item in items]) for peer, items in plan.outgoing.items()}
-    arrived = _exchange(messages, {peer: _size(items) for peer, items in plan.incoming.items()}, group, like)
+    arrived = exchange(messages, {peer: _size(items) for peer, items in plan.incoming.items()}, group, like)
     for item in plan.local:
         put(item, take(item).reshape(-1))
     for peer, items in sorted(plan.incoming.items()):  # in order, so that sums are the same on every run
@@ -120,20 +109,26 @@ def _size(items: Sequence[Move]) -> int:
     return sum(item.box.num_elements for item in items)
 
 
-def _exchange(
+def exchange(
     messages: dict[int, torch.Tensor], sizes: dict[int, int], group: Any, like: torch.Tensor
 ) -> dict[int, torch.Tensor]:
-    """Sends one flat tensor to each of some ranks, and receives one of known size from each of others."""
+    """Sends one flat tensor to each of some ranks, and receives one of known size from each of others.
+
+    Those that are empty are neither sent nor expected.
+    """
     arrived = {peer: torch.empty(size, dtype=like.dtype, device=like.device) for peer, size in sizes.items()}
-    requests = []
-    for peer, buffer in arrived.items():
-        requests.append(dist.irecv(buffer.view(torch.uint8), _global(group, peer), group))
+    operations = [
+        dist.P2POp(dist.irecv, buffer.view(torch.uint8), _global(group, peer), group)
+        for peer, buffer in arrived.items()
+        if buffer.numel()
+    ]
     for peer, message in messages.items():
-        traffic.num_messages += 1
-        traffic.num_bytes += message.numel() * message.element_size()
-        requests.append(dist.isend(message.view(torch.uint8), _global(group, peer), group))
-    for request in requests:
-        if request is not None:
+        if message.numel():
+            traffic.num_messages += 1
+            traffic.num_bytes += message.numel() * message.element_size()
+            operations.append(dist.P2POp(dist.isend, message.view(torch.uint8), _global(group, peer), group))
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
             request.wait()
     return arrived
 

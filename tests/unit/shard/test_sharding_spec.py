@@ -17,7 +17,7 @@ from gradwire.shard import (
     ShardMetadata,
     TensorProperties,
 )
-from gradwire.shard.specs import check_tensor, get_chunk_sharding_params, infer_sharding_spec
+from gradwire.shard.sharding_spec import check_tensor, get_chunk_sharding_params, infer_sharding_spec
 
 
 def ranks(number: int) -> list[str]:

@@ -6,13 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.remote_device import _remote_device
 
 from gradwire.shard._geometry import find_overlap
 from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
+
+if TYPE_CHECKING:
+    from gradwire.shard.tensor import ShardedTensor
 
 
 class PlacementSpec(ABC):  # noqa: B024  (people derive from it)
@@ -44,6 +47,16 @@ class ShardingSpec(ABC):
         Raises:
             ValueError: A tensor of that size cannot be divided like this.
         """
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
+        """Divides a tensor; see `creation.shard_tensor`.
+
+        Raises:
+            ValueError: It cannot be divided like this.
+        """
+        from gradwire.shard.creation import shard_tensor  # creation stands on this module
+
+        return shard_tensor(tensor, self, src_rank, process_group)
 
 
 @dataclass
@@ -100,12 +113,7 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        if not self.shards:
-            raise ValueError(f"Empty shard list provided: {self.shards}")
-        ranks = {len(shard.shard_offsets) for shard in self.shards}
-        if len(ranks) > 1:
-            raise ValueError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ranks)))}")
-        validate_non_overlapping_shards_metadata(self.shards)
+        validate_shards(self.shards)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """These shards, if they make up a tensor of that size.
@@ -135,6 +143,19 @@ def as_placement(value: Placement) -> _remote_device:
     if not isinstance(value, str | torch.device):
         raise ValueError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
     return _remote_device(value)
+
+
+def validate_shards(shards: Sequence[ShardMetadata]) -> None:
+    """
+    Raises:
+        ValueError: There are none, they have different numbers of dimensions, or two of them overlap.
+    """
+    if not shards:
+        raise ValueError(f"Empty shard list provided: {shards}")
+    ranks = {len(shard.shard_offsets) for shard in shards}
+    if len(ranks) > 1:
+        raise ValueError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ranks)))}")
+    validate_non_overlapping_shards_metadata(shards)
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:

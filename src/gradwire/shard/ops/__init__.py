@@ -1,0 +1,7 @@
+"""What torch's functions do with sharded tensors. Importing it registers all of them in `dispatch`."""
+
+from __future__ import annotations
+
+from gradwire.shard.ops import basics
+
+__all__ = ["basics"]

@@ -1,0 +1,95 @@
+"""From placements, as people write them, to the engine that knows the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.remote_device import _remote_device
+
+from gradwire import rpc
+from gradwire.errors import GradwireError
+from gradwire.shard.engines import Engine
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.layouts import Layout, Place
+from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.worker_engine import WorkerEngine
+
+current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_group", default=None)
+"""Set by `load_with_process_group`."""
+
+
+def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Engine:
+    """The engine for shards with these placements.
+
+    Args:
+        shards: All of a tensor.
+        process_group: For placements that name ranks; None for the default group.
+
+    Raises:
+        ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+    """
+    kinds = {_kind(shard.placement) for shard in shards}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"placements name either ranks ('rank:0/cpu') or RPC workers ('worker0/cpu'), not both: "
+            f"{[str(shard.placement) for shard in shards]}"
+        )
+    if kinds == {"worker"}:
+        if process_group is not None:
+            raise ValueError("a process group was given, but the placements name RPC workers")
+        return WorkerEngine()
+    if not dist.is_initialized():
+        raise RuntimeError("placements name ranks, but there is no process group; call init_process_group first")
+    return GroupEngine(process_group if process_group is not None else current_process_group.get())
+
+
+def _kind(placement: _remote_device | None) -> str:
+    if placement is None:
+        raise ValueError("a shard has no placement; say who has it, such as 'rank:0/cpu' or 'worker0/cpu'")
+    if placement.rank() is not None:
+        return "rank"
+    if placement.worker_name() is not None:
+        return "worker"
+    raise ValueError(
+        f"placement {placement} names only a device; say whose: 'rank:0/{placement}' or 'worker0/{placement}'"
+    )
+
+
+def layout_of(shards: Sequence[ShardMetadata], engine: Engine) -> Layout:
+    """Who has what, for an engine.
+
+    Raises:
+        ValueError: A placement names a rank that is not in the group, or a worker that there is none of.
+    """
+    places = tuple(_place(shard.placement, engine) for shard in shards)
+    return engine.complete(Layout(tuple(shard.box for shard in shards), places))
+
+
+def _place(placement: Any, engine: Engine) -> Place:
+    if isinstance(engine, GroupEngine):
+        return _group_rank(placement.rank(), engine.group)
+    name: str = placement.worker_name()
+    try:
+        return rpc.get_worker_info(name).name
+    except GradwireError as error:
+        raise ValueError(f"placement {placement} names {name!r}, which is no worker here: {error}") from error
+
+
+def _group_rank(rank: int, group: Any) -> int:
+    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if rank not in members:
+        raise ValueError(f"Global rank {rank} does not exist in input process group: it has {members}")
+    return members.index(rank)
+
+
+def placement_of(place: Place, device: Any, engine: Engine) -> _remote_device:
+    """A placement, from a place of an engine."""
+    if isinstance(place, str):
+        return _remote_device(f"{place}/{device}")
+    assert isinstance(engine, GroupEngine)
+    rank = dist.get_global_rank(engine.group, place) if engine.group is not None else place
+    return _remote_device(f"rank:{rank}/{device}")

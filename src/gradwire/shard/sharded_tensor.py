@@ -1,0 +1,28 @@
+"""`ShardedTensor`, what makes one, and what says how a torch function treats one: PyTorch's names."""
+
+from __future__ import annotations
+
+from gradwire.shard import ops
+from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
+from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from gradwire.shard.tensor import Shard, ShardedTensor, ShardedTensorBase
+
+__all__ = [
+    "MEM_FORMAT_ENCODING",
+    "Shard",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "_sharded_op_impl",
+    "custom_sharded_op_impl",
+    "empty",
+    "full",
+    "init_from_local_shards",
+    "ones",
+    "ops",
+    "rand",
+    "randn",
+    "zeros",
+]

@@ -1,0 +1,417 @@
+"""`ShardedTensor`: one tensor to those who use it, in parts that are elsewhere.
+
+It is a `torch.Tensor` by its type only. Every function of torch that meets one is looked up in `dispatch`, and works on its
+parts through an `Engine`. So autograd sees the parts, never this object: parts have gradients, and ``requires_grad``,
+``grad`` and ``is_leaf`` speak of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.remote_device import _remote_device
+
+from gradwire import rpc
+from gradwire.rref import RRef, remote
+from gradwire.shard import dispatch
+from gradwire.shard._geometry import Box
+from gradwire.shard.engines import Engine, Part
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.layouts import Layout, Place, everywhere
+from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from gradwire.shard.placing import engine_for, layout_of, placement_of
+from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
+from gradwire.shard.worker_engine import WorkerEngine
+
+
+@dataclass
+class Shard:
+    """One part of a sharded tensor.
+
+    Args:
+        tensor: The part.
+        metadata: Where it lies in the whole.
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if list(self.tensor.size()) != self.metadata.shard_sizes:
+            raise ValueError(
+                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: "
+                f"{list(self.tensor.size())}, metadata.shard_lengths: {self.metadata.shard_sizes}"
+            )
+        placement = self.metadata.placement
+        if placement is not None and placement.device() != self.tensor.device:
+            raise ValueError(
+                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
+                f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
+        """A shard of a rank, from the tensor and where it begins.
+
+        Raises:
+            ValueError: The offsets do not fit the tensor.
+        """
+        placement = _remote_device(f"rank:{rank}/{tensor.device}")
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor that is divided among the ranks of a process group, or among RPC workers.
+
+    Which of the two is said by the placements of the spec: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every
+    rank makes it and calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
+
+    Args:
+        sharding_spec: How it is divided.
+        size: Of the whole tensor.
+        dtype: Of all parts.
+        layout: ``torch.strided``.
+        requires_grad: Whether the parts collect gradients.
+        pin_memory: Whether the parts are in pinned memory.
+        memory_format: ``torch.contiguous_format``.
+        process_group: For placements that name ranks; None for the default group.
+        init_rrefs: Whether ranks make references to their shards for each other; they must be RPC workers then.
+
+    Raises:
+        TypeError: There is no spec, or a size is no integer.
+        ValueError: A tensor of that size cannot be divided like this, or a placement names nobody.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+    """
+
+    _engine: Engine
+    _metadata: ShardedTensorMetadata
+    _spec: ShardingSpec
+    _layout: Layout
+    _parts: list[Part]
+    _batch: Layout | None
+    _is_result: bool
+    _remote_shards: dict[int, list[RRef[Shard]]] | None
+
+    # Made by the functions of `creation`, which know what is in it.
+    def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+        """An empty one; see the class."""
+        from gradwire.shard.creation import empty  # creation stands on this module
+
+        return empty(sharding_spec, *size, **options)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything was done by `__new__`."""
+
+    @classmethod
+    def _make(
+        cls,
+        engine: Engine,
+        spec: ShardingSpec,
+        metadata: ShardedTensorMetadata,
+        parts: Sequence[Part],
+        layout: Layout | None = None,
+    ) -> ShardedTensor:
+        """One of known parts, in the order of the layout, which is that of the metadata."""
+        properties = metadata.tensor_properties
+        placement = metadata.shards_metadata[0].placement
+        made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            metadata.size,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            device=placement.device() if placement is not None else None,
+            requires_grad=False,
+        )
+        made._engine, made._spec, made._metadata = engine, spec, metadata
+        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
+        made._parts = list(parts)
+        made._batch = None  # whose rows they are, if they come from everybody's own plain tensor
+        made._is_result = False  # of an operation, and so no leaf
+        made._remote_shards = None
+        return made
+
+    def _with_parts(self, parts: Sequence[Part], dtype: torch.dtype | None = None) -> ShardedTensor:
+        """One of the same layout with other parts, such as an elementwise function of them."""
+        properties = replace(self._metadata.tensor_properties, requires_grad=self._does_require_grad(parts))
+        if dtype is not None:
+            properties.dtype = dtype
+        metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
+        made = ShardedTensor._make(self._engine, self._spec, metadata, parts, self._layout)
+        made._batch = self._batch
+        made._is_result = properties.requires_grad
+        return made
+
+    def _does_require_grad(self, parts: Sequence[Part]) -> bool:
+        """Of references nobody can tell without asking; what is made of a tensor with gradients has them, too."""
+        first = parts[0]
+        if isinstance(first, torch.Tensor):
+            return first.requires_grad
+        return self._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
+
+    # -- what is known of it -------------------------------------------------------------------------------------------
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Its shards, its size, and what the shards have in common."""
+        return self._metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """How it is divided."""
+        return self._spec
+
+    @property
+    def _process_group(self) -> Any:
+        return self._engine.group if isinstance(self._engine, GroupEngine) else None
+
+    @property
+    def _like(self) -> torch.Tensor:
+        """A tensor without elements that has the dtype and device of the parts."""
+        placement = self._metadata.shards_metadata[0].placement
+        device = placement.device() if placement is not None else "cpu"
+        return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
+
+    def _boxes(self) -> list[Box]:
+        """Those whose parts this process handles, in the order of the parts."""
+        return [self._layout.boxes[number] for number in self._engine.numbers(self._layout)]
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    def local_shards(self) -> list[Shard]:
+        """The shards that this process has: none, one or several."""
+        shards = self._metadata.shards_metadata
+        found = []
+        for number, part in zip(self._engine.numbers(self._layout), self._parts, strict=True):
+            if number < len(shards):  # the others stand for ranks that have none
+                if isinstance(part, RRef) and part.is_owner():
+                    part = part.local_value()
+                if isinstance(part, torch.Tensor):
+                    found.append(Shard(part, shards[number]))
+        return found
+
+    def local_tensor(self) -> torch.Tensor:
+        """What this process has, as one tensor; empty if it has nothing.
+
+        Raises:
+            RuntimeError: It has several shards that do not make up a box.
+        """
+        shards = [shard for shard in self.local_shards() if shard.metadata.box.num_elements]
+        if len(shards) == 1:
+            return shards[0].tensor
+        if not shards:
+            empty_ones = self.local_shards()
+            return empty_ones[0].tensor if empty_ones else self._like.new_empty([0] * self.dim())
+        return _join([shard.tensor for shard in shards], [shard.metadata.box for shard in shards])
+
+    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
+        """References to the shards of other workers, by their RPC rank.
+
+        Raises:
+            RuntimeError: It belongs to a process group and was not made with ``init_rrefs=True``.
+        """
+        if isinstance(self._engine, WorkerEngine):
+            return _references_to_shards(self)
+        if self._remote_shards is None:
+            raise RuntimeError(
+                "No RRefs to remote shards: ShardedTensor created with init_rrefs=False, no RRefs to remote shards "
+                "available. Make it with init_rrefs=True in ranks that are RPC workers"
+            )
+        return self._remote_shards
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, for everybody who runs the program. Its gradient counts as the same for all of them."""
+        return self._engine.replicate(self._parts, self._layout, self.size(), self._like)
+
+    def gather(  # type: ignore[override]  # PyTorch's name; torch.gather is another function
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """The whole tensor on one rank, without a gradient; over RPC workers, here.
+
+        Args:
+            dst: The rank in the group.
+            out: Where to put it; if not given, a new tensor.
+            enforce_dtype: Whether the result has `dtype`, or that of `out`.
+            dtype: Of the result.
+
+        Returns:
+            The tensor on `dst`, None elsewhere.
+
+        Raises:
+            ValueError: `out` has another size, or another dtype without `enforce_dtype`.
+        """
+        target: Place = dst if isinstance(self._engine, GroupEngine) else self._engine.here
+        is_here = target == self._engine.here
+        if is_here and out is not None:
+            self._check_out(out, enforce_dtype)
+        layout = everywhere(self.size(), [target])
+        with torch.no_grad():
+            found = self._engine.move(self._parts, self._layout, layout, self._like)
+            if not is_here:
+                return None
+            value = found[0]
+            assert isinstance(value, torch.Tensor)
+            if out is not None:
+                return out.copy_(value)
+            return value.to(dtype) if enforce_dtype and dtype is not None else value
+
+    def _check_out(self, out: torch.Tensor, enforce_dtype: bool) -> None:
+        if out.size() != self.size():
+            raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
+        if out.dtype != self.dtype and not enforce_dtype:
+            raise ValueError(f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True")
+
+    # -- other layouts -------------------------------------------------------------------------------------------------
+
+    def redistribute(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same tensor, divided in another way. Each element goes straight to where it belongs; gradients go back.
+
+        Raises:
+            ValueError: It cannot be divided like this, or the placements are of another kind.
+        """
+        properties = self._metadata.tensor_properties
+        metadata = resharding_spec.build_metadata(self.size(), properties)
+        engine = engine_for(metadata.shards_metadata, self._process_group)
+        if engine != self._engine:
+            raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
+        layout = layout_of(metadata.shards_metadata, engine)
+        parts = engine.move(self._parts, self._layout, layout, self._like)
+        made = ShardedTensor._make(engine, resharding_spec, metadata, parts, layout)
+        requires_grad = self._does_require_grad(parts)
+        made._metadata = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
+        made._is_result = requires_grad
+        return made
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Divides this tensor in another way, in place, and returns it. A leaf stays one, and loses its gradient.
+
+        Raises:
+            ValueError: It cannot be divided like this, or the placements are of another kind.
+        """
+        is_leaf, requires_grad = self.is_leaf, self.requires_grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
+            made = self.redistribute(resharding_spec)
+        if is_leaf and requires_grad:
+            made.requires_grad_(True)
+        self._take_over(made)
+        return self
+
+    def _take_over(self, other: ShardedTensor) -> None:
+        """Becomes what another one of the same size and dtype is."""
+        self._spec, self._metadata, self._layout = other._spec, other._metadata, other._layout
+        self._engine, self._parts, self._batch = other._engine, other._parts, other._batch
+        self._is_result = other._is_result
+        self._remote_shards = None
+
+    # -- for torch -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Does what the function does with sharded tensors.
+
+        Raises:
+            RuntimeError: Nobody has said what it does.
+        """
+        kwargs = kwargs or {}
+        first = first_sharded((*args, *kwargs.values()))
+        spec, group = (first._spec, first._process_group) if first is not None else (None, None)
+        return dispatch.dispatch(func, types, args, kwargs, spec, group)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Nothing gets here unless something bypassed `__torch_function__`."""
+        raise dispatch.unsupported(func)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        properties = self._metadata.tensor_properties
+        shards = ", ".join(
+            f"{item.placement}: {item.shard_sizes} at {item.shard_offsets}" for item in self._metadata.shards_metadata
+        )
+        return f"ShardedTensor(size={list(self._metadata.size)}, dtype={properties.dtype}, shards=[{shards}])"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+ShardedTensorBase = ShardedTensor
+
+
+def first_sharded(values: Any) -> ShardedTensor | None:
+    """The first sharded tensor among values, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            return value
+        if isinstance(value, list | tuple):
+            found = first_sharded(value)
+            if found is not None:
+                return found
+    return None
+
+
+def from_layout(
+    engine: Engine, layout: Layout, parts: Sequence[Part], size: Sequence[int], like: torch.Tensor, requires_grad: bool
+) -> ShardedTensor:
+    """A sharded tensor of parts that an operation made.
+
+    Args:
+        engine: That of the operands.
+        layout: Where the parts are; boxes do not overlap, and make up the tensor.
+        parts: In the order of the engine.
+        size: Of the tensor.
+        like: Tells dtype and device.
+        requires_grad: Whether the parts have gradients, in case nobody can tell without asking.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        requires_grad = first.requires_grad
+    shards = [
+        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, engine))
+        for box, place in zip(layout.boxes, layout.places, strict=True)
+    ]
+    metadata = ShardedTensorMetadata(
+        shards, torch.Size(size), TensorProperties(like.dtype, requires_grad=requires_grad)
+    )
+    made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, parts, layout)
+    made._is_result = requires_grad
+    return made
+
+
+def _join(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor:
+    """Shards that make up a box, as one tensor."""
+    num_dims = len(boxes[0].sizes)
+    start = tuple(min(box.offsets[dim] for box in boxes) for dim in range(num_dims))
+    end = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(num_dims))
+    outer = Box(start, tuple(last - first for first, last in zip(start, end, strict=True)))
+    if outer.num_elements != sum(box.num_elements for box in boxes):
+        raise RuntimeError(
+            f"the {len(boxes)} shards here do not make up one tensor; use local_shards(), or reshard so that they do"
+        )
+    made = tensors[0].new_empty(outer.sizes)
+    for tensor, box in zip(tensors, boxes, strict=True):
+        made[box.slices_in(outer)] = tensor
+    return made
+
+
+def _references_to_shards(tensor: ShardedTensor) -> dict[int, list[RRef[Shard]]]:
+    found: dict[int, list[RRef[Shard]]] = {}
+    for part, place, metadata in zip(
+        tensor._parts, tensor._layout.places, tensor._metadata.shards_metadata, strict=True
+    ):
+        if isinstance(part, RRef) and not part.is_owner():
+            reference = remote(place, _as_shard, (part, metadata))
+            found.setdefault(rpc.get_worker_info(str(place)).id, []).append(reference)
+    return found
+
+
+def _as_shard(part: RRef[Any], metadata: ShardMetadata) -> Shard:
+    return Shard(part.to_here(), metadata)

@@ -1,0 +1,34 @@
+"""From any spec to any spec, in both worlds, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shard.worlds import World, Worlds
+
+ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+
+
+def check_all_pairs(world: World) -> int:
+    whole = torch.arange(35.0, dtype=torch.float64).view(7, 5)
+    weights = torch.randn(7, 5, dtype=torch.float64)
+    num_checked = 0
+    for old in world.specs(7, 5):
+        for new in world.specs(7, 5):
+            sharded = world.shard(whole, old, requires_grad=True)
+            moved = sharded.redistribute(new)
+            assert moved.sharding_spec() is new
+            assert moved.requires_grad
+            full = moved.full_tensor()
+            assert torch.equal(full, whole)
+            world.backward((full * weights).sum())
+            assert torch.equal(world.full_gradient(sharded), weights)
+            num_checked += 1
+    return num_checked
+
+
+@ENGINES
+@pytest.mark.parametrize("num_places", [2, 4])
+def test_any_spec_to_any_other(worlds: Worlds, engine: str, num_places: int) -> None:
+    assert set(worlds.check(engine, num_places, check_all_pairs)) == {25}

@@ -1,0 +1,204 @@
+"""The same checks in both worlds: on the ranks of a process group, and over RPC workers.
+
+A check is a function ``check(world, ...)`` at the top of a test file. It makes sharded tensors with ``world.shard``,
+computes, calls ``world.backward`` and compares with plain tensors. In a process group it runs on every rank; over RPC workers
+it runs once, in the test's own process, inside a context.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradwire as gw
+from gradwire.cluster.api import Cluster
+from gradwire.rref import RRef
+from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardingSpec, ShardMetadata
+from shard.groups import Ranks
+
+Check = Callable[..., Any]
+
+
+class World(ABC):
+    """Where a check runs.
+
+    Attributes:
+        num_places: How many ranks or workers hold shards.
+    """
+
+    num_places: int
+
+    @abstractmethod
+    def placement(self, number: int) -> str: ...
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """From everybody's own loss, or from one that is the same for everybody."""
+
+    @abstractmethod
+    def own(self, batch: torch.Tensor) -> torch.Tensor:
+        """This process's rows of a batch: uneven in a process group, all of them over RPC workers."""
+
+    @abstractmethod
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        """Everybody's rows as one batch again."""
+
+    @abstractmethod
+    def part_gradients(self, tensor: ShardedTensor) -> list[torch.Tensor | None]:
+        """Of all shards, in the order of the metadata, dense; None where there is none."""
+
+    @abstractmethod
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Of a plain tensor of this process."""
+
+    def chunks(self, dim: int = 0) -> ChunkShardingSpec:
+        return ChunkShardingSpec(dim, [self.placement(number) for number in range(self.num_places)])
+
+    def blocks(self, *size: int) -> EnumerableShardingSpec:
+        """Uneven blocks along two dimensions: place 0 has two of them, the last place has none (if there are over 2)."""
+        rows, columns = max(1, size[0] // 3), max(1, size[1] // 4)
+        last = 1 if self.num_places > 1 else 0
+        return EnumerableShardingSpec(
+            [
+                ShardMetadata([0, 0], [rows, columns], self.placement(0)),
+                ShardMetadata([0, columns], [rows, size[1] - columns], self.placement(last)),
+                ShardMetadata([rows, 0], [size[0] - rows, size[1]], self.placement(0)),
+            ]
+        )
+
+    def uneven(self, dim: int, *size: int) -> EnumerableShardingSpec:
+        """Cut along one dimension into parts of 1, 2, ... and the rest, in reverse order of the places."""
+        shards, start = [], 0
+        for number in range(self.num_places):
+            length = min(number + 1, size[dim] - start) if number < self.num_places - 1 else size[dim] - start
+            offsets, sizes = [0] * len(size), list(size)
+            offsets[dim], sizes[dim] = start, length
+            shards.append(ShardMetadata(offsets, sizes, self.placement(self.num_places - 1 - number)))
+            start += length
+        return EnumerableShardingSpec(shards)
+
+    def specs(self, *size: int) -> list[ShardingSpec]:
+        """Even, uneven, along each dimension, in blocks."""
+        specs: list[ShardingSpec] = [self.chunks(dim) for dim in range(len(size))]
+        specs += [self.uneven(dim, *size) for dim in range(len(size))]
+        return [*specs, self.blocks(*size)] if len(size) == 2 else specs
+
+    def shard(self, tensor: torch.Tensor, spec: ShardingSpec, requires_grad: bool = False) -> ShardedTensor:
+        made = spec.shard(tensor.detach().contiguous())
+        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    def full_gradient(self, tensor: ShardedTensor) -> torch.Tensor:
+        """The gradients of all shards as one plain tensor; zero where there is none."""
+        full = torch.zeros(tensor.size(), dtype=tensor.dtype)
+        for metadata, gradient in zip(tensor.metadata().shards_metadata, self.part_gradients(tensor), strict=True):
+            if gradient is not None:
+                slices = [slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)]
+                full[tuple(slices)] = gradient
+        return full
+
+
+class GroupWorld(World):
+    """A rank of a process group."""
+
+    def __init__(self) -> None:
+        self.num_places, self.rank = dist.get_world_size(), dist.get_rank()
+
+    def placement(self, number: int) -> str:
+        return f"rank:{number}/cpu"
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def own(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch[self._cuts(len(batch))[self.rank]]
+
+    def _cuts(self, length: int) -> list[slice]:
+        """The first rank has one row more than its share, so that ranks differ."""
+        share = length // self.num_places
+        ends = [share * (rank + 1) + 1 for rank in range(self.num_places - 1)] + [length]
+        starts = [0, *ends[:-1]]
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        found: list[Any] = [None] * self.num_places
+        dist.all_gather_object(found, rows.detach())
+        return torch.cat(found)
+
+    def part_gradients(self, tensor: ShardedTensor) -> list[torch.Tensor | None]:
+        own = {
+            tuple(shard.metadata.shard_offsets + shard.metadata.shard_sizes): _dense(shard.tensor.grad)
+            for shard in tensor.local_shards()
+        }
+        everybody: list[Any] = [None] * self.num_places
+        dist.all_gather_object(everybody, own)
+        return [
+            everybody[item.placement.rank()][tuple(item.shard_offsets + item.shard_sizes)]  # type: ignore[union-attr]
+            for item in tensor.metadata().shards_metadata
+        ]
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor.grad
+
+
+class WorkerWorld(World):
+    """This process, which calls functions on RPC workers."""
+
+    def __init__(self, num_places: int, context: Any) -> None:
+        self.num_places, self.context = num_places, context
+
+    def placement(self, number: int) -> str:
+        return f"worker{number}/cpu"
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(loss)
+
+    def own(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def part_gradients(self, tensor: ShardedTensor) -> list[torch.Tensor | None]:
+        return [
+            gw.rpc.rpc_sync(part.owner(), _gradient_of, args=(int(self.context), part))
+            if isinstance(part, RRef)
+            else self.gradient(part)
+            for part in tensor._parts
+        ]
+
+    def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return _dense(self.context.gradients().get(tensor))
+
+
+def _gradient_of(context_id: int, part: RRef[torch.Tensor]) -> torch.Tensor | None:
+    with torch.no_grad():
+        return _dense(gw.autograd.get_gradients(context_id).get(part.to_here()))
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _check_rank(rank: int, check: Check, args: tuple[Any, ...]) -> Any:
+    torch.manual_seed(0)
+    return check(GroupWorld(), *args)
+
+
+class Worlds:
+    """Both worlds, on the workers of one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.ranks = Ranks(cluster)
+
+    def check(self, engine: str, num_places: int, check: Check, *args: Any) -> list[Any]:
+        """Runs a check in one world; returns what it returned, on every rank or once."""
+        if engine == "group":
+            return self.ranks.run(_check_rank, check, args, num_ranks=num_places)
+        torch.manual_seed(0)
+        with gw.autograd.context() as context:
+            return [check(WorkerWorld(num_places, context), *args)]
