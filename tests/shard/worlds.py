@@ -1,8 +1,8 @@
 """The same checks in both worlds: on the ranks of a process group, and over RPC workers.
 
 A check is a function ``check(world, ...)`` at the top of a test file. It makes sharded tensors with ``world.shard``,
-computes, calls ``world.backward`` and compares with plain tensors. In a process group it runs on every rank; over RPC workers
-it runs once, in the test's own process, inside a context.
+computes, calls ``world.backward`` and compares with plain tensors. In a process group it runs on every rank; over RPC
+workers it runs once, in the test's own process, inside a context.
 """
 
 from __future__ import annotations
