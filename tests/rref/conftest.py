@@ -9,6 +9,7 @@ import pytest
 
 from gradwire.cluster._template_process import close_idle_template
 from gradwire.cluster.api import Cluster
+from gradwire.rref import delivery
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 from rref.tasks import wait_clean
 
@@ -19,6 +20,12 @@ __all__ = ["make_puppets", "meeting", "nursery", "workers"]
 def _template_ends_with_the_session() -> Iterator[None]:
     yield
     close_idle_template()
+
+
+@pytest.fixture
+def asks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver asks for references of which it has heard nothing after a moment, not after seconds."""
+    monkeypatch.setattr(delivery, "_ASK_S", 0.5)
 
 
 @pytest.fixture

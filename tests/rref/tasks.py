@@ -26,7 +26,7 @@ def counts() -> tuple[int, int, int, int]:
     return found.num_values, found.num_forks, found.num_children, found.num_messages
 
 
-def wait_clean(names: Sequence[str], timeout_s: float = 10.0) -> None:
+def wait_clean(names: Sequence[str], timeout_s: float = 25.0) -> None:
     """Returns when no reference is left here and on these workers."""
 
     def left() -> dict[str, tuple[int, int, int, int]]:

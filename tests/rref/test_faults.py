@@ -113,6 +113,7 @@ def test_references_to_the_driver_end_with_their_user(cluster: Cluster, names: l
     wait_until(lambda: references.here().statistics().num_values == 0, 10.0, "that the hold is dropped")
 
 
+@pytest.mark.usefixtures("asks_soon")
 def test_a_creation_on_a_worker_that_dies(cluster: Cluster, names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.wait_gate)
     passed_on = rpc.rpc_async(names[1], tasks.fetch, args=(rref,))

@@ -91,6 +91,7 @@ def test_arguments_that_cannot_be_sent_leave_nothing(names: list[str]) -> None:
     assert references.here().statistics().num_children == 0
 
 
+@pytest.mark.usefixtures("asks_soon")
 def test_a_call_that_nobody_waits_for_any_more(names: list[str]) -> None:
     """The callee may drop the call before it has looked at its arguments: whoever sent the reference asks for it."""
     rref = rpc.remote(names[0], tasks.make, args=(1.0,))

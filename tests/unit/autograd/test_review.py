@@ -185,7 +185,9 @@ def test_gradient_that_cannot_be_rebuilt_fails_the_pass(
 # -- whose work a waiting thread does ---------------------------------------------------------------------------------
 
 
-def take_while_waiting(agent: Agent, send: Callable[[], object], pass_id: int) -> None:
+def take_while_waiting(
+    agent: Agent, send: Callable[[], object], pass_id: int, is_handled: Callable[[], object]
+) -> None:
     """Lets this thread read what comes from worker b, as one does that waits for a pass; sends once it holds the reading."""
     sent: list[bool] = []
 
@@ -193,7 +195,7 @@ def take_while_waiting(agent: Agent, send: Callable[[], object], pass_id: int) -
         if not sent:
             sent.append(True)
             send()
-        return False
+        return bool(is_handled())
 
     def is_own(note: Any) -> bool:
         return pass_id_of(note) == pass_id
@@ -208,12 +210,12 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}))
     assert b.call("a", torch.add, (1, 1)) == 2  # opens the lane
     for pass_id in (7, 8):
-        take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7)
+        take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7, partial(ran_in.get, pass_id))
     wait_until(lambda: 8 in ran_in, QUICK_S, "that a service thread handles the other one")
     assert ran_in[7] == thread_name()
     assert ran_in[8].startswith("gradwire-a-service")
     futures: list[Any] = []
-    take_while_waiting(a, lambda: futures.append(b.submit("a", thread_name)), 7)
+    take_while_waiting(a, lambda: futures.append(b.submit("a", thread_name)), 7, lambda: futures[0].done())
     assert futures[0].wait().startswith("gradwire-a-service")
 
 
@@ -510,6 +512,10 @@ def test_notice_that_fails_in_the_thread_it_was_handed_to_ends_the_connection(tr
 
     a.notices.register("review", fail)
     before = b.peers.peer("a").lanes.get("calls")
-    take_while_waiting(a, lambda: b.notices.send("a", "review", [0, 8]), 7)
-    wait_until(lambda: b.peers.peer("a").lanes.get("calls") is not before, 20.0, "that b hears of it")
+
+    def has_ended() -> bool:
+        return b.peers.peer("a").lanes.get("calls") is not before
+
+    take_while_waiting(a, lambda: b.notices.send("a", "review", [0, 8]), 7, has_ended)
+    wait_until(has_ended, 20.0, "that b hears of it")
     assert b.call("a", torch.add, (1, 1)) == 2
