@@ -19,11 +19,12 @@ import torch
 
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.messages import CommitPass
+from gradwire.autograd.norms import clip_factor, total_norm
 from gradwire.errors import OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
 from gradwire.optim.contexts import Contexts, check_contexts, is_over
-from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog, clip_factor, total_norm
+from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, GroupReader, Named

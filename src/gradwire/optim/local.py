@@ -11,10 +11,11 @@ import torch
 from gradwire.autograd import sharing, worker
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import CommitPass
+from gradwire.autograd.norms import are_finite, norm_of
 from gradwire.errors import CallCancelled, ConfigurationError, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
-from gradwire.optim.edits import Edit, are_finite, edited, norm_of
+from gradwire.optim.edits import Edit, edited
 from gradwire.optim.states import NamedState
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire.autograd.norms import are_finite, clip_factor, norm_of, total_norm
 from gradwire.errors import ConfigurationError, DecodeError, OptimizerError
-from gradwire.optim.edits import CLAMP, SCALE, EditLog, are_finite, clip_factor, edited, norm_of, total_norm
+from gradwire.optim.edits import CLAMP, SCALE, EditLog, edited
 
 
 def test_edits_are_made_in_order_and_out_of_place() -> None:
@@ -50,6 +51,7 @@ def test_entries_of_one_place_are_clamped_together() -> None:
 def test_norms() -> None:
     sparse = torch.sparse_coo_tensor([[0, 0]], [3.0, 1.0], (2,), check_invariants=True)
     assert norm_of(sparse, 2.0) == 4.0  # entries of one place are one number
+    assert norm_of(torch.empty(0, 3), float("inf")) == 0.0  # a shard without elements
     assert total_norm([torch.tensor(3.0), torch.tensor(4.0)], 2.0, True) == 5.0
     assert total_norm([], 2.0, True) == 0.0
     assert total_norm([torch.tensor(3.0), torch.tensor(4.0, dtype=torch.float64)], 2.0, True).dtype is torch.float64
