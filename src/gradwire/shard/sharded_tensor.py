@@ -6,6 +6,7 @@ from gradwire.shard import ops
 from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
 from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from gradwire.shard.states import pre_load_state_dict_hook, state_dict_hook
 from gradwire.shard.tensor import Shard, ShardedTensor, ShardedTensorBase
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "init_from_local_shards",
     "ones",
     "ops",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "state_dict_hook",
     "zeros",
 ]

@@ -18,6 +18,7 @@ import torch
 
 from gradwire.errors import CannotSend, DecodeError
 from gradwire.wire._plain import TensorTable
+from gradwire.wire._registry import BY_KIND
 
 MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
 _KEEP_PICKLERS: Final = 16
@@ -38,6 +39,11 @@ def is_in_script(obj: Any) -> bool:
     return script is not None and files <= {script}
 
 
+def _stays_outside(obj: Any) -> bool:
+    """Tensors do, except for those of classes that were registered: such a class knows what it consists of."""
+    return isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND
+
+
 class _Pickler(pickle.Pickler):
     """Pickles by reference. Used many times, because making one costs more than most messages."""
 
@@ -49,7 +55,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
+        return self.table.index_of(obj) if _stays_outside(obj) else None
 
     def reducer_override(self, obj: Any) -> Any:
         is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES
@@ -72,7 +78,7 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) else None
+        return self.table.index_of(obj) if _stays_outside(obj) else None
 
 
 class _Unpickler(pickle.Unpickler):

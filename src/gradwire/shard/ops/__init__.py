@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradwire.shard import states, travel
 from gradwire.shard.ops import basics
 
-__all__ = ["basics"]
+__all__ = ["basics", "states", "travel"]
