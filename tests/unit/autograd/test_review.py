@@ -215,7 +215,9 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     assert ran_in[7] == thread_name()
     assert ran_in[8].startswith("gradwire-a-service")
     futures: list[Any] = []
-    take_while_waiting(a, lambda: futures.append(b.submit("a", thread_name)), 7, lambda: bool(futures and futures[0].done()))
+    take_while_waiting(
+        a, lambda: futures.append(b.submit("a", thread_name)), 7, lambda: bool(futures and futures[0].done())
+    )
     assert futures[0].wait().startswith("gradwire-a-service")
 
 
