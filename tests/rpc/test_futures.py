@@ -50,6 +50,25 @@ def test_wait_all_raises_what_a_call_raised(pair: list[Agent]) -> None:
         torch.futures.wait_all(futures)
 
 
+def test_calls_made_while_a_callback_runs_leave_although_it_waits_for_them(pair: list[Agent]) -> None:
+    """Calls are held back while somebody handles answers, who sends them together; a callback must not hold them up."""
+    is_running, has_answer = threading.Event(), threading.Event()
+
+    def wait_for_the_other(_: Any) -> bool:
+        is_running.set()
+        return has_answer.wait(10)
+
+    first = pair[0].submit("b", handlers.wait_gate)
+    outcome = first.then(wait_for_the_other)
+    pair[0].call("b", handlers.open_gate)
+    assert is_running.wait(10)
+    later = [pair[0].submit("b", operator.add, (number, 2)) for number in range(3)]
+    assert wait_until(lambda: all(future.done() for future in later))
+    has_answer.set()
+    assert outcome.wait() is True
+    assert [future.wait() for future in later] == [2, 3, 4]
+
+
 def test_error_passes_through_then(pair: list[Agent]) -> None:
     future = pair[0].submit("b", handlers.fail, (KeyError, "gone")).then(lambda done: done.wait())
     with pytest.raises(KeyError, match="gone"):

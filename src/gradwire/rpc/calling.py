@@ -219,7 +219,11 @@ class Caller:
             if lane.reader.is_reading and lane.reader.is_cut_off():
                 raise ConnectionClosed("reading was interrupted")
             deadline = call.deadline if call.deadline < _NEVER else None
-            lane.connection.send(message, packed.body, packed.tensors, deadline)
+            # Whoever reads answers sends what was held back, once for many calls that nobody waits for yet.
+            hold_back = call.future is not None and lane.reader.will_flush
+            lane.connection.send(message, packed.body, packed.tensors, deadline, hold_back)
+            if hold_back and not lane.reader.will_flush:
+                lane.connection.flush(deadline)
         except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
             is_ours = lane.calls.pop(call.call_id) is not None
             lane.reader.end(error)

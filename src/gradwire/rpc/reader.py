@@ -58,6 +58,7 @@ class Reader:
     Attributes:
         is_lingered_on: Whether a service thread may stay with the connection after a request.
         is_reading: A caller takes bytes from the connection; see `is_cut_off`.
+        will_flush: A service thread is handling frames, and sends afterwards what was held back meanwhile.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Reader:
         self._ended = False
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
+        self.will_flush = False
         self._num_looks = _MAX_LOOKS
         self.is_lingered_on = True
 
@@ -126,6 +128,7 @@ class Reader:
         self._reactor.enter(self)
         try:
             while True:
+                self.will_flush = True
                 while inbox:
                     self._busy_since = time.monotonic()
                     self.on_frame(inbox.popleft())
@@ -133,6 +136,7 @@ class Reader:
                         if self._epoch != epoch:
                             return
                         self._busy_since = 0.0
+                self.will_flush = False
                 self._connection.flush()
                 frames = self._next_frames(num_read)
                 if frames is None:
@@ -230,6 +234,7 @@ class Reader:
             if before is not None and not 0.0 < self._busy_since < before:
                 return  # it went on meanwhile
             self._busy_since = 0.0
+            self.will_flush = False
             self._holder = 0
             self._epoch += 1
             new = self._epoch
