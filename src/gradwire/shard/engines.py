@@ -8,6 +8,7 @@ worker runs the program and handles all parts, which are references to tensors e
     move        from one layout to another; what is moved keeps its gradient, which goes back the same way
     replicate   parts -> the same plain tensor for everybody who runs the program
     divide      such a tensor -> parts
+    spread      everybody's own rows -> parts
     ask         questions to parts, made by everybody for themselves, and the answers
 
 Two kinds of plain tensors meet sharded ones. What is **one's own** (the rows of a batch) may be different for everybody who
@@ -99,6 +100,16 @@ class Engine(ABC):
         """The parts of a tensor that is the same everywhere. Its gradient is the total, for everybody."""
 
     @abstractmethod
+    def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
+        """The parts of everybody's own rows, for the next `run`. The gradient is one's own.
+
+        Args:
+            rows: One's own.
+            batch: Whose rows are where; its places are the askers.
+            layout: Who is to have what; boxes may overlap.
+        """
+
+    @abstractmethod
     def ask(
         self,
         function: Answerer,
@@ -121,6 +132,10 @@ class Engine(ABC):
             shapes: The shape of each answer.
             like: Tells dtype and device of the answers.
         """
+
+    @abstractmethod
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers that everybody says, in the order of `askers`. All say as many."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:

@@ -85,6 +85,10 @@ class GroupEngine(Engine):
         outer = whole(tensor.size())
         return [tensor[layout.boxes[number].slices_in(outer)] for number in self.numbers(layout)]
 
+    def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
+        """Every rank sends the others what they are to have of its rows."""
+        return self.move([rows], batch, layout, rows)
+
     def ask(
         self,
         function: Answerer,
@@ -143,6 +147,13 @@ class GroupEngine(Engine):
     def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         found: torch.Tensor = _Exchange.apply(self.group, flat, sent, received)  # type: ignore[no-untyped-call]
         return found
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What every rank says."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in self.askers]
+        dist.all_gather(found, own, self.group)
+        return [item.tolist() for item in found]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank says."""

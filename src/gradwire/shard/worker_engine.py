@@ -101,6 +101,10 @@ class WorkerEngine(Engine):
         outer = Box((0,) * tensor.dim(), tuple(tensor.size()))
         return [tensor[box.slices_in(outer)] for box in layout.boxes]
 
+    def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
+        """Tensors that are here, as with `divide`."""
+        return self.divide(rows, layout)
+
     def ask(
         self,
         function: Answerer,
@@ -123,6 +127,10 @@ class WorkerEngine(Engine):
         for number, future in waiting.items():
             answers[number] = future.wait()
         return [answers[number].view(*shapes[number]) for number in range(len(parts))]
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What this worker says."""
+        return [list(numbers)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What this worker says."""

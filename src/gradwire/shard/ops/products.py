@@ -1,0 +1,279 @@
+"""Products of matrices of which at least one is divided. `linear` says which functions of torch they are.
+
+The operand that stays is cut into blocks, and the other one comes to them. Block i of the right operand, with rows `k_i` and
+columns `o_i`, takes columns `k_i` of the left one and gives columns `o_i` of the result:
+
+    left [n, k]           right [k, o]                     result [n, o]
+    +----+------+         +------+---------+               +------+---------+
+    |    |      |    @    |  0   |    1    |  k_0   =      | 0 + 2|  1 + 2  |
+    +----+------+         +------+---------+               +------+---------+
+     k_0   k_2            |        2       |  k_2
+                          +----------------+
+
+If no block is cut along `k`, what the blocks give are the parts of the result, which stay where they are. Else they are
+parts of sums, and the sums go to those whose rows they are; if nobody knows whose, each place takes its share of them.
+
+A plain left operand is everybody's own rows. A plain right operand is the same everywhere; so is a plain bias.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from gradwire.shard._geometry import Box
+from gradwire.shard.dispatch import unsupported
+from gradwire.shard.engines import Engine, Part
+from gradwire.shard.layouts import Layout, Place, stack_rows
+from gradwire.shard.tensor import ShardedTensor, from_layout
+
+Size = tuple[int, ...]
+
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Pairs of blocks that are at the same places, and what their products are.
+
+    Attributes:
+        engine: How functions get there.
+        lefts: Blocks of the left operand.
+        rights: Blocks of the right one.
+        is_transposed: Whether those are [o, k], not [k, o].
+        layout: Of the products.
+        size: Of the result.
+        batch: Of the result, if it is known whose rows these are.
+        is_sum: Whether the products are parts of sums.
+        like: Tells dtype and device, where nobody can tell without asking.
+        requires_grad: Whether an operand does.
+    """
+
+    engine: Engine
+    lefts: list[Part]
+    rights: list[Part]
+    is_transposed: bool
+    layout: Layout
+    size: Size
+    batch: Layout | None
+    is_sum: bool
+    like: torch.Tensor
+    requires_grad: bool
+
+    def products(self, biases: Sequence[Part | None]) -> list[Part]:
+        return self.engine.run(product, self.layout, self.lefts, self.rights, biases, is_transposed=self.is_transposed)
+
+    def to_sharded(self, parts: Sequence[Part], layout: Layout) -> ShardedTensor:
+        made = from_layout(self.engine, layout, parts, self.size, self._like(parts), self.requires_grad)
+        made._batch = self.batch
+        return made
+
+    def _like(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Where autocast is on, products have another dtype than operands."""
+        return parts[0].new_empty(0) if isinstance(parts[0], torch.Tensor) else self.like
+
+
+def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> torch.Tensor:
+    """The product of two blocks, where they are."""
+    return F.linear(left, right if is_transposed else right.t(), bias)
+
+
+def multiply(
+    func: Callable[..., Any], left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+) -> torch.Tensor:
+    """``left @ right + bias``, for at least one operand that is sharded.
+
+    Args:
+        func: The function of torch that asks for it.
+        left: Any number of dimensions.
+        right: Two.
+        bias: One, or none.
+        is_transposed: Whether `right` is [out, in], as the weight of `linear` is; else it is [in, out].
+
+    Raises:
+        RuntimeError: The sizes or dtypes do not fit each other, or nobody has said how to do this.
+    """
+    _check_operands(func, left, right, is_transposed)
+    if isinstance(left, ShardedTensor) or left.dim() > 1:
+        return _add_bias(func, _meet(left, right, is_transposed), bias)
+    found = _add_bias(func, _meet(left.unsqueeze(0), right, is_transposed), bias)
+    if isinstance(found, ShardedTensor):
+        raise unsupported(func, "the result would be divided, and a vector is not rows; pass x.unsqueeze(0)")
+    return found.squeeze(0)
+
+
+def _check_operands(func: Any, left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> None:
+    if right.dim() != 2:
+        raise unsupported(func, f"the right operand has {right.dim()} dimensions, not 2")
+    if not 1 <= left.dim() <= _MAX_DIMS:
+        raise unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {_MAX_DIMS}")
+    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._engine != right._engine:
+        raise unsupported(func, "the operands are in different process groups")
+    length, width = _length_and_width(right, is_transposed)
+    if left.size(-1) != length:
+        rows = left.numel() // max(1, left.size(-1))
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({rows}x{left.size(-1)} and {length}x{width})")
+    if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
+
+
+def _length_and_width(right: torch.Tensor, is_transposed: bool) -> tuple[int, int]:
+    rows, columns = right.size()
+    return (columns, rows) if is_transposed else (rows, columns)
+
+
+def _meet(left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
+    if isinstance(right, ShardedTensor):
+        return _at_right(left, right, is_transposed)
+    assert isinstance(left, ShardedTensor)
+    return _at_left(left, right, is_transposed)
+
+
+# -- where the right operand is ----------------------------------------------------------------------------------------
+
+
+def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool) -> _Blocks:
+    engine = right._engine
+    along, across = (1, 0) if is_transposed else (0, 1)  # dimensions of the right operand
+    length, width = _length_and_width(right, is_transposed)
+    batch = _batch_of(left, engine)
+    rows: Size = left.size()[:-1] if batch is None else _rows_of(batch)
+    needed = _columns(right._layout, along, rows)
+    lefts = (
+        engine.move(left._parts, left._layout, needed, left._like)
+        if isinstance(left, ShardedTensor)
+        else engine.spread(left, _required(batch), needed)
+    )
+    boxes = right._layout.boxes
+    return _Blocks(
+        engine=engine,
+        lefts=lefts,
+        rights=right._parts,
+        is_transposed=is_transposed,
+        layout=_columns(right._layout, across, rows),
+        size=(*rows, width),
+        batch=batch and _with_width(batch, width),
+        is_sum=length == 0 or any(box.sizes[across] and box.sizes[along] != length for box in boxes),
+        like=right._like,
+        requires_grad=_do_require_grad(left, right),
+    )
+
+
+def _batch_of(left: torch.Tensor, engine: Engine) -> Layout | None:
+    """Whose rows the left operand has, if that is known."""
+    if isinstance(left, ShardedTensor):
+        return left._batch
+    sizes = [left.dim(), *left.size(), *(0 for _ in range(_MAX_DIMS - left.dim()))]
+    everybody = engine.gather_numbers(sizes)
+    for place, other in zip(engine.askers, everybody, strict=True):
+        if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
+            raise ValueError(
+                f"rows must have the same size on every rank: {list(left.size()[1:])} on {engine.here}, "
+                f"{other[2 : other[0] + 1]} on {place}"
+            )
+    return stack_rows([other[1] for other in everybody], left.size()[1:], engine.askers)
+
+
+def _required(batch: Layout | None) -> Layout:
+    assert batch is not None  # plain rows are somebody's
+    return batch
+
+
+def _rows_of(batch: Layout) -> Size:
+    """The size of everybody's rows together, without the last dimension."""
+    return (sum(box.sizes[0] for box in batch.boxes), *batch.boxes[0].sizes[1:-1])
+
+
+def _columns(layout: Layout, dim: int, rows: Size) -> Layout:
+    """All rows, and of the last dimension what each block has along one of its own."""
+    boxes = (Box((*(0 for _ in rows), box.offsets[dim]), (*rows, box.sizes[dim])) for box in layout.boxes)
+    return Layout(tuple(boxes), layout.places)
+
+
+def _with_width(layout: Layout, width: int) -> Layout:
+    boxes = (Box((*box.offsets[:-1], 0), (*box.sizes[:-1], width)) for box in layout.boxes)
+    return Layout(tuple(boxes), layout.places)
+
+
+# -- where the left operand is -----------------------------------------------------------------------------------------
+
+
+def _at_left(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
+    length, width = _length_and_width(right, is_transposed)
+    boxes = left._layout.boxes
+    needed = Layout(tuple(_facing(box, width, is_transposed) for box in boxes), left._layout.places)
+    return _Blocks(
+        engine=left._engine,
+        lefts=left._parts,
+        rights=left._engine.divide(right, needed),
+        is_transposed=is_transposed,
+        layout=_with_width(left._layout, width),
+        size=(*left.size()[:-1], width),
+        batch=left._batch and _with_width(left._batch, width),
+        is_sum=length == 0 or any(0 not in box.sizes[:-1] and box.sizes[-1] != length for box in boxes),
+        like=left._like,
+        requires_grad=_do_require_grad(left, right),
+    )
+
+
+def _facing(box: Box, width: int, is_transposed: bool) -> Box:
+    """What a block of the left operand takes of the right one."""
+    start, size = box.offsets[-1], box.sizes[-1]
+    return Box((0, start), (width, size)) if is_transposed else Box((start, 0), (size, width))
+
+
+def _do_require_grad(*operands: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(item.requires_grad for item in operands)
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def _add_bias(func: Any, blocks: _Blocks, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        blocks = replace(blocks, requires_grad=blocks.requires_grad or _do_require_grad(bias))
+        if isinstance(bias, ShardedTensor) and (bias._engine != blocks.engine or bias.size() != blocks.size[-1:]):
+            raise unsupported(func, f"the bias has size {list(bias.size())}, or is in another process group")
+    if blocks.is_sum:
+        return _add_up(blocks, bias)
+    return blocks.to_sharded(blocks.products(_bias_parts(blocks, bias, blocks.layout)), blocks.layout)
+
+
+def _add_up(blocks: _Blocks, bias: torch.Tensor | None) -> torch.Tensor:
+    """The sums of products: everybody's own rows, or each place's share of them."""
+    engine = blocks.engine
+    products = blocks.products([None] * len(blocks.lefts))
+    target = blocks.batch or engine.complete(_shares(blocks.size, blocks.layout.places))
+    sums = engine.move(products, blocks.layout, target, blocks._like(products), is_sum=True)
+    if bias is not None:
+        sums = engine.run(torch.add, target, sums, _bias_parts(blocks, bias, target))
+    if blocks.batch is None:
+        return blocks.to_sharded(sums, target)
+    (own,) = sums
+    assert isinstance(own, torch.Tensor)
+    return own
+
+
+def _shares(size: Size, places: Sequence[Place]) -> Layout:
+    """Equal chunks of rows, each place once."""
+    unique = list(dict.fromkeys(places))
+    share = -(-size[0] // len(unique))
+    starts = [min(number * share, size[0]) for number in range(len(unique) + 1)]
+    numbers = [end - start for start, end in itertools.pairwise(starts)]
+    return stack_rows(numbers, size[1:], unique)
+
+
+def _bias_parts(blocks: _Blocks, bias: torch.Tensor | None, layout: Layout) -> Sequence[Part | None]:
+    """What parts of a result need of the bias."""
+    engine = blocks.engine
+    if bias is None:
+        return [None] * len(engine.numbers(layout))
+    needed = Layout(tuple(Box(box.offsets[-1:], box.sizes[-1:]) for box in layout.boxes), layout.places)
+    if isinstance(bias, ShardedTensor):
+        return engine.move(bias._parts, bias._layout, needed, bias._like)
+    return engine.divide(bias.expand(blocks.size[-1]), needed)
