@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire import rpc
 from gradwire.rref import RRef
+from gradwire.shard.agreement import agree
 from gradwire.shard.engines import Engine, Part
 from gradwire.shard.group_engine import GroupEngine
-from gradwire.shard.layouts import Layout, Place, whole
+from gradwire.shard.layouts import Place
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placing import engine_for, layout_of
+from gradwire.shard.scattering import scatter
 from gradwire.shard.sharding_spec import ShardingSpec, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import Shard, ShardedTensor
 
@@ -124,20 +127,37 @@ def init_from_local_shards(
         init_rrefs: Whether ranks make references to their shards for each other.
 
     Raises:
-        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks say different things.
+        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks say different things. Every rank
+            raises it, whoever is to blame.
     """
     engine = GroupEngine(process_group)
     size = _size(global_size)
-    said = engine.gather_objects((list(size), [(s.metadata, _properties_of(s.tensor)) for s in local_shards]))
-    metadata = _agree(said)
+    problem = next(filter(None, (find_problem(shard, dist.get_rank()) for shard in local_shards)), "")
+    told = (list(size), [(s.metadata, TensorProperties.create_from_tensor(s.tensor)) for s in local_shards])
+    said = engine.gather_objects((problem, told))
+    for text, _ in said:
+        if text:
+            raise ValueError(text)
+    metadata = _agree([items for _, items in said])
     made = _from_own_shards(engine, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
     if init_rrefs:
         share_references(made)
     return made
 
 
-def _properties_of(tensor: torch.Tensor) -> TensorProperties:
-    return TensorProperties.create_from_tensor(tensor)
+def find_problem(shard: Shard, rank: int) -> str:
+    """Why a shard cannot be one of that rank's (among all ranks); empty if it can."""
+    tensor, placement = shard.tensor, shard.metadata.placement
+    if tensor.layout != torch.strided:
+        return f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!"
+    if not tensor.is_contiguous():
+        return f"Only torch.contiguous_format memory_format is currently supported! A shard of rank:{rank} has another"
+    if placement is None or placement.rank() != rank:
+        return (
+            f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in the "
+            f"process group: {rank}, local ShardMetadata placement: {placement}"
+        )
+    return ""
 
 
 def _agree(said: Sequence[tuple[list[int], list[tuple[ShardMetadata, TensorProperties]]]]) -> ShardedTensorMetadata:
@@ -225,53 +245,86 @@ def shard_tensor(
 ) -> ShardedTensor:
     """Divides a tensor. What it holds on one rank counts; over RPC workers, what it holds here.
 
-    Every shard goes straight to its place; the source sends no more than all of them.
+    Every shard goes straight to its place; the source sends no more than all of them, and copies a few megabytes at a time.
 
     Args:
-        tensor: On every rank a tensor of the same size and dtype.
+        tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on the
+            ``meta`` device. If that of the source is, too, shards are whatever was in memory.
         sharding_spec: How to divide it.
         src_rank: The rank in the group whose tensor counts.
         process_group: None for the default group.
 
     Raises:
+        TypeError: The spec is none.
         ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
+        RuntimeError: There is no process group, or this process is no RPC worker.
     """
-    if not isinstance(sharding_spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(sharding_spec).__name__}")
-    if not tensor.is_contiguous():
-        raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
-    properties = TensorProperties.create_from_tensor(tensor)
-    metadata = sharding_spec.build_metadata(tensor.size(), properties)
-    engine = engine_for(metadata.shards_metadata, process_group)
-    layout = layout_of(metadata.shards_metadata, engine)
-    source: Place = src_rank if isinstance(engine, GroupEngine) else engine.here
+    engine, metadata = placed(tensor, sharding_spec, process_group)
+    has_values = not tensor.is_meta
     if isinstance(engine, GroupEngine):
-        _check_same(engine, tensor, sharding_spec, src_rank)
-    parts: list[Part] = [tensor.detach()] if engine.here == source else []
-    old = Layout((whole(tensor.size()),), (source,))
-    like = tensor.detach().new_empty(0)
-    with torch.no_grad():
-        made = engine.move(parts, old, layout, like)
-        made = engine.run(own_part, layout, made, requires_grad=tensor.requires_grad)
-    return ShardedTensor._make(engine, sharding_spec, metadata, made, layout)
+        has_values = _agree_on(engine, tensor, metadata, src_rank)
+    return divide_tensor(engine, tensor, sharding_spec, metadata, src_rank, has_values)
 
 
-def own_part(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A part with memory of its own, as a leaf."""
-    is_view = tensor._is_view() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-    return (tensor.detach().clone() if is_view else tensor.detach()).requires_grad_(requires_grad)
+def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Engine, ShardedTensorMetadata]:
+    """Who is to have what of a tensor, and the engine that gets it there. Nothing is moved, and nobody is asked.
+
+    Raises:
+        TypeError: The spec is none.
+        ValueError: The tensor cannot be divided like this, or a placement names nobody.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+    """
+    if not isinstance(spec, ShardingSpec):
+        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
+    metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
+    engine = engine_for(metadata.shards_metadata, process_group)
+    layout_of(metadata.shards_metadata, engine)
+    return engine, metadata
 
 
-def _check_same(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int) -> None:
-    if src_rank not in engine.askers:
-        raise ValueError(f"src_rank {src_rank} is no rank of the group, which has {len(engine.askers)}")
-    said = engine.gather_objects((list(tensor.size()), str(tensor.dtype), src_rank, spec))
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            raise ValueError(
-                f"the ranks do not agree on what to shard: (size, dtype, src_rank, spec) is {said[0]} on rank 0, "
-                f"and {other} on rank {rank}"
-            )
+def divide_tensor(
+    engine: Engine,
+    tensor: torch.Tensor,
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    src_rank: int,
+    has_values: bool,
+) -> ShardedTensor:
+    """Divides a tensor, once everybody is known to be about to do so; see `shard_tensor`."""
+    layout = layout_of(metadata.shards_metadata, engine)
+    devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
+    source: Place = src_rank if isinstance(engine, GroupEngine) else engine.here
+    parts = scatter(engine, tensor, source, layout, devices, has_values)
+    return ShardedTensor._make(engine, spec, metadata, parts, layout)
+
+
+def check_source(engine: Engine, src_rank: Any) -> None:
+    """
+    Raises:
+        ValueError: It is no rank of the group.
+    """
+    if isinstance(engine, GroupEngine) and (type(src_rank) is not int or src_rank not in engine.askers):
+        raise ValueError(f"src_rank {src_rank!r} is no rank of the group, which has {len(engine.askers)}")
+
+
+def _agree_on(engine: GroupEngine, tensor: torch.Tensor, metadata: ShardedTensorMetadata, src_rank: int) -> bool:
+    """Whether the source has values; raises for all ranks unless all are about to do the same."""
+
+    def prepare() -> dict[str, Any]:
+        check_source(engine, src_rank)
+        return {
+            "src_rank": src_rank,
+            "sharding_spec": metadata.shards_metadata,
+            "size": list(tensor.size()),
+            "dtype": str(tensor.dtype),
+            "requires_grad": tensor.requires_grad,
+            "has_values": not tensor.is_meta,
+        }
+
+    has_values: bool = agree(engine, prepare, own_matters=["has_values"])[src_rank]["has_values"]
+    return has_values
 
 
 # -- references between ranks ------------------------------------------------------------------------------------------
