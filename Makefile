@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check conformance bench fuzz soak clean
+.PHONY: help demo test check search conformance bench fuzz soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    trains a model that is split over three workers on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, layers and the fast tests"
+	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
@@ -33,6 +34,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not slow" -x -q
+
+search: $(STAMP)
+	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py
 
 conformance: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m conformance $(CONFORMANCE)
