@@ -1,0 +1,217 @@
+"""Shards parameters and whole modules, in place.
+
+Everything that can be wrong is found out before anything is changed; in a process group all ranks are asked first, and go on
+only together. Then parameters are divided one after the other, and each original is freed before the next one's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from gradwire.shard._plan_steps import (
+    ParameterStep,
+    SharderStep,
+    Steps,
+    check_module,
+    read_parameter,
+    read_plan,
+    slots_of_tensors,
+)
+from gradwire.shard.agreement import Said, agree
+from gradwire.shard.creation import divide_tensor
+from gradwire.shard.creation import shard_tensor as _shard_tensor
+from gradwire.shard.engines import Engine
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.metadata import ShardedTensorMetadata
+from gradwire.shard.placing import current_process_group
+from gradwire.shard.preparation import Work, prepare, specs_in
+from gradwire.shard.sharding_plan import ShardingPlan
+from gradwire.shard.sharding_spec import ChunkShardingSpec, ShardingSpec
+from gradwire.shard.tensor import ShardedTensor
+
+__all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
+
+
+def shard_parameter(
+    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+) -> None:
+    """Replaces a parameter, or a buffer, by a sharded tensor of the same values.
+
+    Args:
+        module: Has the parameter. If submodules have it, too, they get the sharded one, too.
+        param_name: Its name, without dots.
+        sharding_spec: How to divide it: among the ranks of a process group, each of which calls this, or among RPC workers.
+        src_rank: The rank in the group whose values count. The others' may be on the ``meta`` device.
+        process_group: The ranks; None for the default group.
+
+    Raises:
+        AttributeError: The module has no such parameter.
+        TypeError: The spec is none.
+        ValueError: The parameter is no contiguous tensor, cannot be divided like this, or ranks want different things.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+    """
+
+    def read() -> Steps:
+        check_module(module)
+        if not isinstance(sharding_spec, ShardingSpec):
+            raise TypeError(f"Only `ShardingSpec` is supported to shard '{param_name}', not {sharding_spec!r}")
+        if "." in param_name:
+            raise AttributeError(
+                f"{type(module).__name__} has no attribute `{param_name}`; pass the submodule that has it"
+            )
+        return Steps([read_parameter(module, param_name, sharding_spec, slots_of_tensors(module))])
+
+    work = prepare(read, [sharding_spec], src_rank, process_group)
+    _divide_all(work, src_rank)
+
+
+def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
+    """Shards a module by a plan: its parameters, its submodules, what becomes of its outputs.
+
+    If it raises because the plan does not fit, the module is as it was, on every rank. If ranks or workers are lost in the
+    middle, or a `Sharder` fails after it changed its submodule, it is not.
+
+    Args:
+        module: The module; in a process group every rank has one of the same structure, and calls this.
+        plan: What to do. Tied parameters stay tied, also if the plan names only one of them.
+        src_rank: The rank in the group whose values count. The others' parameters may be on the ``meta`` device.
+        process_group: The ranks; None for the default group.
+
+    Raises:
+        TypeError: Something in the plan is neither a spec nor a `Sharder`, or a `Sharder` returned no module.
+        AttributeError: The module has no such parameter or submodule.
+        KeyError: A `Sharder` is to replace the module itself.
+        RuntimeError: A `Sharder` and another entry are about the same part of the module; or there is no process group, or
+            this process is no RPC worker.
+        ValueError: A parameter cannot be divided like this, or ranks want different things.
+    """
+    work = prepare(lambda: read_plan(module, plan), specs_in(plan), src_rank, process_group)
+    replacements = _run_sharders(module, work)
+    _divide_all(work, src_rank)
+    for step, made in zip(work.steps.sharders, replacements, strict=True):
+        for parent, attribute in step.slots:
+            setattr(parent, attribute, made)
+    for path, spec in work.steps.outputs.items():
+        _reshard_output(module.get_submodule(path), spec)
+    for path in work.steps.local_outputs:
+        _collect_local_shard(module.get_submodule(path))
+
+
+# -- done to the module ------------------------------------------------------------------------------------------------
+
+
+def _run_sharders(module: nn.Module, work: Work) -> list[nn.Module]:
+    """What the `Sharder`s make, if all of them, on all ranks, make what can be used."""
+    made: list[nn.Module] = []
+
+    def run() -> Said:
+        made.extend(_run_sharder(step) for step in work.steps.sharders)
+        for path in (*work.steps.outputs, *work.steps.local_outputs):
+            for step, found in zip(work.steps.sharders, made, strict=True):
+                if path.startswith(f"{step.path}."):
+                    found.get_submodule(path.removeprefix(f"{step.path}."))
+        return {}
+
+    if work.steps.sharders and work.group is not None:
+        agree(work.group, run)
+    else:
+        run()
+    return made
+
+
+def _run_sharder(step: SharderStep) -> nn.Module:
+    found = step.sharder.shard(step.module)
+    if not isinstance(found, nn.Module):
+        raise TypeError(
+            f"{type(step.sharder).__name__}.shard must return an nn.Module for '{step.path}', not {type(found).__name__}"
+        )
+    return found
+
+
+def _divide_all(work: Work, src_rank: int) -> None:
+    for step, (engine, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
+        _divide(step, engine, metadata, src_rank, has_values)
+
+
+def _divide(
+    step: ParameterStep, engine: Engine, metadata: ShardedTensorMetadata, src_rank: int, has_values: bool
+) -> None:
+    """Puts a sharded tensor wherever the module has the parameter; nobody here keeps the original."""
+    tensor = step.tensor
+    made = divide_tensor(engine, tensor, step.spec, metadata, src_rank, has_values)
+    if isinstance(tensor, nn.Parameter):
+        made._is_param = True  # what makes torch take a tensor of a class of one's own for a parameter
+    for owner, attribute in step.slots:
+        setattr(owner, attribute, made)
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """Has a module's sharded output divided in another way; a plain one is left as it is.
+
+    Returns:
+        The module.
+    """
+
+    def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return output.redistribute(resharding_spec) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def _collect_local_shard(module: nn.Module) -> nn.Module:
+    """Has a module return a plain tensor for a sharded one; a plain one is left as it is.
+
+    In a process group it is what the rank has; if the tensor is cut into slices of length 1, without that dimension. Over
+    RPC workers it is the whole tensor.
+
+    Returns:
+        The module.
+    """
+
+    def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return _collect(output) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def _collect(output: ShardedTensor) -> torch.Tensor:
+    if not isinstance(output._engine, GroupEngine):
+        return output.full_tensor()
+    found, spec = output.local_tensor(), output.sharding_spec()
+    if isinstance(spec, ChunkShardingSpec) and output.shape[spec.dim] == len(spec.placements):
+        return found.squeeze(spec.dim) if found.shape[spec.dim] == 1 else found
+    return found
+
+
+# -- the process group -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def load_with_process_group(process_group: Any) -> Iterator[Any]:
+    """What is made or loaded in this block belongs to a process group. Blocks can be nested; the inner one counts."""
+    token = current_process_group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        current_process_group.reset(token)
+
+
+def _get_current_process_group() -> Any:
+    """That of `load_with_process_group`, or the default one.
+
+    Raises:
+        ValueError: There is neither.
+    """
+    group = current_process_group.get()
+    return group if group is not None else distributed_c10d._get_default_group()

@@ -1,0 +1,124 @@
+"""What is to be done to a module is found out, and agreed upon by all ranks, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire import rpc
+from gradwire.shard._plan_steps import Steps
+from gradwire.shard.agreement import Said, agree
+from gradwire.shard.creation import check_source, placed
+from gradwire.shard.engines import Engine
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata
+from gradwire.shard.placing import current_process_group, engine_for, layout_of
+from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+
+
+@dataclass(slots=True)
+class Work:
+    """What is to be done, and by whom.
+
+    Attributes:
+        steps: What.
+        placed: For each parameter, its engine and who is to have what.
+        group: All ranks; None over RPC workers.
+        has_values: For each parameter, whether the source has values.
+    """
+
+    steps: Steps
+    placed: list[tuple[Engine, ShardedTensorMetadata]]
+    group: GroupEngine | None
+    has_values: list[bool]
+
+
+def prepare(read: Callable[[], Steps], specs: Sequence[ShardingSpec], src_rank: int, process_group: Any) -> Work:
+    """Checks everything, here and on all ranks.
+
+    Args:
+        read: Finds out what is asked for, and whether the module can do it.
+        specs: All that are in the plan; they tell who takes part even if the plan cannot be read.
+        src_rank: The rank in the group whose values count.
+        process_group: The ranks; None for the default group.
+
+    Raises:
+        Exception: What `read` raises, here or on another rank.
+        ValueError: A placement names nobody, or ranks want different things.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+    """
+    group = _find_group(specs, process_group)
+    work = Work(Steps(), [], group, [])
+
+    def find_out() -> Said:
+        work.steps = read()
+        work.placed = [placed(step.tensor, step.spec, process_group) for step in work.steps.parameters]
+        _check_places(specs, process_group)
+        if group is not None:
+            check_source(group, src_rank)
+        work.has_values = [not step.tensor.is_meta for step in work.steps.parameters]
+        return _describe(work, src_rank)
+
+    if group is None:
+        find_out()
+    else:
+        work.has_values = agree(group, find_out, own_matters=["has_values"])[src_rank]["has_values"]
+    return work
+
+
+def _describe(work: Work, src_rank: int) -> Said:
+    """What this rank is about to do, to be compared with the others."""
+    steps, parameters = work.steps, work.steps.parameters
+    return {
+        "src_rank": src_rank,
+        "parameters": [(item.name, list(item.tensor.size()), str(item.tensor.dtype)) for item in parameters],
+        "requires_grad": [item.tensor.requires_grad for item in parameters],
+        "sharding_spec": [metadata.shards_metadata for _, metadata in work.placed],
+        "sharders": [(item.path, type(item.sharder).__qualname__) for item in steps.sharders],
+        "output_plan": {path: [str(item) for item in _placements(spec)] for path, spec in steps.outputs.items()},
+        "return_local_tensor": steps.local_outputs,
+        "has_values": work.has_values,
+    }
+
+
+def specs_in(plan: Any) -> list[ShardingSpec]:
+    """Whatever specs are there, also in a plan that is not one."""
+    entries = [getattr(plan, "plan", None), getattr(plan, "output_plan", None)]
+    values = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
+    return [value for value in values if isinstance(value, ShardingSpec)]
+
+
+def _placements(spec: Any) -> list[Any]:
+    """Those of a spec, where they can be known without a tensor."""
+    if isinstance(spec, ChunkShardingSpec):
+        return list(spec.placements)
+    return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
+
+
+def _find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
+    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told."""
+    group = process_group if process_group is not None else current_process_group.get()
+    names = [item for spec in specs for item in _placements(spec) if item is not None]
+    has_ranks = any(item.rank() is not None for item in names)
+    has_workers = any(item.rank() is None and item.worker_name() is not None for item in names)
+    if not dist.is_initialized() or (has_workers and not has_ranks):
+        return None
+    if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
+        return None  # a plan of Sharders only: those of an RPC worker need not be made by all ranks
+    found = GroupEngine(group)
+    if found.here < 0:
+        raise RuntimeError("this rank is not in the process group; only its members can shard with it")
+    return found
+
+
+def _check_places(specs: Sequence[ShardingSpec], process_group: Any) -> None:
+    """
+    Raises:
+        ValueError: A placement names nobody, or some name ranks and some RPC workers.
+    """
+    shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in _placements(spec)]
+    if shards:
+        layout_of(shards, engine_for(shards, process_group))
