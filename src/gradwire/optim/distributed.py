@@ -28,6 +28,7 @@ from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, GroupReader, Named
+from gradwire.optim.parts import PartOf, ShardedParameter, check_layouts, divide_states, fold_groups, join_states
 from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
@@ -39,7 +40,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer_class: A class of `torch.optim`, or one that behaves like those; not LBFGS.
         params_rref: References to parameters, remote or local modules, local parameters, ``(name, reference)`` pairs, or
-            groups of these: ``{"params": [...], "lr": 0.1}``.
+            groups of these: ``{"params": [...], "lr": 0.1}``. Sharded tensors of RPC workers are parameters, too: each of
+            their parts is stepped by its owner.
         args: More arguments for the class.
         kwargs: Its keyword arguments.
 
@@ -62,9 +64,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
         self._edits = EditLog()
         self._commits: dict[tuple[int, ...], tuple[int, Set[int]]] = {}  # passes that the next step tells owners of
+        self._sharded: list[ShardedParameter] = []
+        self._parts: dict[str, PartOf] = {}  # what parameters are parts of, by name
         groups = self._reader.read_all(params_rref)
         placed = place(self._recipe, {}, groups, 0)
         self._owners = placed.made
+        for group in groups:
+            self._note_sharded(group)
         self._is_made = False  # until then, `add_param_group` is called by the base class
         super().__init__(
             [_as_dict(group, placed.options[number]) for number, group in enumerate(groups)], placed.defaults
@@ -79,10 +85,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [owner.optimizer for owner in self._owners.values()]
 
     def named_parameters(self) -> list[Named]:
-        """All parameters in order, by names of which no two are the same."""
+        """All parameters in order, by names of which no two are the same; of sharded ones, the parts."""
         return [
             entry for group in self.param_groups for entry in zip(group["param_names"], group["params"], strict=True)
         ]
+
+    def _note_sharded(self, group: Group) -> None:
+        self._sharded += group.sharded
+        self._parts.update(group.parts)
 
     def _ask(self, operation: str, args_for: Callable[[Owner], Sequence[Any]], timeout: float) -> dict[str, Any]:
         """Asks all owners.
@@ -111,8 +121,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnknownContext: A context was released, or never existed here.
             OptimizerStepFailed: Some owners did not step; says who did.
+            OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
         contexts = check_contexts(context_id)
+        check_layouts(self._sharded)
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
@@ -222,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group = reader.read(param_group)
             placed = place(self._recipe, self._owners, [group], first)
             self._owners.update(placed.made)
+            self._note_sharded(group)
             self._reader = reader  # only now: names of a group that could not be added are free again
             param_group = _as_dict(group, placed.options[first])
         self._log.add({key: value for key, value in param_group.items() if key not in RESERVED})
@@ -246,6 +259,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, gathered here, in torch's form, with the parameters' names.
 
+        Of a sharded parameter it is that of the whole, however it is divided.
+
         Raises:
             OptimizerError: An owner did not answer.
         """
@@ -255,7 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         merged: states.NamedState = {}
         for owner, part in answers.items():
             merged.update(states.copied(part) if self._owners[owner].is_here else part)
-        packed = states.pack(self.param_groups, merged)
+        packed = states.pack(fold_groups(self.param_groups, self._parts), join_states(merged, self._parts))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
         return packed
@@ -270,7 +285,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        found, options = states.unpack(state_dict, self.param_groups)
+        saved_state, options = states.unpack(state_dict, fold_groups(self.param_groups, self._parts))
+        found = divide_states(saved_state, self._parts)
         parts: dict[str, states.NamedState] = {name: {} for name in self._owners}
         for name, rref in self.named_parameters():
             if name in found:

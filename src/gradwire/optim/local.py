@@ -19,6 +19,7 @@ from gradwire.optim.edits import Edit, edited
 from gradwire.optim.states import NamedState
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef
+from gradwire.shard.tensor import ShardedTensor
 
 OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """The number of a group, and what of it a worker has: names, references, options."""
@@ -61,6 +62,10 @@ class LocalOptimizer:
         for name, parameter in zip(names, params, strict=True):
             if not isinstance(parameter, torch.Tensor):
                 raise ConfigurationError(f"parameter {name!r} is no tensor, but of type {type(parameter).__name__}")
+            if isinstance(parameter, ShardedTensor):
+                raise ConfigurationError(
+                    f"parameter {name!r} is a reference to a sharded tensor; pass the sharded tensor itself, not a reference"
+                )
             if parameter in self._names:
                 raise ConfigurationError(
                     f"some parameters appear more than once: {name!r} and {self._names[parameter]!r} are the same"

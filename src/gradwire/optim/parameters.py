@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from gradwire.errors import ConfigurationError
+from gradwire.optim.parts import PartOf, ShardedParameter, take_sharded
 from gradwire.rref import RRef
+from gradwire.shard.sharded_optim import named_params_with_sharded_tensor
+from gradwire.shard.tensor import ShardedTensor
 
 Named = tuple[str, RRef[Any]]
 
@@ -29,10 +32,14 @@ class Group:
     Attributes:
         entries: Unique names and references, in order.
         options: Those that were given for the group.
+        sharded: Parameters that are divided; the entries have their parts.
+        parts: What those entries are parts of, by their names.
     """
 
     entries: list[Named]
     options: dict[str, Any]
+    sharded: list[ShardedParameter] = field(default_factory=list)
+    parts: dict[str, PartOf] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -44,16 +51,22 @@ class GroupReader:
 
     Parameters of a module, and those in pairs, have names; others are called by their number. If a module's names are
     taken, they get the module's number in front. So the same list gives the same names wherever the parameters are.
+    Parts of a sharded parameter have its name, and where they begin.
     """
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
+        self._num_parameters = 0
         self._num_modules = 0
 
     def copy(self) -> GroupReader:
         """One that has given the same names."""
         made = GroupReader()
-        made._taken, made._num_modules = set(self._taken), self._num_modules
+        made._taken, made._num_parameters, made._num_modules = (
+            set(self._taken),
+            self._num_parameters,
+            self._num_modules,
+        )
         return made
 
     def read_all(self, params: Any) -> list[Group]:
@@ -81,33 +94,47 @@ class GroupReader:
         if isinstance(params, set):
             raise ConfigurationError("parameters in a set have no order; pass a list")
         items = [params] if _is_one(params) else list(params)
-        entries = [entry for item in items for entry in self._entries(item)]
-        if not entries:
+        made = Group([], {key: value for key, value in group.items() if key not in ("params", "param_names")})
+        for item in items:
+            for name, parameter in self._named(item):
+                self._add(made, name, parameter)
+        if not made.entries:
             raise ConfigurationError("optimizer got an empty parameter list")
-        return Group(entries, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+        return made
 
-    def _entries(self, item: Any) -> Iterator[Named]:
+    def _named(self, item: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             if item[0] in self._taken:
                 raise ConfigurationError(f"two parameters have the name {item[0]!r}; give each its own")
-            yield self._take(item[0]), _reference(item[1])
+            yield item
         elif isinstance(item, HasRemoteParameters | torch.nn.Module):
-            yield from self._module_entries(list(_parameters_of(item)))
+            yield from self._named_in_module(list(_parameters_of(item)))
         else:
-            yield self._take(str(len(self._taken))), _reference(item)
+            yield str(self._num_parameters), item
 
-    def _module_entries(self, found: list[Named]) -> Iterator[Named]:
+    def _named_in_module(self, found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         number, self._num_modules = self._num_modules, self._num_modules + 1
         if any(name in self._taken for name, _ in found):
-            found = [(f"{number}.{name}", rref) for name, rref in found]
-        for name, rref in found:
-            yield self._take(name), rref
+            return [(f"{number}.{name}", parameter) for name, parameter in found]
+        return found
 
-    def _take(self, name: str) -> str:
+    def _add(self, group: Group, name: str, parameter: Any) -> None:
+        self._take(name)
+        self._num_parameters += 1
+        if not isinstance(parameter, ShardedTensor):
+            group.entries.append((name, _reference(parameter)))
+            return
+        sharded = take_sharded(name, parameter)
+        group.sharded.append(sharded)
+        for part, rref in sharded.parts():
+            self._take(part.name)
+            group.entries.append((part.name, rref))
+            group.parts[part.name] = part
+
+    def _take(self, name: str) -> None:
         if name in self._taken:
             raise ConfigurationError(f"two parameters would have the name {name!r}; pass (name, parameter) pairs")
         self._taken.add(name)
-        return name
 
 
 def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
@@ -128,7 +155,7 @@ def _is_one(params: Any) -> bool:
     return isinstance(params, torch.Tensor | torch.nn.Module | HasRemoteParameters)
 
 
-def _parameters_of(module: Any) -> Iterator[Named]:
+def _parameters_of(module: Any) -> Iterator[tuple[str, Any]]:
     """Parameters of a module that is here or elsewhere, or partly so; each under the first of its names, as torch does."""
     if isinstance(module, HasRemoteParameters):
         yield from module.named_remote_parameters()
@@ -139,10 +166,10 @@ def _parameters_of(module: Any) -> Iterator[Named]:
         if isinstance(part, HasRemoteParameters):
             yield from ((prefix + name, rref) for name, rref in part.named_remote_parameters())
             continue
-        for name, parameter in part.named_parameters(recurse=False):
+        for name, parameter in named_params_with_sharded_tensor(part, recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
-                yield prefix + name, RRef(parameter)
+                yield prefix + name, parameter
 
 
 def _reference(item: Any) -> RRef[Any]:
@@ -151,6 +178,6 @@ def _reference(item: Any) -> RRef[Any]:
     if isinstance(item, torch.Tensor):
         return RRef(item)
     raise ConfigurationError(
-        f"expected an RRef of a parameter, a module or a parameter, not {type(item).__name__}; wrap values of other "
-        f"workers with gradwire.rpc.remote"
+        f"expected an RRef of a parameter, a module, a parameter or a ShardedTensor, not {type(item).__name__}; wrap "
+        f"values of other workers with gradwire.rpc.remote"
     )

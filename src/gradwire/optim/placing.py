@@ -15,6 +15,7 @@ from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, Named, by_owner
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import remote
+from gradwire.shard.sharded_optim import whole_matrix_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,16 @@ class Recipe:
                 "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
                 "over workers; use it in one process, or choose another optimizer"
             )
+
+    def check_sharded(self) -> None:
+        """Looks whether the class may step parts of parameters.
+
+        Raises:
+            ConfigurationError: It may not.
+        """
+        problem = whole_matrix_problem(self.optimizer_class)
+        if problem:
+            raise ConfigurationError(problem)
 
     def call(self, groups: list[OwnedGroup]) -> tuple[Any, ...]:
         """What a new owner is sent. Torch's classes go by name; others are sent themselves, which needs trust in code."""
@@ -76,8 +87,11 @@ def place(recipe: Recipe, owners: dict[str, Owner], groups: Sequence[Group], fir
         first: The number of the first of them.
 
     Raises:
+        ConfigurationError: The class cannot step parts of parameters, and some are sharded.
         OptimizerNotMade: One or more could not, and nobody has.
     """
+    if any(group.parts for group in groups):
+        recipe.check_sharded()
     parts = {
         name: [_owned(first + number, groups[number], entries) for number, entries in found.items()]
         for name, found in by_owner(groups).items()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from gradwire.shard import sharded_tensor, sharding_spec
-from gradwire.shard.creation import shard_tensor as _shard_tensor
+from gradwire.shard import api, sharded_optim, sharded_tensor, sharder, sharding_plan, sharding_spec
+from gradwire.shard.api import _shard_tensor, load_with_process_group, shard_module, shard_parameter
+from gradwire.shard.clipping import clip_grad_norm_, clip_grad_value_
 from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.planner import BalancedPlanner
+from gradwire.shard.sharded_optim import ShardedOptimizer, named_params_with_sharded_tensor
 from gradwire.shard.sharded_tensor import (
     MEM_FORMAT_ENCODING,
     Shard,
@@ -12,6 +15,8 @@ from gradwire.shard.sharded_tensor import (
     ShardedTensorMetadata,
     TensorProperties,
 )
+from gradwire.shard.sharder import Sharder
+from gradwire.shard.sharding_plan import ShardingPlan, ShardingPlanner
 from gradwire.shard.sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -22,17 +27,32 @@ from gradwire.shard.sharding_spec import (
 
 __all__ = [
     "MEM_FORMAT_ENCODING",
+    "BalancedPlanner",
     "ChunkShardingSpec",
     "DevicePlacementSpec",
     "EnumerableShardingSpec",
     "PlacementSpec",
     "Shard",
     "ShardMetadata",
+    "ShardedOptimizer",
     "ShardedTensor",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
     "_shard_tensor",
+    "api",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "load_with_process_group",
+    "named_params_with_sharded_tensor",
+    "shard_module",
+    "shard_parameter",
+    "sharded_optim",
     "sharded_tensor",
+    "sharder",
+    "sharding_plan",
     "sharding_spec",
 ]
