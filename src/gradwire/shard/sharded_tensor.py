@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradwire.shard import local_shards as utils
 from gradwire.shard import ops
 from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
@@ -27,5 +28,6 @@ __all__ = [
     "rand",
     "randn",
     "state_dict_hook",
+    "utils",
     "zeros",
 ]
