@@ -1,4 +1,7 @@
-"""Every example runs as people run it, and ends with the line it promises; so does every program in the documents."""
+"""Every example runs as people run it, and ends with the line it promises; so does every program in the documents.
+
+They run two at a time: each of them uses one core most of the time, to import torch in one process after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,9 +48,19 @@ DOCUMENTS = sorted(
 )
 
 
-def run(program: Path, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+class Ran(NamedTuple):
+    """A program that has ended."""
+
+    program: Path
+    done: subprocess.CompletedProcess[str]
+
+
+Outcomes = dict[str, Future[list[Ran]]]
+
+
+def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
     """Runs a program in a folder of its own: it must not depend on where it is started."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(program), *arguments],
         # Without an installed package, too; and without the warning of a torch store whose host has left first.
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
@@ -54,6 +70,39 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> sub
         timeout=DEADLINE_S,
         check=False,
     )
+    return Ran(program, done)
+
+
+def run_example(name: str, folder: Path) -> list[Ran]:
+    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []))
+    assert list(folder.iterdir()) == [], "files that it has left"
+    return [ran]
+
+
+def run_document(document: str, folder: Path) -> list[Ran]:
+    """In order and in one folder, because the second may use what the first has written; as a world of one worker."""
+    found = []
+    for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
+        program = folder / f"program{number}.py"
+        program.write_text(text)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        found.append(run(program, folder, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """What the tests that were asked for want to look at, in their order."""
+    pool = ThreadPoolExecutor(2, "runs-programs")
+    found: Outcomes = {}
+    for item in request.session.items:
+        params = item.callspec.params if item.path == request.path and hasattr(item, "callspec") else {}
+        for kind, name in params.items():
+            runner = run_example if kind == "example" else run_document
+            found[name] = pool.submit(runner, name, tmp_path_factory.mktemp("program"))
+    yield found
+    pool.shutdown(cancel_futures=True)
 
 
 def test_no_example_is_left_out() -> None:
@@ -62,27 +111,20 @@ def test_no_example_is_left_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LAST_LINES))
-def test_example(name: str, tmp_path: Path) -> None:
-    done = run(EXAMPLES / name, tmp_path, *ARGUMENTS.get(name, []))
+@pytest.mark.parametrize("example", sorted(LAST_LINES))
+def test_example(example: str, outcomes: Outcomes) -> None:
+    ((_, done),) = outcomes[example].result(2 * DEADLINE_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert re.fullmatch(LAST_LINES[name], done.stdout.splitlines()[-1]), done.stdout
-    for line in MORE_LINES.get(name, []):
+    assert re.fullmatch(LAST_LINES[example], done.stdout.splitlines()[-1]), done.stdout
+    for line in MORE_LINES.get(example, []):
         assert re.search(rf"^{line}$", done.stdout, re.MULTILINE), done.stdout
     assert not set("\x1b\r") & set(done.stdout), "a terminal's control characters in a pipe"
     assert done.stderr == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_programs_in_documents(document: str, tmp_path: Path) -> None:
-    """In order and in one folder, because the second may use what the first has written; as a world of one worker."""
-    for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
-        program = tmp_path / f"program{number}.py"
-        program.write_text(text)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        done = run(program, tmp_path, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-        assert done.stderr == "", text
+def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
+    for program, done in outcomes[document].result(2 * DEADLINE_S):
+        assert done.returncode == 0, f"{program.read_text()}\n{done.stdout}\n{done.stderr}"
+        assert done.stderr == "", program.read_text()
