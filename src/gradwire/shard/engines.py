@@ -138,5 +138,13 @@ class Engine(ABC):
         """The numbers that everybody says, in the order of `askers`. All say as many."""
 
     @abstractmethod
+    def settle(self, parts: Sequence[Part] = ()) -> None:
+        """Returns when every function that was started has ended, so that what it reads may be changed in place.
+
+        Args:
+            parts: If one of these could not be made, its error is raised.
+        """
+
+    @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """What everybody who runs the program says, in the order of `askers`."""

@@ -155,6 +155,9 @@ class GroupEngine(Engine):
         dist.all_gather(found, own, self.group)
         return [item.tolist() for item in found]
 
+    def settle(self, parts: Sequence[Part] = ()) -> None:
+        """Functions have ended when they return."""
+
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank says."""
         found: list[Any] = [None for _ in self.askers]

@@ -7,6 +7,9 @@ function whose argument is still being made waits for it where it runs.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +24,18 @@ from gradwire.shard.layouts import Layout, Place, everywhere
 Range = tuple[int, int]
 Piece = tuple[Part, list[Range] | None, list[Range]]
 """Something to put into a tensor: what it is taken from, where it is in there (None: all of it), and where it goes."""
+
+
+_started: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()  # what may not be made yet; what was dropped matters to nobody
+_lock = threading.Lock()  # guards _started
+
+
+def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RRef[Any]:
+    """Calls a function elsewhere, with gradients on or off as they are here."""
+    made: RRef[Any] = remote(place, _in_mode, (torch.is_grad_enabled(), function, arguments))
+    with _lock:
+        _started.add(made)
+    return made
 
 
 class WorkerEngine(Engine):
@@ -58,7 +73,7 @@ class WorkerEngine(Engine):
         return [
             _run(function, arguments, constants)
             if place == here
-            else remote(place, _run, (function, arguments, constants))
+            else _start(place, _run, (function, arguments, constants))
             for place, *arguments in zip(layout.places, *columns, strict=True)
         ]
 
@@ -85,7 +100,7 @@ class WorkerEngine(Engine):
         made: list[Part] = []
         for place, box, items in zip(layout.places, layout.boxes, pieces, strict=True):
             arguments = (list(box.sizes), items, *rest)
-            made.append(assemble(*arguments) if place == here else remote(place, assemble, arguments))
+            made.append(assemble(*arguments) if place == here else _start(place, assemble, arguments))
         return made
 
     def replicate(
@@ -132,6 +147,18 @@ class WorkerEngine(Engine):
         """What this worker says."""
         return [list(numbers)]
 
+    def settle(self, parts: Sequence[Part] = ()) -> None:
+        """Waits for the calls whose results anybody still has. Others that fail tell whoever uses their results."""
+        with _lock:
+            waiting = list(_started)
+            _started.clear()
+        for future in [item._get_future() for item in waiting]:
+            with contextlib.suppress(Exception):
+                future.wait()
+        for part in parts:
+            if isinstance(part, RRef):
+                part._get_future().wait()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """What this worker says."""
         return [value]
@@ -143,6 +170,11 @@ class WorkerEngine(Engine):
 def value_of(part: Any) -> Any:
     """A part as a tensor: itself if it is here, a copy if it is not. Anything else is left as it is."""
     return part.to_here() if isinstance(part, RRef) else part
+
+
+def _in_mode(is_grad_enabled: bool, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with torch.set_grad_enabled(is_grad_enabled):
+        return function(*arguments)
 
 
 def _run(function: Callable[..., Any], arguments: Iterable[Any], constants: dict[str, Any]) -> Any:

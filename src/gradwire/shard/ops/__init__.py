@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gradwire.shard import states, travel
-from gradwire.shard.ops import basics, linear
+from gradwire.shard.ops import basics, elementwise, linear
 
-__all__ = ["basics", "linear", "states", "travel"]
+__all__ = ["basics", "elementwise", "linear", "states", "travel"]
