@@ -98,3 +98,16 @@ def plan_moves(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Move]:
             common = old[source].common_with(box)
             if common is not None:
                 yield Move(source, target, common)
+
+
+def cut(box: Box, limit: int) -> Iterator[Box]:
+    """Pieces of at most so many elements that make up a box, along its first dimensions, so that memory is read in order."""
+    dim = next((number for number, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or box.num_elements <= limit:
+        yield box
+        return
+    step = max(1, limit // math.prod(box.sizes[dim + 1 :]))
+    for start in range(0, box.sizes[dim], step):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = box.offsets[dim] + start, min(step, box.sizes[dim] - start)
+        yield from cut(Box(tuple(offsets), tuple(sizes)), limit)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,41 @@ Part = torch.Tensor | RRef[Any]
 """A tensor that is here, or a reference to one that is not."""
 
 Request = tuple[torch.Tensor, ...]
-"""What is asked of one part: tensors whose first dimension may be of any length."""
+"""What is asked of one part: tensors of one dimension, of any length."""
 
-Answerer = Callable[[torch.Tensor, list[Request]], list[torch.Tensor]]
-"""Answers what everybody asks of one part: a tensor for each request, of the shape that was announced."""
+Answerer = Callable[[torch.Tensor, Request, list[list[int]], Any], torch.Tensor]
+"""Answers what everybody asks of one part: all answers, one after the other.
+
+Gets the part, all requests, joined tensor by tensor, how long each tensor of each request was, and the setting of the part.
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a process asks of all parts of a tensor.
+
+    Attributes:
+        function: Gives the answers, where the part is. Must be found by name everywhere.
+        requests: What is asked of each box, also of those this process does not handle. All have as many tensors, of the
+            same dtypes, whoever asks.
+        settings: For each box, a plain value for the function; the same, whoever asks.
+        along: The position of the tensor in a request that is as long as the answer.
+        rests: The other dimensions of the answers of each box.
+        like: Tells dtype and device of the answers.
+        error: Why this process cannot ask; everybody raises then.
+    """
+
+    function: Answerer
+    requests: Sequence[Request]
+    settings: Sequence[Any]
+    along: int
+    rests: Sequence[Sequence[int]]
+    like: torch.Tensor
+    error: Exception | None = None
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Of the answer that a box gives to this process."""
+        return self.requests[number][self.along].size(0), *self.rests[number]
 
 
 class Engine(ABC):
@@ -110,27 +142,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def ask(
-        self,
-        function: Answerer,
-        layout: Layout,
-        parts: Sequence[Part],
-        requests: Sequence[Request],
-        shapes: Sequence[Sequence[int]],
-        like: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Asks every part something, and returns the answers, all of them here.
+    def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Asks every part something, and returns the answers of all boxes, all of them here.
 
         Tensors in requests and answers keep their gradients, except for integers.
 
-        Args:
-            function: Gives the answers where the part is, to all who ask it.
-            layout: Who has what.
-            parts: Of the layout.
-            requests: What this process asks of each box, also of those it does not handle. All have as many tensors, of
-                the same dtypes and the same dimensions but the first, whoever asks.
-            shapes: The shape of each answer.
-            like: Tells dtype and device of the answers.
+        Raises:
+            Exception: The error of the question.
+            RuntimeError: Somebody else's question has one.
         """
 
     @abstractmethod

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard import moving
-from gradwire.shard.engines import Answerer, Engine, Part, Request
+from gradwire.shard import group_asking, moving
+from gradwire.shard.engines import Engine, Part, Question
 from gradwire.shard.layouts import Layout, everywhere, for_everybody, whole
 
 
@@ -89,71 +89,18 @@ class GroupEngine(Engine):
         """Every rank sends the others what they are to have of its rows."""
         return self.move([rows], batch, layout, rows)
 
-    def ask(
-        self,
-        function: Answerer,
-        layout: Layout,
-        parts: Sequence[Part],
-        requests: Sequence[Request],
-        shapes: Sequence[Sequence[int]],
-        like: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Questions go to the ranks that have the parts, and the answers come back."""
-        mine = self.numbers(layout)
-        arrived = self._spread_requests(layout, requests)
-        answers = [function(part, asked) for part, asked in zip(parts, arrived, strict=True)]  # type: ignore[arg-type]
-        outgoing = [[answers[position][asker].reshape(-1) for position in range(len(mine))] for asker in self.askers]
-        sizes = [[_volume(shapes[number]) for number in layout.of(rank)] for rank in self.askers]
-        flat = _join(outgoing, like)
-        received = self._exchange(flat, [_total(items) for items in outgoing], [sum(items) for items in sizes])
-        found: dict[int, torch.Tensor] = {}
-        for rank, values in zip(self.askers, torch.split(received, [sum(items) for items in sizes]), strict=True):
-            for number, value in zip(layout.of(rank), torch.split(values, sizes[rank]), strict=True):
-                found[number] = value.view(*shapes[number])
-        return [found[number] for number in range(len(layout.boxes))]
-
-    def _spread_requests(self, layout: Layout, requests: Sequence[Request]) -> list[list[Request]]:
-        """What everybody asks of each of this rank's parts."""
-        lengths = torch.tensor([[item.size(0) for item in request] for request in requests], dtype=torch.int64)
-        all_lengths = [torch.empty_like(lengths) for _ in self.askers]
-        dist.all_gather(all_lengths, lengths, self.group)
-        counts = [item.tolist() for item in all_lengths]  # by asker, box and position
-        columns = [self._spread_column(layout, requests, counts, position) for position in range(len(requests[0]))]
-        return [
-            [tuple(column[place][asker] for column in columns) for asker in self.askers]
-            for place in range(len(self.numbers(layout)))
-        ]
-
-    def _spread_column(
-        self, layout: Layout, requests: Sequence[Request], counts: list[list[list[int]]], position: int
-    ) -> list[list[torch.Tensor]]:
-        """One tensor of each request: by this rank's parts and by who asks."""
-        mine, like = self.numbers(layout), requests[0][position]
-        rest = like.shape[1:]
-        outgoing = [[requests[number][position].reshape(-1) for number in layout.of(rank)] for rank in self.askers]
-        sizes = [[counts[asker][number][position] * _volume(rest) for number in mine] for asker in self.askers]
-        flat = self._exchange(
-            _join(outgoing, like), [_total(items) for items in outgoing], [sum(items) for items in sizes]
-        )
-        by_asker = [
-            torch.split(values, sizes[asker])
-            for asker, values in zip(self.askers, torch.split(flat, [sum(items) for items in sizes]), strict=True)
-        ]
-        return [
-            [by_asker[asker][place].view(counts[asker][number][position], *rest) for asker in self.askers]
-            for place, number in enumerate(mine)
-        ]
-
-    def _exchange(self, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        found: torch.Tensor = _Exchange.apply(self.group, flat, sent, received)  # type: ignore[no-untyped-call]
-        return found
+        return group_asking.ask(self.group, question, layout, parts)  # type: ignore[arg-type]  # all of them are here
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank says."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in self.askers]
-        dist.all_gather(found, own, self.group)
-        return [item.tolist() for item in found]
+        num_askers = len(self.askers)
+        device = torch.get_default_device() if dist.get_backend(self.group) == "nccl" else "cpu"
+        own = torch.tensor([*numbers] * num_askers, dtype=torch.int64, device=device)
+        sizes = [len(numbers)] * num_askers
+        found: list[list[int]] = moving.exchange(own, sizes, sizes, self.group).view(num_askers, -1).tolist()
+        return found
 
     def settle(self, parts: Sequence[Part] = ()) -> None:
         """Functions have ended when they return."""
@@ -163,22 +110,6 @@ class GroupEngine(Engine):
         found: list[Any] = [None for _ in self.askers]
         dist.all_gather_object(found, value, self.group)
         return found
-
-
-def _volume(size: Sequence[int]) -> int:
-    volume = 1
-    for item in size:
-        volume *= item
-    return volume
-
-
-def _total(items: Sequence[torch.Tensor]) -> int:
-    return sum(item.numel() for item in items)
-
-
-def _join(outgoing: Sequence[Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    items = [item for group in outgoing for item in group]
-    return torch.cat(items) if items else like.new_empty(0)
 
 
 class _Move(torch.autograd.Function):
@@ -228,30 +159,3 @@ class _Total(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return None, total
-
-
-class _Exchange(torch.autograd.Function):
-    """One flat tensor made of a piece for every rank, for one made of a piece from every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.exchange = group, sent, received
-        return _exchange_pieces(group, flat, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        group, sent, received = ctx.exchange
-        return None, _exchange_pieces(group, gradients[0].contiguous(), received, sent), None, None
-
-
-def _exchange_pieces(group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    rank = dist.get_rank(group)
-    pieces = torch.split(flat.detach(), sent)
-    arrived = moving.exchange(
-        {peer: piece for peer, piece in enumerate(pieces) if peer != rank},
-        {peer: size for peer, size in enumerate(received) if peer != rank},
-        group,
-        flat,
-    )
-    arrived[rank] = pieces[rank]
-    return torch.cat([arrived[peer] for peer in range(len(received))])

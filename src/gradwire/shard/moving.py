@@ -5,9 +5,12 @@
     all ranks get everything: the same, with a box of the whole tensor on every rank
     reshard   old shards                ->  new shards
 
-All ranks make the same plan, so nobody has to ask: each pair of ranks exchanges one message at most, made of exactly the
-elements that are on the one and belong on the other. Gradients of what was moved go the other way, and elements that went to
-several ranks add up (`is_sum`).
+All ranks make the same plan, so nobody has to ask: each rank sends another exactly the elements that it has and that belong
+there. Gradients of what was moved go the other way, and elements that went to several ranks add up (`is_sum`).
+
+What is little goes in one exchange of all ranks. What is much goes in pieces, straight from the old parts and into the new
+ones where these pieces are in one place in memory: memory that was not used before is slow, and a copy of everything needs
+a lot of it. Pieces that are not go through two small buffers each way, which one fills while the other is on its way.
 """
 
 from __future__ import annotations
@@ -15,13 +18,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.shard._geometry import Move, plan_moves
+from gradwire.shard._geometry import Box, Move, cut, plan_moves
 from gradwire.shard.layouts import Layout
+
+PIECE_BYTES = 2**20
+"""What goes at a time, from one rank to another."""
+
+_MAX_EXCHANGE_BYTES = 2**22  # of all ranks together
 
 
 @dataclass(slots=True)
@@ -31,23 +40,31 @@ class Traffic:
     num_messages: int = 0
     num_bytes: int = 0
 
+    def add(self, num_bytes: int) -> None:
+        """Counts a message, if there is anything in it."""
+        if num_bytes:
+            self.num_messages += 1
+            self.num_bytes += num_bytes
+
 
 traffic = Traffic()
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The moves that concern this rank."""
+    """The moves that concern this rank, and how many elements all ranks send."""
 
     local: list[Move] = field(default_factory=list)
     outgoing: dict[Any, list[Move]] = field(default_factory=lambda: defaultdict(list))
     incoming: dict[Any, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    num_sent: int = 0
 
 
 def _plan(old: Layout, new: Layout, rank: int) -> _Plan:
     plan = _Plan()
     for move in plan_moves(old.boxes, new.boxes):
         source, target = old.places[move.source], new.places[move.target]
+        plan.num_sent += move.box.num_elements if source != target else 0
         if source == target == rank:
             plan.local.append(move)
         elif source == rank:
@@ -55,6 +72,33 @@ def _plan(old: Layout, new: Layout, rank: int) -> _Plan:
         elif target == rank:
             plan.incoming[source].append(move)
     return plan
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Where moves begin and end on this rank."""
+
+    old: Layout
+    new: Layout
+    sources: dict[int, torch.Tensor]
+    targets: dict[int, torch.Tensor]
+    is_sum: bool
+
+    def source(self, item: Move) -> torch.Tensor:
+        """What is to be moved, where it is."""
+        return self.sources[item.source][item.box.slices_in(self.old.boxes[item.source])]
+
+    def target(self, item: Move) -> torch.Tensor:
+        """Where it is to be."""
+        return self.targets[item.target][item.box.slices_in(self.new.boxes[item.target])]
+
+    def put(self, item: Move, values: torch.Tensor) -> None:
+        """Moves it, or adds it."""
+        target = self.target(item)
+        if self.is_sum:
+            target += values.view(item.box.sizes)
+        else:
+            target.copy_(values.view(item.box.sizes))
 
 
 def move(
@@ -79,59 +123,141 @@ def move(
     """
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
-    sources = dict(zip(old.of(rank), tensors, strict=True))
     make = torch.zeros if is_sum else torch.empty
     targets = {number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.of(rank)}
-
-    def put(item: Move, values: torch.Tensor) -> None:
-        part = targets[item.target][item.box.slices_in(new.boxes[item.target])]
-        if is_sum:
-            part += values.view(item.box.sizes)
-        else:
-            part.copy_(values.view(item.box.sizes))
-
-    def take(item: Move) -> torch.Tensor:
-        return sources[item.source].detach()[item.box.slices_in(old.boxes[item.source])]
-
-    messages = {peer: torch.cat([take(item).reshape(-1) for item in items]) for peer, items in plan.outgoing.items()}
-    arrived = exchange(messages, {peer: _size(items) for peer, items in plan.incoming.items()}, group, like)
+    sources = {number: _readable(tensor) for number, tensor in zip(old.of(rank), tensors, strict=True)}
+    ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
-        put(item, take(item).reshape(-1))
-    for peer, items in sorted(plan.incoming.items()):  # in order, so that sums are the same on every run
-        start = 0
-        for item in items:
-            put(item, arrived[peer][start : start + item.box.num_elements])
-            start += item.box.num_elements
+        ends.put(item, ends.source(item).reshape(-1))
+    if plan.num_sent * like.element_size() > _MAX_EXCHANGE_BYTES:
+        _move_in_pieces(plan, ends, group, like)
+    elif plan.num_sent:
+        _move_at_once(plan, ends, group, like)
     return list(targets.values())
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory says what it holds, also if it is the conjugate of something."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+# -- little ------------------------------------------------------------------------------------------------------------
+
+
+def _move_at_once(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:
+    ranks = range(dist.get_world_size(group))
+    pieces = [ends.source(item).reshape(-1) for rank in ranks for item in plan.outgoing.get(rank, ())]
+    flat = torch.cat(pieces) if pieces else like.new_empty(0)
+    sent = [_size(plan.outgoing.get(rank, ())) for rank in ranks]
+    arrived = exchange(flat, sent, [_size(plan.incoming.get(rank, ())) for rank in ranks], group)
+    start = 0
+    for rank in ranks:
+        for item in plan.incoming.get(rank, ()):
+            ends.put(item, arrived[start : start + item.box.num_elements])
+            start += item.box.num_elements
 
 
 def _size(items: Sequence[Move]) -> int:
     return sum(item.box.num_elements for item in items)
 
 
-def exchange(
-    messages: dict[int, torch.Tensor], sizes: dict[int, int], group: Any, like: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """Sends one flat tensor to each of some ranks, and receives one of known size from each of others.
+def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
+    """One flat tensor made of a piece for every rank, for one made of a piece from every rank.
 
-    Those that are empty are neither sent nor expected.
+    Args:
+        flat: The pieces, the one for the first rank first.
+        sent: How many elements each rank gets.
+        received: How many elements come from each rank.
+        group: The process group, all of whose ranks must call it.
     """
-    arrived = {peer: torch.empty(size, dtype=like.dtype, device=like.device) for peer, size in sizes.items()}
-    operations = [
-        dist.P2POp(dist.irecv, buffer.view(torch.uint8), _global(group, peer), group)
-        for peer, buffer in arrived.items()
-        if buffer.numel()
-    ]
-    for peer, message in messages.items():
-        if message.numel():
-            traffic.num_messages += 1
-            traffic.num_bytes += message.numel() * message.element_size()
-            operations.append(dist.P2POp(dist.isend, message.view(torch.uint8), _global(group, peer), group))
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
+    rank, width = dist.get_rank(group), flat.element_size()
+    for peer, number in enumerate(sent):
+        if peer != rank:
+            traffic.add(number * width)
+    arrived = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
+    dist.all_to_all_single(
+        arrived.view(torch.uint8),
+        flat.view(torch.uint8),
+        [number * width for number in received],
+        [number * width for number in sent],
+        group,
+    )
     return arrived
 
 
-def _global(group: Any, rank: int) -> int:
-    return dist.get_global_rank(group, rank) if group is not None else rank
+# -- much --------------------------------------------------------------------------------------------------------------
+
+
+def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:
+    """In each round every rank sends to one other, and receives from one other."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    pipe = _Pipe(ends, group, like)
+    for distance in range(1, num_ranks):
+        to, origin = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+        limit = max(1, PIECE_BYTES // like.element_size())
+        outgoing = _cut_all(plan.outgoing.get(to, ()), limit)
+        incoming = _cut_all(plan.incoming.get(origin, ()), limit)
+        for sent, received in zip_longest(outgoing, incoming):
+            pipe.step(to, sent, origin, received)
+    pipe.drain()
+
+
+def _cut_all(items: Sequence[Move], limit: int) -> list[Move]:
+    return [Move(item.source, item.target, box) for item in items for box in cut(item.box, limit)]
+
+
+class _Pipe:
+    """Sends and receives pieces, two each way at a time.
+
+    Args:
+        ends: Where they come from and go to.
+        group: The process group.
+        like: Tells dtype and device.
+    """
+
+    def __init__(self, ends: _Ends, group: Any, like: torch.Tensor) -> None:
+        self._ends, self._group, self._like = ends, group, like
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._turn = 0
+        self._waiting: tuple[Any, Move | None, torch.Tensor | None] | None = None
+
+    def step(self, to: int, sent: Move | None, origin: int, received: Move | None) -> None:
+        """Sends one piece and receives one, if there are any; returns when those before it are where they belong."""
+        operations, buffer = [], None
+        if received is not None:
+            target = self._ends.target(received)
+            buffer = None if target.is_contiguous() and not self._ends.is_sum else self._buffer("in", received.box)
+            operations.append(self._operation(dist.irecv, target if buffer is None else buffer, origin))
+        if sent is not None:
+            source = self._ends.source(sent)
+            if not source.is_contiguous():
+                source = self._buffer("out", sent.box).view(sent.box.sizes).copy_(source)
+            traffic.add(source.numel() * source.element_size())
+            operations.append(self._operation(dist.isend, source, to))
+        requests = dist.batch_isend_irecv(operations)
+        self.drain()
+        self._waiting = requests, received, buffer
+        self._turn = 1 - self._turn
+
+    def drain(self) -> None:
+        """Returns when all that was sent has left and all that was received is where it belongs."""
+        if self._waiting is None:
+            return
+        requests, received, buffer = self._waiting
+        self._waiting = None
+        for request in requests:
+            request.wait()
+        if received is not None and buffer is not None:
+            self._ends.put(received, buffer)
+
+    def _buffer(self, name: str, box: Box) -> torch.Tensor:
+        size = box.num_elements
+        found = self._buffers.get((name, self._turn))
+        if found is None or found.numel() < size:
+            found = torch.empty(size, dtype=self._like.dtype, device=self._like.device)
+            self._buffers[name, self._turn] = found
+        return found[:size]
+
+    def _operation(self, kind: Any, tensor: torch.Tensor, rank: int) -> Any:
+        peer = dist.get_global_rank(self._group, rank) if self._group is not None else rank
+        return dist.P2POp(kind, tensor.view(-1).view(torch.uint8), peer, self._group)

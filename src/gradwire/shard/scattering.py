@@ -9,7 +9,6 @@ their way in rounds: one of each shard, then the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -18,7 +17,7 @@ import torch
 from gradwire import rpc
 from gradwire.rref import RRef
 from gradwire.shard import moving
-from gradwire.shard._geometry import Box
+from gradwire.shard._geometry import Box, cut
 from gradwire.shard.engines import Engine, Part
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.layouts import Layout, Place, whole
@@ -109,16 +108,3 @@ def rounds(boxes: Sequence[Box], element_size: int) -> Iterator[list[tuple[int, 
     limit = max(_MIN_PIECE_BYTES, ROUND_BYTES // max(1, len(full))) // element_size
     for pieces in zip_longest(*(cut(boxes[number], limit) for number in full)):
         yield [(number, piece) for number, piece in zip(full, pieces, strict=True) if piece is not None]
-
-
-def cut(box: Box, limit: int) -> Iterator[Box]:
-    """Pieces of at most so many elements that make up a box, along its first dimensions, so that memory is read in order."""
-    dim = next((number for number, size in enumerate(box.sizes) if size > 1), None)
-    if dim is None or box.num_elements <= limit:
-        yield box
-        return
-    step = max(1, limit // math.prod(box.sizes[dim + 1 :]))
-    for start in range(0, box.sizes[dim], step):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim], sizes[dim] = box.offsets[dim] + start, min(step, box.sizes[dim] - start)
-        yield from cut(Box(tuple(offsets), tuple(sizes)), limit)

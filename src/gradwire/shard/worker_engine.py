@@ -18,7 +18,7 @@ import torch
 from gradwire import rpc
 from gradwire.rref import RRef, remote
 from gradwire.shard._geometry import Box, plan_moves
-from gradwire.shard.engines import Answerer, Engine, Part, Request
+from gradwire.shard.engines import Answerer, Engine, Part, Question, Request
 from gradwire.shard.layouts import Layout, Place, everywhere
 
 Range = tuple[int, int]
@@ -120,28 +120,23 @@ class WorkerEngine(Engine):
         """Tensors that are here, as with `divide`."""
         return self.divide(rows, layout)
 
-    def ask(
-        self,
-        function: Answerer,
-        layout: Layout,
-        parts: Sequence[Part],
-        requests: Sequence[Request],
-        shapes: Sequence[Sequence[int]],
-        like: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """One call to each part of which anything is asked."""
+        if question.error is not None:
+            raise question.error
         here, answers, waiting = self.here, {}, {}
-        for number, (place, part, request) in enumerate(zip(layout.places, parts, requests, strict=True)):
+        for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
             if not any(item.numel() for item in request):
-                answers[number] = like.new_zeros(*shapes[number])
+                answers[number] = question.like.new_zeros(question.shape(number))
             elif place != here:
-                waiting[number] = rpc.rpc_async(place, answer, args=(function, part, request))
+                call = (torch.is_grad_enabled(), *_call(question, parts, number))
+                waiting[number] = rpc.rpc_async(place, _answer_in_mode, args=call)
         for number, place in enumerate(layout.places):
             if place == here and number not in answers:
-                answers[number] = answer(function, parts[number], requests[number])
+                answers[number] = answer(*_call(question, parts, number))
         for number, future in waiting.items():
             answers[number] = future.wait()
-        return [answers[number].view(*shapes[number]) for number in range(len(parts))]
+        return [answers[number] for number in range(len(parts))]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What this worker says."""
@@ -181,10 +176,18 @@ def _run(function: Callable[..., Any], arguments: Iterable[Any], constants: dict
     return function(*(value_of(item) for item in arguments), **constants)
 
 
-def answer(function: Answerer, part: Part, request: Request) -> torch.Tensor:
+def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answerer, Part, Request, Any]:
+    return question.function, parts[number], question.requests[number], question.settings[number]
+
+
+def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
     """Answers one question to a part that is here."""
-    (found,) = function(value_of(part), [tuple(request)])
-    return found
+    return function(value_of(part), tuple(request), [[item.size(0) for item in request]], setting)
+
+
+def _answer_in_mode(is_grad_enabled: bool, *call: Any) -> torch.Tensor:
+    with torch.set_grad_enabled(is_grad_enabled):
+        return answer(*call)
 
 
 def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
