@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._template_process import close_idle_template
+from gradwire.cluster._template_process import close_idle_template, prepare_template
 from gradwire.testing import LeakCheck, wait_until
 
 
@@ -20,6 +20,12 @@ def template_ends_with_the_session() -> Iterator[None]:
     """Later clusters start in milliseconds because the template stays; it must not outlive the tests."""
     yield
     close_idle_template()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def template_is_prepared(template_ends_with_the_session: None) -> None:
+    """Optimizers are made without each worker importing a large part of torch first; for folders where most make some."""
+    prepare_template(["torch._dynamo", "pytest"], 60.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -104,3 +104,8 @@ def ignore_sigterm() -> None:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(int(signal.SIGTERM), sig_ign)
+
+
+def is_imported(module: str) -> bool:
+    """Whether this worker has a module already."""
+    return module in sys.modules

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._template_process import borrow_template, close_idle_template, return_template
+from gradwire.cluster._template_process import borrow_template, close_idle_template, prepare_template, return_template
+from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.local import LocalLauncher
 from gradwire.config import WorkerConfig
@@ -75,6 +77,20 @@ def test_the_template_is_kept_for_the_next_launcher() -> None:
     assert not second.is_alive
     assert borrow_template(60) is first
     return_template(first)
+
+
+def test_a_template_may_import_more_beforehand() -> None:
+    with pytest.raises(WorkerStartFailed, match="no_such_module"):
+        prepare_template(["no_such_module"], 60)
+    prepare_template(["colorsys", "pytest"], 60)
+    kept = borrow_template(60)
+    assert kept.modules == {"colorsys", "pytest"}
+    return_template(kept)
+    prepare_template(["colorsys"], 60)
+    with Cluster.local(1) as cluster:
+        assert cluster.workers[0].call(tasks.is_imported, "colorsys")
+        assert not cluster.workers[0].call(tasks.is_imported, "torch._dynamo")
+    assert kept.is_alive
 
 
 def test_a_lost_worker_is_reported_once_with_its_reason(launcher: LocalLauncher) -> None:

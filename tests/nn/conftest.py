@@ -10,9 +10,9 @@ import pytest
 from gradwire.cluster.api import Cluster
 from gradwire.testing import LeakCheck, wait_until
 from nn.models import num_left
-from per_file import leak_check, template_ends_with_the_session
+from per_file import leak_check, template_ends_with_the_session, template_is_prepared
 
-__all__ = ["leak_check", "template_ends_with_the_session"]
+__all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
 
 @pytest.fixture(scope="module")

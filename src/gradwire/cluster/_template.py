@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import select
 import shutil
@@ -23,6 +24,7 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -203,8 +205,10 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
     """SIGCHLD needs a handler for the wake-up byte to be written; the loop does the rest."""
 
 
-def main(channel_fd: int, driver_pid: int) -> None:
-    """Runs the template at the end of the channel with that descriptor."""
+def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
+    """Runs the template at the end of the channel with that descriptor, with these modules for its workers."""
     name_process("gw-template")
+    for module in modules:
+        importlib.import_module(module)
     Template(socket.socket(fileno=channel_fd), driver_pid).serve()
     os._exit(0)  # taking torch apart would take half a second, and the driver waits for us
