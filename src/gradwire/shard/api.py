@@ -33,6 +33,7 @@ from gradwire.shard.placing import current_process_group
 from gradwire.shard.preparation import Work, prepare, specs_in
 from gradwire.shard.sharding_plan import ShardingPlan
 from gradwire.shard.sharding_spec import ChunkShardingSpec, ShardingSpec
+from gradwire.shard.supplying import supply
 from gradwire.shard.tensor import ShardedTensor
 
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
@@ -67,7 +68,7 @@ def shard_parameter(
             )
         return Steps([read_parameter(module, param_name, sharding_spec, slots_of_tensors(module))])
 
-    work = prepare(read, [sharding_spec], src_rank, process_group)
+    work = prepare(module, read, [sharding_spec], src_rank, process_group)
     _divide_all(work, src_rank)
 
 
@@ -80,7 +81,8 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     Args:
         module: The module; in a process group every rank has one of the same structure, and calls this.
         plan: What to do. Tied parameters stay tied, also if the plan names only one of them.
-        src_rank: The rank in the group whose values count. The others' parameters may be on the ``meta`` device.
+        src_rank: The rank in the group whose values count. Other ranks may have made the module on the ``meta`` device: they
+            get their shards, and the values of what stays whole.
         process_group: The ranks; None for the default group.
 
     Raises:
@@ -91,9 +93,11 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
             this process is no RPC worker.
         ValueError: A parameter cannot be divided like this, or ranks want different things.
     """
-    work = prepare(lambda: read_plan(module, plan), specs_in(plan), src_rank, process_group)
+    work = prepare(module, lambda: read_plan(module, plan), specs_in(plan), src_rank, process_group)
     replacements = _run_sharders(module, work)
     _divide_all(work, src_rank)
+    if work.group is not None:
+        supply(work.group, module, work.lacking, src_rank, work.device)
     for step, made in zip(work.steps.sharders, replacements, strict=True):
         for parent, attribute in step.slots:
             setattr(parent, attribute, made)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from gradwire import rpc
 from gradwire.shard._plan_steps import Steps
@@ -17,6 +18,7 @@ from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata
 from gradwire.shard.placing import current_process_group, engine_for, layout_of
 from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from gradwire.shard.supplying import find_lacking, take_inventory
 
 
 @dataclass(slots=True)
@@ -28,18 +30,33 @@ class Work:
         placed: For each parameter, its engine and who is to have what.
         group: All ranks; None over RPC workers.
         has_values: For each parameter, whether the source has values.
+        lacking: Names of tensors that stay whole, each with the ranks that have no data of it.
     """
 
     steps: Steps
     placed: list[tuple[Engine, ShardedTensorMetadata]]
     group: GroupEngine | None
     has_values: list[bool]
+    lacking: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """Where this rank's shards are to be, and so all that it lacks."""
+        for engine, metadata in self.placed:
+            layout = layout_of(metadata.shards_metadata, engine)
+            for number in layout.of(engine.here):
+                if number < len(metadata.shards_metadata):
+                    return str(metadata.shards_metadata[number].placement.device())  # type: ignore[union-attr]
+        return "cpu"
 
 
-def prepare(read: Callable[[], Steps], specs: Sequence[ShardingSpec], src_rank: int, process_group: Any) -> Work:
+def prepare(
+    module: nn.Module, read: Callable[[], Steps], specs: Sequence[ShardingSpec], src_rank: int, process_group: Any
+) -> Work:
     """Checks everything, here and on all ranks.
 
     Args:
+        module: What is to be sharded.
         read: Finds out what is asked for, and whether the module can do it.
         specs: All that are in the plan; they tell who takes part even if the plan cannot be read.
         src_rank: The rank in the group whose values count.
@@ -60,12 +77,14 @@ def prepare(read: Callable[[], Steps], specs: Sequence[ShardingSpec], src_rank: 
         if group is not None:
             check_source(group, src_rank)
         work.has_values = [not step.tensor.is_meta for step in work.steps.parameters]
-        return _describe(work, src_rank)
+        return {**_describe(work, src_rank), "inventory": take_inventory(module, work.steps)}
 
     if group is None:
         find_out()
     else:
-        work.has_values = agree(group, find_out, own_matters=["has_values"])[src_rank]["has_values"]
+        said = agree(group, find_out, own_matters=["has_values", "inventory"])
+        work.has_values = said[src_rank]["has_values"]
+        work.lacking = find_lacking([item["inventory"] for item in said], src_rank)
     return work
 
 

@@ -199,9 +199,9 @@ class ShardedTensor(torch.Tensor):
         shards = [shard for shard in self.local_shards() if shard.metadata.box.num_elements]
         if len(shards) == 1:
             return shards[0].tensor
-        if not shards:
-            empty_ones = self.local_shards()
-            return empty_ones[0].tensor if empty_ones else self._like.new_empty([0] * self.dim())
+        if not shards:  # an empty part has its place in the graph, too: all ranks must come by in backward
+            empty_ones = [part for part in self._parts if isinstance(part, torch.Tensor)]
+            return empty_ones[0] if empty_ones else self._like.new_empty([0] * self.dim())
         return _join([shard.tensor for shard in shards], [shard.metadata.box for shard in shards])
 
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
@@ -297,6 +297,8 @@ class ShardedTensor(torch.Tensor):
         is_leaf, requires_grad = self.is_leaf, self.requires_grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
             made = self.redistribute(resharding_spec)
+            if is_leaf:
+                made._parts = made._engine.run(_own_part, made._layout, made._parts)
         if is_leaf and requires_grad:
             made.requires_grad_(True)
         self._take_over(made)
@@ -400,6 +402,11 @@ def _join(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor
     for tensor, box in zip(tensors, boxes, strict=True):
         made[box.slices_in(outer)] = tensor
     return made
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A part that shares no memory with others: what was moved within a worker may be a view of what was there."""
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def _references_to_shards(tensor: ShardedTensor) -> dict[int, list[RRef[Shard]]]:
