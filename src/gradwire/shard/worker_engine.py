@@ -121,12 +121,17 @@ class WorkerEngine(Engine):
         return self.divide(rows, layout)
 
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """One call to each part of which anything is asked."""
+        """One call to each part of which anything is asked.
+
+        Where gradients are wanted, parts of which nothing is asked are called, too: their gradient is zero then, not nothing.
+        To an optimizer that is not the same, and all parts of a parameter must be stepped alike.
+        """
         if question.error is not None:
             raise question.error
         here, answers, waiting = self.here, {}, {}
         for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
-            if not any(item.numel() for item in request):
+            may_have_gradient = torch.is_grad_enabled() and layout.boxes[number].num_elements
+            if not (may_have_gradient or any(item.numel() for item in request)):
                 answers[number] = question.like.new_zeros(question.shape(number))
             elif place != here:
                 call = (torch.is_grad_enabled(), *_call(question, parts, number))
