@@ -54,6 +54,7 @@ class Question:
         rests: The other dimensions of the answers of each box.
         like: Tells dtype and device of the answers.
         error: Why this process cannot ask; everybody raises then.
+        asks_all: Whether parts are asked, too, of which nothing is wanted, so that they take part in backward.
     """
 
     function: Answerer
@@ -63,6 +64,7 @@ class Question:
     rests: Sequence[Sequence[int]]
     like: torch.Tensor
     error: Exception | None = None
+    asks_all: bool = False
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Of the answer that a box gives to this process."""

@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 from gradwire.shard import states, travel
-from gradwire.shard.ops import basics, elementwise, linear
+from gradwire.shard.ops import (
+    basics,
+    copying,
+    elementwise,
+    embedding,
+    embedding_bag,
+    initialization,
+    linear,
+    losses,
+    normalization,
+    reductions,
+)
 
-__all__ = ["basics", "elementwise", "linear", "states", "travel"]
+__all__ = [
+    "basics",
+    "copying",
+    "elementwise",
+    "embedding",
+    "embedding_bag",
+    "initialization",
+    "linear",
+    "losses",
+    "normalization",
+    "reductions",
+    "states",
+    "travel",
+]
