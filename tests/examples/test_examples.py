@@ -1,13 +1,13 @@
 """Every example runs as people run it, and ends with the line it promises; so does every program in the documents.
 
-They run two at a time: each of them uses one core most of the time, to import torch in one process after the other.
+Two run at a time: each uses one core most of the time, to import torch in one process after the other. Programs of documents
+share an interpreter.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+SEVERAL = Path(__file__).with_name("several.py")
 LAST_LINES = {
     "checkpoint.py": r"checkpoint: 12 losses are the same bit for bit: True",
     "demo.py": r"demo: 9\d\.\d% of 1,000 new images are read right",
@@ -52,10 +53,12 @@ class Ran(NamedTuple):
     """A program that has ended."""
 
     program: Path
-    done: subprocess.CompletedProcess[str]
+    code: int
+    out: str
+    err: str
 
 
-Outcomes = dict[str, Future[list[Ran]]]
+Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 
 def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
@@ -70,39 +73,57 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran
         timeout=DEADLINE_S,
         check=False,
     )
-    return Ran(program, done)
+    return Ran(program, done.returncode, done.stdout, done.stderr)
 
 
-def run_example(name: str, folder: Path) -> list[Ran]:
+def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
     ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []))
     assert list(folder.iterdir()) == [], "files that it has left"
-    return [ran]
+    return {name: [ran]}
 
 
-def run_document(document: str, folder: Path) -> list[Ran]:
-    """In order and in one folder, because the second may use what the first has written; as a world of one worker."""
-    found = []
-    for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
-        program = folder / f"program{number}.py"
-        program.write_text(text)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        found.append(run(program, folder, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
-    return found
+def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
+    """In order, and those of a document in one folder, because the second may use what the first has written."""
+    programs: dict[str, list[Path]] = {document: [] for document in documents}
+    for document, found in programs.items():
+        place = folder / document
+        place.mkdir(parents=True)
+        for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
+            found.append(place / f"program{number}.py")
+            found[-1].write_text(text)
+    all_of_them = [str(program) for found in programs.values() for program in found]
+    runner = run(SEVERAL, folder, *all_of_them)
+    return {document: [_result(program, runner) for program in found] for document, found in programs.items()}
+
+
+def _result(program: Path, runner: Ran) -> Ran:
+    if not program.with_suffix(".code").exists():  # the end of one is that of all after it
+        return runner._replace(program=program, err=f"the runner has ended: {runner.err}")
+    code, out, err = (program.with_suffix(suffix).read_text() for suffix in (".code", ".out", ".err"))
+    return Ran(program, int(code), out, err)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """What the tests that were asked for want to look at, in their order."""
+    wanted: dict[str, list[str]] = {"example": [], "document": []}
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            for kind, name in item.callspec.params.items():
+                wanted[kind].append(name)
     pool = ThreadPoolExecutor(2, "runs-programs")
     found: Outcomes = {}
-    for item in request.session.items:
-        params = item.callspec.params if item.path == request.path and hasattr(item, "callspec") else {}
-        for kind, name in params.items():
-            runner = run_example if kind == "example" else run_document
-            found[name] = pool.submit(runner, name, tmp_path_factory.mktemp("program"))
+    for name in wanted["example"]:
+        found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
+    for documents in ([name for name in wanted["document"] if _changes_torch(name) == kind] for kind in (False, True)):
+        found |= dict.fromkeys(documents, pool.submit(run_documents, documents, tmp_path_factory.mktemp("documents")))
     yield found
     pool.shutdown(cancel_futures=True)
+
+
+def _changes_torch(document: str) -> bool:
+    """Whether its programs put gradwire in the place of parts of torch: others must not run after them."""
+    return any("gradwire.compat" in text for text in PROGRAM.findall((ROOT / document).read_text()))
 
 
 def test_no_example_is_left_out() -> None:
@@ -113,18 +134,18 @@ def test_no_example_is_left_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(LAST_LINES))
 def test_example(example: str, outcomes: Outcomes) -> None:
-    ((_, done),) = outcomes[example].result(2 * DEADLINE_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert re.fullmatch(LAST_LINES[example], done.stdout.splitlines()[-1]), done.stdout
+    (ran,) = outcomes[example].result(2 * DEADLINE_S)[example]
+    assert ran.code == 0, f"{ran.out}\n{ran.err}"
+    assert re.fullmatch(LAST_LINES[example], ran.out.splitlines()[-1]), ran.out
     for line in MORE_LINES.get(example, []):
-        assert re.search(rf"^{line}$", done.stdout, re.MULTILINE), done.stdout
-    assert not set("\x1b\r") & set(done.stdout), "a terminal's control characters in a pipe"
-    assert done.stderr == ""
+        assert re.search(rf"^{line}$", ran.out, re.MULTILINE), ran.out
+    assert not set("\x1b\r") & set(ran.out), "a terminal's control characters in a pipe"
+    assert ran.err == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
-    for program, done in outcomes[document].result(2 * DEADLINE_S):
-        assert done.returncode == 0, f"{program.read_text()}\n{done.stdout}\n{done.stderr}"
-        assert done.stderr == "", program.read_text()
+    for ran in outcomes[document].result(2 * DEADLINE_S)[document]:
+        assert ran.code == 0, f"{ran.program.read_text()}\n{ran.out}\n{ran.err}"
+        assert ran.err == "", ran.program.read_text()
