@@ -1,7 +1,7 @@
 """From a tensor in one place to its shards, a few megabytes at a time.
 
-A copy of all that goes to others would double the memory of the source. So shards are cut into pieces, and pieces go on
-their way in rounds: one of each shard, then the next.
+A copy of all that goes to others would double the memory of the source. Between ranks, `moving` takes care of that. To RPC
+workers, shards are cut into pieces, and pieces go on their way in rounds: one of each shard, then the next.
 
     shard 0   |--1--|--2--|--3--|
     shard 1   |--1--|--2--|            round 1: two pieces, round 2: two, round 3: one
@@ -45,27 +45,24 @@ def scatter(
     sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
     own_devices = [devices[number] for number in engine.numbers(layout)]
     with torch.no_grad():
+        if has_values and isinstance(engine, GroupEngine):
+            return _to_ranks(engine, tensor, int(source), layout, own_devices)
         parts = engine.run(
             make_empty, layout, sizes, own_devices, dtype=tensor.dtype, requires_grad=tensor.requires_grad
         )
-        if has_values and isinstance(engine, GroupEngine):
-            _fill_on_ranks(engine, tensor.detach(), int(source), layout, parts)
-        elif has_values:
+        if has_values:
             _fill_on_workers(engine, tensor.detach(), layout, parts)
     return parts
 
 
-def _fill_on_ranks(engine: GroupEngine, tensor: torch.Tensor, source: int, layout: Layout, parts: list[Part]) -> None:
-    old = Layout((whole(tensor.size()),), (source,))
-    mine = dict(zip(engine.numbers(layout), parts, strict=True))
+def _to_ranks(
+    engine: GroupEngine, tensor: torch.Tensor, source: int, layout: Layout, devices: Sequence[str]
+) -> list[Part]:
+    """What is moved between ranks goes in pieces anyway."""
     like = torch.empty(0, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
-    for pieces in rounds(layout.boxes, tensor.element_size()):
-        new = Layout(tuple(box for _, box in pieces), tuple(layout.places[number] for number, _ in pieces))
-        held = [tensor] if engine.here == source else []
-        arrived = moving.move(held, old, new, engine.group, like)
-        for position, values in zip(new.of(engine.here), arrived, strict=True):
-            number, box = pieces[position]
-            fill(mine[number], _ranges(box, layout.boxes[number]), values)
+    held = [tensor.detach()] if engine.here == source else []
+    moved = moving.move(held, Layout((whole(tensor.size()),), (source,)), layout, engine.group, like)
+    return [part.to(device).requires_grad_(tensor.requires_grad) for part, device in zip(moved, devices, strict=True)]
 
 
 def _fill_on_workers(engine: Engine, tensor: torch.Tensor, layout: Layout, parts: list[Part]) -> None:
