@@ -12,9 +12,13 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
+
 from cluster.processes import is_there, processes_with
 from cluster.scripts import Script
 from gradwire.testing import wait_until
+
+pytestmark = pytest.mark.slow
 
 _HEAD = """
 import json, os, signal, sys, threading

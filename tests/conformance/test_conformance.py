@@ -65,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(done.returncode, done.stdout, {row["case"]: row for row in json.loads(results.read_text())})
 
 
+@pytest.mark.slow
 def test_the_runner_reports_what_its_ranks_do(run: Run) -> None:
     fakes = {name.removeprefix("FakeTest.test_"): row for name, row in run.results.items() if "FakeTest" in name}
     assert {name: row["outcome"] for name, row in fakes.items()} == {
@@ -82,6 +83,7 @@ def test_the_runner_reports_what_its_ranks_do(run: Run) -> None:
     assert "on purpose" in run.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_few_of_each_suite_pass(run: Run, name: str) -> None:
     assert run.results[name]["verdict"] == "passed", run.results[name]["detail"]

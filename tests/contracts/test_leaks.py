@@ -163,6 +163,7 @@ def test_a_template_process_may_stay() -> None:
         assert template.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_leak_fails_the_test(tmp_path: Path) -> None:
     """The whole way: a test that leaks, run by pytest under the conftest of this project."""
     text = Path(conftest.__file__).read_text()

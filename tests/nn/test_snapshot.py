@@ -307,6 +307,7 @@ def train_and_check(remote: RemoteModule, trainer: int, num_steps: int) -> int:
     return num_wrong
 
 
+@pytest.mark.slow
 def test_eight_trainers(cluster: Cluster) -> None:
     """Threads of the driver, and of the other worker."""
     remote = cluster.workers[0].module(Seen)

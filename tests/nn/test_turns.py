@@ -178,6 +178,7 @@ def train_in_turn(remote: RemoteModule, trainer: int, num_steps: int) -> None:
             step(remote, ctx, rate=0.05, label=(trainer, number))
 
 
+@pytest.mark.slow
 def test_serialized_trainers_equal_one_after_the_other(cluster: Cluster) -> None:
     worker = cluster.workers[0]
     worker.call(take_steps)

@@ -270,6 +270,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_of_one_script_share_what_main_defines(tmp_path: Path) -> None:
     """As in PyTorch: globals of the callee keep their values, and classes are the same on both sides."""
     script = tmp_path / "one_file.py"

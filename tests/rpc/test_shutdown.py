@@ -163,6 +163,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["shutdown", "raise"])
 def test_script_of_two_processes(tmp_path: Path, meeting: str, end: str) -> None:
     script = tmp_path / "script.py"

@@ -107,6 +107,7 @@ def test_a_call_that_nobody_waits_for_any_more(names: list[str]) -> None:
     wait_until(lambda: references.here().statistics().num_children == 0, 30.0, "that they are asked for")
 
 
+@pytest.mark.slow
 def test_10_000_creations_and_forwards_leave_nothing(cluster: Cluster, names: list[str]) -> None:
     def work(rounds: int) -> None:
         for _ in range(rounds):
