@@ -130,7 +130,7 @@ class WorkerEngine(Engine):
             raise question.error
         here, answers, waiting = self.here, {}, {}
         for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
-            may_have_gradient = torch.is_grad_enabled() and layout.boxes[number].num_elements
+            may_have_gradient = question.asks_all and layout.boxes[number].num_elements
             if not (may_have_gradient or any(item.numel() for item in request)):
                 answers[number] = question.like.new_zeros(question.shape(number))
             elif place != here:

@@ -49,7 +49,7 @@ def _do_embedding(
         [box.sizes[1:] for box in boxes],
         table._like,
         error,
-        asks_all=lookups.has_dense_gradient(table, sparse),
+        asks_all=lookups.wants_gradient(table),
     )
     answers = table._engine.ask(question, table._layout, table._parts)
     size = (ids.numel(), table.size(1))

@@ -168,7 +168,7 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: Setting, error: Exceptio
         [box.sizes[1:] for box in boxes],
         table._like,
         error,
-        asks_all=lookups.has_dense_gradient(table, setting[2]),
+        asks_all=lookups.wants_gradient(table),
     )
     answers = table._engine.ask(question, table._layout, table._parts)
     size = (bags.number, table.size(1))

@@ -98,9 +98,9 @@ def row_in_block(row: int | None, rows: Rows) -> int | None:
     return row - rows[0] if row is not None and rows[0] <= row < rows[0] + rows[1] else None
 
 
-def has_dense_gradient(table: ShardedTensor, sparse: bool) -> bool:
-    """Whether blocks of which nobody wants anything get a gradient, too, which is zero: optimizers step them, then."""
-    return not sparse and torch.is_grad_enabled() and table.requires_grad
+def wants_gradient(table: ShardedTensor) -> bool:
+    """Whether blocks of which nobody wants anything get a gradient, too, which is zero: all are stepped alike then."""
+    return torch.is_grad_enabled() and table.requires_grad
 
 
 def columns_of(table: ShardedTensor) -> list[slice]:
