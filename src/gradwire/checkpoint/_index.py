@@ -1,6 +1,6 @@
 """The index of a checkpoint: one JSON file that says what is in it, where, and how to tell whether it is whole.
 
-    {"format": "gradwire.checkpoint", "version": 1, "checksum": "crc32:...", "content": {...}}
+    {"format": "gradwire.checkpoint", "version": 2, "checksum": "crc32:...", "content": {...}}
 
 The checksum is of the bytes of ``content``. The version is looked at before anything else, so that a checkpoint of a later
 gradwire says so instead of looking damaged.
@@ -15,11 +15,13 @@ from typing import Any, Final
 import msgspec
 
 from gradwire.checkpoint._dtypes import DTYPES, num_bytes_of
+from gradwire.checkpoint._pieces import bodies, find_problem
 from gradwire.checkpoint._tree import check_node, tensor_names
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 FORMAT: Final = "gradwire.checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+_READABLE: Final = (1, 2)  # version 1 had no tensors in pieces
 GENERATION: Final = re.compile(r"g[0-9]{4,12}-[0-9a-f]{8}")
 FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9_.:-]{{1,160}}\.safetensors")
 
@@ -148,10 +150,10 @@ def parse(data: bytes, where: str) -> Index:
         raise CheckpointError(
             f"{where} is no index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
         )
-    if head.version != VERSION:
+    if head.version not in _READABLE:
         raise CheckpointError(
-            f"{where} has version {head.version} of the format and this gradwire reads version {VERSION}; load it with the "
-            "gradwire that saved it",
+            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load it "
+            "with the gradwire that saved it",
             where,
         )
     try:
@@ -187,6 +189,10 @@ def _check(index: Index, where: str) -> None:
     unknown = [name for name in tensor_names(index.state) if name not in index.tensors]
     if unknown:
         raise _damaged(where, f"it has no tensor '{unknown[0]}'")
+    for body in bodies(index.state):
+        problem = find_problem(body, index.tensors) if body["dtype"] in DTYPES else f"unknown dtype {body['dtype']}"
+        if problem:
+            raise _damaged(where, problem)
 
 
 def _damaged(where: str, why: str) -> CheckpointDamaged:

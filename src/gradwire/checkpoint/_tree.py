@@ -7,6 +7,7 @@ with one key that starts with ``$``:
     {0: "a"}          {"$dict": [[0, "a"]]}         2**70             {"$int": "1180591620717411303424"}
     b"ab"             {"$bytes": "YWI="}            torch.float32     {"$dtype": "float32"}
     a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
+    a sharded tensor  {"$sharded": {...}}, see `gradwire.checkpoint._pieces`
 
 No class is ever named that loading would have to import. Types are looked at exactly: a subclass of ``int`` that comes back
 as an ``int`` would be a surprise, so it is refused.
@@ -25,6 +26,7 @@ from typing import Any, Final
 
 import torch
 
+from gradwire.checkpoint._pieces import SHARDED, assemble, is_body
 from gradwire.errors import CannotSave, CheckpointDamaged
 
 Node = Any  # what JSON can say
@@ -47,8 +49,7 @@ class Encoder:
 
     Args:
         place: Told the path of each tensor that is met, and the tensor; returns the name it is kept under.
-        claim: Asked about every value that is no tensor, before anything else; returns a node, or None if the value is
-            no concern of it.
+        claim: Asked about every value, before anything else; returns a node, or None if the value is no concern of it.
     """
 
     def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:
@@ -64,10 +65,10 @@ class Encoder:
         """
         if depth > _MAX_DEPTH:
             raise CannotSave(f"'{path}' is nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
-        if isinstance(value, torch.Tensor):
-            return {"$tensor": self._place(path, value)}
         if self._claim is not None and (claimed := self._claim(path, value)) is not None:
             return claimed
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._place(path, value)}
         kind = type(value)
         if kind is dict:
             return self._dict(value, path, depth)
@@ -142,31 +143,36 @@ def _advice(value: Any) -> str:
     return "Save what it takes to make it again"
 
 
-def decode(node: Node, tensor_named: Callable[[str], Any]) -> Any:
-    """The value of a node; objects become their state.
+def decode(
+    node: Node, tensor_named: Callable[[str], Any], piece_named: Callable[[str], torch.Tensor] | None = None
+) -> Any:
+    """The value of a node; objects become their state, and tensors in pieces become whole.
 
     Args:
         node: What `Encoder.encode` has made.
         tensor_named: The tensor of each name that is met.
+        piece_named: The same for pieces, which are only copied from.
 
     Raises:
         CheckpointDamaged: It is no such node.
     """
     if type(node) is list:
-        return [decode(item, tensor_named) for item in node]
+        return [decode(item, tensor_named, piece_named) for item in node]
     if type(node) is not dict:
         return node
     tag = tag_of(node)
     if tag is None:
-        return {key: decode(item, tensor_named) for key, item in node.items()}
+        return {key: decode(item, tensor_named, piece_named) for key, item in node.items()}
     body = node[tag]
     if tag == "$tensor":
         return tensor_named(body)
+    if tag == SHARDED:
+        return assemble(body, piece_named or tensor_named)
     if tag == "$object":
-        return decode(body["state"], tensor_named)
+        return decode(body["state"], tensor_named, piece_named)
     try:
         if tag in _REBUILT:
-            return _REBUILT[tag]([decode(item, tensor_named) for item in body])
+            return _REBUILT[tag]([decode(item, tensor_named, piece_named) for item in body])
         return _SCALARS[tag](body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"the index has a value of an unknown form, {tag}: {error}") from error
@@ -250,6 +256,8 @@ def check_node(node: Node) -> None:
         body = node[tag] if tag is not None else None
         if tag == "$tensor" and type(body) is not str:
             raise ValueError("a tensor without a name")
+        if tag == SHARDED and not is_body(body):
+            raise ValueError("a tensor in pieces that are none")
         if tag == "$object" and not _is_object_body(body):
             raise ValueError("an object without kind, type and state")
         if tag in ("$dict", "$ordered") and not _are_pairs(body):
@@ -272,8 +280,11 @@ def tensor_names(node: Node) -> Iterator[str]:
         for item in node:
             yield from tensor_names(item)
     elif type(node) is dict:
-        if tag_of(node) == "$tensor":
+        tag = tag_of(node)
+        if tag == "$tensor":
             yield node["$tensor"]
+        elif tag == SHARDED:
+            yield from (name for name, _ in node[SHARDED]["pieces"])
         else:
             for item in node.values():
                 yield from tensor_names(item)

@@ -6,12 +6,13 @@ import functools
 import os
 from typing import Any, Final
 
-from gradwire.checkpoint import reading
+from gradwire.checkpoint import ranks, reading
 from gradwire.checkpoint._tree import decode, tensor_names
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.loading import load_from
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.saving import save_into
+from gradwire.checkpoint.sharded import group_of
 from gradwire.checkpoint.summary import Summary, summarize
 
 _TIMEOUT_S: Final = 3600.0
@@ -20,9 +21,17 @@ PathLike = str | os.PathLike[str]
 
 
 def save(
-    directory: PathLike, state: dict[str, Any], *, progress: ProgressOption = None, timeout: float = _TIMEOUT_S
+    directory: PathLike,
+    state: dict[str, Any],
+    *,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
 ) -> Summary:
     """Saves a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
+
+    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
+    each writes its shards, and rank 0 everything else.
 
     A crash at any moment, of anybody, leaves the old checkpoint or the new one. Do not train while a save runs: each worker
     saves one moment of its parameters, but the moments of two workers may differ by a step.
@@ -30,10 +39,12 @@ def save(
     Args:
         directory: One that all workers share; made if it is not there. It holds one checkpoint.
         state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
-            optimizers and schedulers that are here, tensors, plain values; and dicts, lists and tuples of these.
+            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
+            of these.
         progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
             written and the bytes in all.
-        timeout: Seconds that each worker may take.
+        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
+        process_group: Whose ranks save together. Found by itself if there are sharded tensors or modules with such.
 
     Returns:
         What is in the checkpoint.
@@ -44,7 +55,9 @@ def save(
         CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
         CheckpointError: A worker died or did not answer; the checkpoint before is whole.
     """
-    place = Directory(directory)
+    place, group = Directory(directory), group_of(state, process_group)
+    if group is not None:
+        return summarize(place.path, ranks.save_into(place, state, group, progress))
     return summarize(place.path, save_into(place, state, progress, timeout))
 
 
@@ -55,8 +68,12 @@ def load(
     strict: bool = True,
     progress: ProgressOption = None,
     timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
 ) -> dict[str, Any]:
     """Fills objects from a checkpoint, wherever they live now, and returns the values that were saved beside them.
+
+    Sharded tensors may be divided in any way, whatever it was when they were saved: each shard gets what it has in common
+    with what was saved. With those of a process group every rank calls this, with the same names.
 
     Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
 
@@ -67,6 +84,7 @@ def load(
             If False, what both have is loaded, and converted. Shapes must always be the same.
         progress: As for `save`.
         timeout: Seconds that each worker may take in each step.
+        process_group: As for `save`.
 
     Returns:
         The values: numbers, texts, tensors and so on, in the dicts they were saved in.
@@ -77,7 +95,11 @@ def load(
         CheckpointMismatch: It does not fit the objects; nothing was changed.
         CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
     """
-    return load_from(Directory(directory), {} if objects is None else objects, strict, progress, timeout)
+    place, wanted = Directory(directory), {} if objects is None else objects
+    group = group_of(wanted, process_group)
+    if group is not None:
+        return ranks.load_from(place, wanted, group, strict, progress)
+    return load_from(place, wanted, strict, progress, timeout)
 
 
 def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
@@ -95,7 +117,8 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
         names = set(tensor_names(index.state))
         _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
         reader = reading.TensorReader(place.path, index.tensors)
-        found: dict[str, Any] = decode(index.state, functools.cache(reader.copied))  # what was one tensor stays one
+        copied = functools.cache(reader.copied)  # what was one tensor stays one
+        found: dict[str, Any] = decode(index.state, copied, reader.mapped)
     return found
 
 

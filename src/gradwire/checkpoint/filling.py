@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire.checkpoint._pieces import put
 from gradwire.checkpoint._tree import Node, decode, items_of
 from gradwire.checkpoint.objects import Part, module_state
 from gradwire.checkpoint.reading import TensorReader
+from gradwire.checkpoint.sharded import decode_state
 from gradwire.errors import CheckpointError
 from gradwire.optim import LocalOptimizer
+from gradwire.shard import ShardedTensor
+from gradwire.shard.sharded_optim import ShardedOptimizer
 
 Filled = tuple[Part, Node, dict[str, Any] | None]
 """A part, the saved state of its object, and the versions of its modules."""
@@ -44,21 +48,27 @@ def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
         if isinstance(part.value, nn.Module):
             _fill_module(part, node, metadata, reader)
         elif isinstance(part.value, torch.Tensor):
-            part.value.copy_(reader.mapped(node["$tensor"]))
+            put(part.value, node, reader.mapped)
 
 
 def _fill_stateful(part: Part, node: Node, reader: TensorReader, undo: list[Callable[[], Any]]) -> None:
     value = part.value
     if isinstance(value, LocalOptimizer):
         saved = items_of(node) or {}
-        state = {name: decode(saved[name], reader.copied) for name in part.names if name in saved}
+        state = {name: decode(saved[name], reader.copied, reader.mapped) for name in part.names if name in saved}
         before = value.named_state()
         undo.append(lambda: value.load_named_state(before))
         value.load_named_state(state)
     else:
         before = value.state_dict()
         undo.append(lambda: value.load_state_dict(before))
-        value.load_state_dict(decode(node, reader.copied))
+        value.load_state_dict(_decode(value, node, reader))
+
+
+def _decode(value: Any, node: Node, reader: TensorReader) -> Any:
+    if isinstance(value, ShardedOptimizer):
+        return decode_state(value, node, reader)
+    return decode(node, reader.copied, reader.mapped)
 
 
 def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader: TensorReader) -> None:
@@ -66,9 +76,9 @@ def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader
     module, saved = part.value, items_of(node) or {}
     state: Any = OrderedDict()
     for name, target in module_state(module, part.is_own_only).items():
-        if part.prefix + name in saved:
+        if part.prefix + name in saved and not isinstance(target, ShardedTensor):
             read = reader.mapped if isinstance(target, torch.Tensor) else reader.copied
-            state[name] = decode(saved[part.prefix + name], read)
+            state[name] = decode(saved[part.prefix + name], read, reader.mapped)
     versions = {key[len(part.prefix) :]: item for key, item in (metadata or {}).items() if key.startswith(part.prefix)}
     versions.setdefault("", (metadata or {}).get(part.prefix.rstrip("."), {}))
     state._metadata = versions

@@ -17,20 +17,23 @@ from typing import Any, Final
 
 import torch
 
-from gradwire.checkpoint import objects, owners
+from gradwire.checkpoint import objects, owners, sharded
 from gradwire.checkpoint._index import Index, TensorEntry
+from gradwire.checkpoint._pieces import region_of
 from gradwire.checkpoint._tree import Node, decode, dict_node, items_of, join, tag_of, tensor_names
 from gradwire.checkpoint.asking import Parts, Round, groups_of
 from gradwire.checkpoint.directory import Directory
-from gradwire.checkpoint.objects import Fit
+from gradwire.checkpoint.objects import Fit, Part
 from gradwire.checkpoint.owners import CheckOrder, FitReport, LoadOrder, SavedPart
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.reading import TensorReader, files_of
 from gradwire.errors import CheckpointMismatch, ConfigurationError
 from gradwire.optim import DistributedOptimizer, states
+from gradwire.optim.parts import fold_groups
+from gradwire.shard import ShardedTensor
 
 _GROUP_BYTES: Final = 256 << 20  # what is checked in one call; progress is known that finely
-_NOTHING: Final = object()
+NOTHING: Final = object()
 _MAX_SHOWN: Final = 20
 
 
@@ -42,6 +45,7 @@ class _Target:
     value: Any
     node: Node
     parts: list[tuple[str, int]] = field(default_factory=list)
+    sharded: list[str] = field(default_factory=list)  # keys of sharded tensors, whose shards are parts of their own
 
 
 class LoadPlan:
@@ -96,6 +100,10 @@ class LoadPlan:
     def _add(self, value: Any, node: Node, path: str) -> None:
         body = node["$object"] if tag_of(node) == "$object" else {"state": node, "metadata": None}
         target = _Target(path, value, body["state"])
+        self._targets.append(target)
+        if isinstance(value, ShardedTensor):
+            self._add_shards(target, value, target.node, path)
+            return
         by_name = self._optimizer_state(target) if isinstance(value, DistributedOptimizer) else None
         for part in objects.split(path, value):
             state = body["state"]
@@ -103,22 +111,47 @@ class LoadPlan:
                 state = dict_node({name: by_name[name] for name in part.names if name in by_name})
             elif part.prefix and (saved := items_of(state)) is not None:
                 state = dict_node({key: item for key, item in saved.items() if key.startswith(part.prefix)})
-            worker, number = self.parts.add(part)
-            self._saved.setdefault(worker, []).append(SavedPart(state, decode(body.get("metadata"), _placeholder)))
-            target.parts.append((worker, number))
-        self._targets.append(target)
+            worker, number = self._add_part(target, part, state, decode(body.get("metadata"), _placeholder))
+            if not worker:
+                self._add_sharded_state(target, self.parts.here[number])
+
+    def _add_part(self, target: _Target, part: Part, state: Node, metadata: Any = None) -> tuple[str, int]:
+        worker, number = self.parts.add(part)
+        self._saved.setdefault(worker, []).append(SavedPart(state, metadata))
+        target.parts.append((worker, number))
+        return worker, number
+
+    def _add_sharded_state(self, target: _Target, part: Part) -> None:
+        """The shards of sharded tensors in a module."""
+        saved = items_of(target.node) or {}
+        for key, tensor in objects.sharded_state(part).items():
+            where = join(target.path, key)
+            if key in saved:
+                target.sharded.append(key)
+                self._add_shards(target, tensor, saved[key], where)
+            elif self.is_strict:
+                self.problems.append(f"'{where}' is wanted and not in the checkpoint")
+
+    def _add_shards(self, target: _Target, tensor: ShardedTensor, node: Node, where: str) -> None:
+        """Each shard gets what it has in common with what was saved."""
+        entries = self.index.tensors
+        problem = objects.compare(where, tensor, node, entries, self.is_strict)
+        if problem:
+            self.problems.append(problem)
+            return
+        for box, part in sharded.shards_of(tensor):
+            self._add_part(target, Part(where, "", part), region_of(node, box, entries))
 
     def _optimizer_state(self, target: _Target) -> dict[str, Node]:
         saved = items_of(target.node) or {}
         try:
             groups = decode(saved["param_groups"], _placeholder)
-            found, _ = states.unpack(
-                {"state": items_of(saved["state"]), "param_groups": groups}, target.value.param_groups
-            )
+            own = fold_groups(target.value.param_groups, target.value._parts)
+            found, _ = states.unpack({"state": items_of(saved["state"]), "param_groups": groups}, own)
         except (KeyError, ConfigurationError) as error:
             self.problems.append(f"'{target.path}' is not the state of this optimizer: {error}")
             return {}
-        return found
+        return sharded.divide_states(found, target.value._parts, self.index.tensors)
 
     # -- what the owners are told and say ----------------------------------------------------------------------------
 
@@ -146,7 +179,7 @@ class LoadPlan:
             if not self.is_strict or any(fit.claimed is None for fit in told):
                 continue
             missing = [name for fit in told for name in fit.missing]
-            claimed = {name for fit in told for name in fit.claimed or ()}
+            claimed = {*target.sharded, *(name for fit in told for name in fit.claimed or ())}
             unexpected = [name for name in items_of(target.node) or {} if name not in claimed]
             self.problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
             self.problems += [f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected]
@@ -156,9 +189,8 @@ class LoadPlan:
         for target in self._targets:
             if isinstance(target.value, DistributedOptimizer):
                 optimizer, saved = target.value, (items_of(target.node) or {})["param_groups"]
-                _, options = states.unpack(
-                    {"state": {}, "param_groups": decode(saved, tensor_named)}, optimizer.param_groups
-                )
+                own = fold_groups(optimizer.param_groups, optimizer._parts)
+                _, options = states.unpack({"state": {}, "param_groups": decode(saved, tensor_named)}, own)
                 for group, new in zip(optimizer.param_groups, options, strict=True):
                     kept = {key: group[key] for key in ("params", "param_names")}
                     group.clear()
@@ -182,21 +214,21 @@ class LoadPlan:
 
 
 def _values(node: Node, wanted: Any) -> Any:
-    """The part of a node that is no object and is filled into nothing; `_NOTHING` if none is."""
+    """The part of a node that is no object and is filled into nothing; `NOTHING` if none is."""
     if isinstance(wanted, torch.Tensor) or objects.is_object(wanted) or tag_of(node) == "$object":
-        return _NOTHING
+        return NOTHING
     saved = items_of(node)
     if saved is None:
-        return _NOTHING if _has_object(node) or _has_target(wanted) else node
+        return NOTHING if _has_object(node) or _has_target(wanted) else node
     below = wanted if isinstance(wanted, dict) else {}
     kept = {key: _values(item, below.get(key)) for key, item in saved.items()}
-    if saved and all(item is _NOTHING for item in kept.values()):
-        return _NOTHING
+    if saved and all(item is NOTHING for item in kept.values()):
+        return NOTHING
     if tag_of(node) is None:
-        return {key: item for key, item in kept.items() if item is not _NOTHING}
+        return {key: item for key, item in kept.items() if item is not NOTHING}
     tag = tag_of(node)
     pairs = zip(node[tag], kept.values(), strict=True)
-    return {tag: [[pair[0], item] for pair, item in pairs if item is not _NOTHING]}
+    return {tag: [[pair[0], item] for pair, item in pairs if item is not NOTHING]}
 
 
 def _has_object(node: Node) -> bool:
@@ -230,7 +262,7 @@ def load_from(
         sent = {worker: owners.encode(order) for worker, order in orders.items()}
         plan.judge(_fit(plan, own, sent, Round(doing, timeout_s)))
         plan.check(path)
-        values = {} if plan.values is _NOTHING else plan.values
+        values = {} if plan.values is NOTHING else plan.values
         more = plan.entries([*tensor_names(values), *plan.option_names()])
         with ByteProgress("checking", option) as progress:
             _check(
@@ -246,7 +278,8 @@ def load_from(
         filling.finish(functools.partial(owners.fill, place.path, own, plan.parts.here))
         reader = TensorReader(place.path, more)
         plan.fill_groups(reader.copied)
-        found: dict[str, Any] = decode(values, functools.cache(reader.copied))  # what was one tensor stays one
+        copied = functools.cache(reader.copied)  # what was one tensor stays one
+        found: dict[str, Any] = decode(values, copied, reader.mapped)
     return found
 
 
@@ -260,13 +293,25 @@ def _fit(plan: LoadPlan, own: LoadOrder, sent: dict[str, bytes], asked: Round) -
 def _check(
     place: Directory, plan: LoadPlan, orders: dict[str, LoadOrder], progress: ByteProgress, asked: Round
 ) -> None:
-    """Has the bytes compared, each worker those that it will load."""
-    progress.total = sum(entry.num_bytes for order in orders.values() for entry in order.tensors.values())
-    for worker, order in orders.items():
-        for group in groups_of(order.tensors, _GROUP_BYTES) if worker else ():
+    """Has the bytes compared, each worker those that it will load; what several will load, one of them."""
+    shares = _shares(orders)
+    progress.total = sum(entry.num_bytes for share in shares.values() for entry in share.values())
+    for worker, share in shares.items():
+        files = files_of(orders[worker].tensors.values(), plan.index.files)  # each must see all that it needs
+        for group in (groups_of(share, _GROUP_BYTES) or [{}]) if worker and files else ():
             num_bytes = sum(entry.num_bytes for entry in group.values())
-            message = owners.encode(CheckOrder(files_of(group.values(), plan.index.files), group))
             done = functools.partial(progress.count, num_bytes)
-            asked.ask(worker, owners.CHECK, str(place.path), message, on_done=done)
-    here = CheckOrder(files_of(orders[""].tensors.values(), plan.index.files), orders[""].tensors)
+            asked.ask(worker, owners.CHECK, str(place.path), owners.encode(CheckOrder(files, group)), on_done=done)
+            files = {}
+    here = CheckOrder(files_of(orders[""].tensors.values(), plan.index.files), shares[""])
     asked.finish(lambda: owners.check(place.path, here, progress.advance), progress.refresh)
+
+
+def _shares(orders: dict[str, LoadOrder]) -> dict[str, dict[str, TensorEntry]]:
+    """By worker, the tensors that it is to check: each once."""
+    found: dict[str, dict[str, TensorEntry]] = {}
+    seen: set[str] = set()
+    for worker, order in orders.items():
+        found[worker] = {name: entry for name, entry in order.tensors.items() if name not in seen}
+        seen |= found[worker].keys()
+    return found

@@ -5,6 +5,7 @@ part is.
 
     RemoteModule, RRef              one part, on the owner
     nn.Module                       one part, here; if RemoteModules are inside of it, one more for each
+    a ShardedTensor, also inside    one part for each shard, where it is (`gradwire.checkpoint.sharded`)
     DistributedOptimizer            one part on each owner; options of its groups stay here
     anything with a state_dict      one part, here
 """
@@ -23,11 +24,15 @@ from torch import nn
 from gradwire.autograd import sharing
 from gradwire.checkpoint._dtypes import NAMES
 from gradwire.checkpoint._index import TensorEntry
-from gradwire.checkpoint._tree import Node, items_of, join, tag_of
+from gradwire.checkpoint._pieces import form_of, is_tensor
+from gradwire.checkpoint._tree import Node, items_of, join
+from gradwire.checkpoint.sharded import find_sharded
 from gradwire.errors import CannotSave
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, LocalOptimizer
 from gradwire.rref import RRef
+from gradwire.shard import ShardedTensor
+from gradwire.shard.sharded_optim import ShardedOptimizer
 
 MODULE: Final = "module"
 TENSOR: Final = "tensor"
@@ -131,12 +136,33 @@ def state_of(part: Part) -> State:
 
 def module_state(module: nn.Module, is_own_only: bool) -> Any:
     """The state dict of a module, or of what is directly in it."""
+    keep_vars = _holds_shards(module)  # sharded ones themselves, not others that share their memory
     if not is_own_only:
-        return module.state_dict()
+        return module.state_dict(keep_vars=keep_vars)
     found: Any = OrderedDict()
     found._metadata = {"": {"version": module._version}}
-    module._save_to_state_dict(found, "", False)
+    module._save_to_state_dict(found, "", keep_vars)
     return found
+
+
+def _holds_shards(module: nn.Module) -> bool:
+    return next(find_sharded(module), None) is not None
+
+
+def may_hold_shards(part: Part) -> bool:
+    """Whether sharded tensors may be in the state of a part that is here."""
+    value = part.value
+    if isinstance(value, nn.Module):
+        return _holds_shards(value)
+    return is_object(value) and not isinstance(value, LocalOptimizer)
+
+
+def sharded_state(part: Part) -> dict[str, ShardedTensor]:
+    """The sharded tensors in a module that is here, by their keys in the object's state."""
+    if not isinstance(part.value, nn.Module):
+        return {}
+    state = module_state(part.value, part.is_own_only)
+    return {part.prefix + name: item for name, item in state.items() if isinstance(item, ShardedTensor)}
 
 
 def locks_itself(part: Part) -> bool:
@@ -162,7 +188,8 @@ def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part.value, nn.Module):
-            found += part.value.parameters(recurse=not part.is_own_only)
+            parameters = part.value.parameters(recurse=not part.is_own_only)
+            found += [item for item in parameters if not isinstance(item, ShardedTensor)]  # shards are other parts
         elif isinstance(part.value, torch.Tensor) and part.value.requires_grad:
             found.append(part.value)
     return found
@@ -201,10 +228,8 @@ def fit(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: b
     if isinstance(value, nn.Module):
         return _fit_module(part, node, entries, is_strict)
     if isinstance(value, torch.Tensor):
-        if tag_of(node) != "$tensor":
-            return Fit(problems=(f"'{part.path}' was not saved as a tensor",))
-        problem = _compare(part.path, value, entries[node["$tensor"]], is_strict)
-        return Fit(problems=(problem,) if problem else ())
+        problem = compare(part.path, value, node, entries, is_strict)
+        return Fit((), problems=(problem,) if problem else ())
     if isinstance(value, torch.optim.Optimizer):
         return Fit(problems=_fit_optimizer(part, node))
     if is_object(value):
@@ -219,24 +244,27 @@ def _fit_module(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_s
     claimed, missing, problems = [], [], []
     for name, target in module_state(part.value, part.is_own_only).items():
         key = part.prefix + name
+        if isinstance(target, ShardedTensor):
+            continue  # its shards are parts of their own
         if key not in saved:
             missing.append(key)
             continue
         claimed.append(key)
         if isinstance(target, torch.Tensor) and not nn.parameter.is_lazy(target):
-            where = join(part.path, key)
-            if tag_of(saved[key]) != "$tensor":
-                problems.append(f"'{where}' was not saved as a tensor")
-            elif problem := _compare(where, target, entries[saved[key]["$tensor"]], is_strict):
-                problems.append(problem)
+            problem = compare(join(part.path, key), target, saved[key], entries, is_strict)
+            problems += [problem] if problem else []
     return Fit(tuple(claimed), tuple(missing), tuple(problems))
 
 
-def _compare(where: str, target: torch.Tensor, entry: TensorEntry, is_strict: bool) -> str:
-    if tuple(target.shape) != entry.shape:
-        return f"'{where}' has shape {list(entry.shape)} in the checkpoint and {list(target.shape)} here"
-    if is_strict and NAMES.get(target.dtype) != entry.dtype:
-        return f"'{where}' is {entry.dtype} in the checkpoint and {str(target.dtype).removeprefix('torch.')} here"
+def compare(where: str, target: torch.Tensor, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> str:
+    """Why a saved value does not fit a tensor; empty if it does."""
+    if not is_tensor(node):
+        return f"'{where}' was not saved as a tensor"
+    dtype, shape = form_of(node, entries)
+    if tuple(target.shape) != shape:
+        return f"'{where}' has shape {list(shape)} in the checkpoint and {list(target.shape)} here"
+    if is_strict and NAMES.get(target.dtype) != dtype:
+        return f"'{where}' is {dtype} in the checkpoint and {str(target.dtype).removeprefix('torch.')} here"
     return ""
 
 
@@ -245,7 +273,10 @@ def _fit_optimizer(part: Part, node: Node) -> tuple[str, ...]:
     if not isinstance(groups, list):
         return (f"'{part.path}' was not saved as an optimizer of one process",)
     sizes = [len((items_of(group) or {}).get("params", ())) for group in groups]
-    here = [len(group["params"]) for group in part.value.param_groups]
+    if isinstance(part.value, ShardedOptimizer):
+        here = [len(group) for group in part.value._groups]  # its param_groups have the parts of this rank
+    else:
+        here = [len(group["params"]) for group in part.value.param_groups]
     return (
         () if sizes == here else (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {here} here",)
     )

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,12 +25,13 @@ import msgspec
 
 from gradwire.checkpoint import filling, objects, reading, writing
 from gradwire.checkpoint._index import FileEntry, TensorEntry
-from gradwire.checkpoint._tree import Encoder
+from gradwire.checkpoint._tree import Claim, Encoder
 from gradwire.checkpoint.directory import Directory, check_file_name, file_name
 from gradwire.checkpoint.objects import Part
-from gradwire.errors import CheckpointDamaged, CheckpointMissing, NotExposed, NotInitialized
+from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, NotExposed, NotInitialized
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, references
+from gradwire.shard import ShardedTensor
 
 T = TypeVar("T")
 
@@ -115,7 +117,20 @@ def worker_name() -> str:
 # -- what an owner does ---------------------------------------------------------------------------------------------
 
 
-def describe(directory: str, generation: str, parts: Sequence[Part]) -> int:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of parts before they are written.
+
+    Attributes:
+        states: Of some of them, by number.
+        claim: Gives the nodes of sharded tensors in them.
+    """
+
+    states: dict[int, objects.State]
+    claim: Claim
+
+
+def describe(directory: str, generation: str, parts: Sequence[Part], known: Known | None = None) -> int:
     """How many bytes this worker would write.
 
     Raises:
@@ -124,12 +139,18 @@ def describe(directory: str, generation: str, parts: Sequence[Part]) -> int:
     """
     Directory(directory).check_announced(generation, worker_name())
     tensors = writing.TensorSet()
-    _encode(parts, tensors, {})
+    _encode(parts, tensors, known or _NOTHING_KNOWN)
     return tensors.num_bytes
 
 
 def write(
-    directory: str, generation: str, parts: Sequence[Part], tensors: writing.TensorSet, on_bytes: writing.OnBytes
+    directory: str,
+    generation: str,
+    parts: Sequence[Part],
+    tensors: writing.TensorSet,
+    on_bytes: writing.OnBytes,
+    known: Known | None = None,
+    worker: str = "",
 ) -> WriteReport:
     """Writes this worker's file.
 
@@ -139,17 +160,20 @@ def write(
         parts: What to write.
         tensors: What to write besides them.
         on_bytes: Told how many more bytes are written.
+        known: What is known of the parts.
+        worker: What this one is called in files, if it has another name there.
 
     Raises:
         CheckpointWriteFailed: It cannot be written.
     """
-    place, worker = Directory(directory), worker_name()
+    place, worker = Directory(directory), worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
     place.check_announced(generation, worker)
+    known = known or _NOTHING_KNOWN
     early = {number: objects.state_of(part) for number, part in enumerate(parts) if objects.locks_itself(part)}
     with objects.standing_still(parts):
-        reports = _encode(parts, tensors, early)
+        reports = _encode(parts, tensors, Known({**known.states, **early}, known.claim))
         if not tensors.tensors:
             return WriteReport(reports, {}, {})
         entry, entries = writing.write_file(place.path / name, tensors.tensors, worker, socket.gethostname(), on_bytes)
@@ -157,11 +181,22 @@ def write(
     return WriteReport(reports, {name: entry}, entries)
 
 
-def _encode(parts: Sequence[Part], tensors: writing.TensorSet, known: Mapping[int, objects.State]) -> list[PartReport]:
-    encoder = Encoder(tensors.place)
+def _refuse_sharded(path: str, value: Any) -> None:
+    if isinstance(value, ShardedTensor):
+        raise CannotSave(
+            f"'{path}' on worker {worker_name()} is a sharded tensor whose shards are on other workers; only who has its "
+            "object here, and not by reference, can save it: pass the sharded tensor itself in a call, and save that"
+        )
+
+
+_NOTHING_KNOWN: Final = Known({}, _refuse_sharded)
+
+
+def _encode(parts: Sequence[Part], tensors: writing.TensorSet, known: Known) -> list[PartReport]:
+    encoder = Encoder(tensors.place, known.claim)
     reports = []
     for number, part in enumerate(parts):
-        state = known[number] if number in known else objects.state_of(part)
+        state = known.states[number] if number in known.states else objects.state_of(part)
         node = encoder.encode(state.values, part.path)
         metadata = Encoder(tensors.place).encode(state.metadata, part.path)
         reports.append(PartReport(state.kind, state.type_name, node, metadata))

@@ -14,7 +14,9 @@ import torch
 
 from gradwire.checkpoint._dtypes import DTYPES, from_stored
 from gradwire.checkpoint._index import FileEntry, TensorEntry, checksum_of, show_checksum
+from gradwire.checkpoint._pieces import form_of, region_of
 from gradwire.errors import CheckpointDamaged, CheckpointMissing
+from gradwire.shard._geometry import Box
 
 OnBytes = Callable[[int], None]
 
@@ -109,6 +111,14 @@ class TensorReader:
     def copied(self, name: str) -> torch.Tensor:
         """The same with memory of its own."""
         return self.mapped(name).clone()
+
+    def form_of(self, node: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the node of a tensor."""
+        return form_of(node, self._entries)
+
+    def region_of(self, node: Any, box: Box) -> Any:
+        """The node of a part of a tensor."""
+        return region_of(node, box, self._entries)
 
 
 def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:

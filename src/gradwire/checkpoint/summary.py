@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.checkpoint._index import Index
+from gradwire.checkpoint._pieces import SHARDED
 from gradwire.checkpoint._tree import Node, items_of, tag_of, tensor_names
 
 _MAX_VALUE = 60
@@ -123,6 +124,8 @@ def _describe(node: Node) -> tuple[str, str]:
         return node["$object"]["kind"], node["$object"]["type"]
     if tag_of(node) == "$tensor":
         return "tensor", ""
+    if tag_of(node) == SHARDED:
+        return "tensor", f"{_count(len(node[SHARDED]['pieces']), 'piece')} of {tuple(node[SHARDED]['shape'])}"
     text = _show(node)
     return "value", text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
 

@@ -61,8 +61,8 @@ def test_what_is_no_index_is_damage(data: bytes) -> None:
 def test_other_formats_and_versions_are_named() -> None:
     with pytest.raises(CheckpointError, match="its format is 'other'"):
         parse(envelope(b"{}", format="other"), "index.json")
-    with pytest.raises(CheckpointError, match=r"has version 2 of the format and this gradwire reads version 1"):
-        parse(envelope(b'{"new": "shape"}', version=2), "index.json")
+    with pytest.raises(CheckpointError, match=r"has version 3 of the format and this gradwire reads versions up to 2"):
+        parse(envelope(b'{"new": "shape"}', version=3), "index.json")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Sharded tensors in a save or a load: their shards, and those of an optimizer's state, wherever they are.
+
+A shard is saved like any tensor, by the worker or rank that has it. What belongs together is joined in the index
+(`gradwire.checkpoint._pieces`), so that a tensor can be loaded however it is divided then, or in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.checkpoint._index import TensorEntry
+from gradwire.checkpoint._pieces import SHARDED, assemble, form_of, is_tensor, region_of, sharded_node
+from gradwire.checkpoint._tree import Node, decode, dict_node, items_of
+from gradwire.checkpoint.reading import TensorReader
+from gradwire.errors import ConfigurationError
+from gradwire.optim.parts import PartOf
+from gradwire.shard import ShardedTensor
+from gradwire.shard._geometry import Box
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.sharded_optim import ShardedOptimizer
+
+Entries = Mapping[str, TensorEntry]
+
+
+def shards_of(tensor: ShardedTensor) -> list[tuple[Box, Any]]:
+    """The shards with elements that this process handles: its own in a process group, all of them over RPC workers."""
+    return [(box, part) for box, part in zip(tensor._boxes(), tensor._parts, strict=True) if box.num_elements]
+
+
+def find_sharded(value: Any) -> Iterator[ShardedTensor]:
+    """All sharded tensors in a state, also in modules and sharded optimizers."""
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_sharded(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_sharded(item)
+    elif isinstance(value, nn.Module):
+        for module in value.modules():
+            yield from find_sharded([*module._parameters.values(), *module._buffers.values()])
+            yield from (item for item in vars(module).values() if isinstance(item, ShardedTensor))
+    elif isinstance(value, ShardedOptimizer):
+        yield from find_sharded(value.named_params)
+
+
+def group_of(state: Any, given: Any) -> Any:
+    """The process group whose ranks save or load together; None if this process does it alone.
+
+    Args:
+        state: What is to be saved or filled.
+        given: The group that the user has named, or None.
+
+    Raises:
+        ConfigurationError: There are sharded tensors of another group.
+    """
+    groups = [item._engine._group for item in find_sharded(state) if isinstance(item._engine, GroupEngine)]
+    group = given if given is not None or not groups else groups[0]
+    if any(item is not group for item in groups):
+        raise ConfigurationError(
+            "there are sharded tensors of different process groups; use a checkpoint of its own for each group"
+        )
+    return group
+
+
+# -- state of optimizers, as nodes ---------------------------------------------------------------------------------------
+
+
+def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
+    """State by the names of whole parameters, from that of their parts.
+
+    Args:
+        states: By the names of parameters or of parts.
+        parts: What parts are parts of, by their names.
+        entries: Of all tensors.
+    """
+    found = {name: node for name, node in states.items() if name not in parts}
+    pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
+    for name, node in states.items():
+        if name in parts:
+            values = pieces.setdefault(parts[name].whole, {})
+            for key, item in (items_of(node) or {}).items():
+                values.setdefault(key, []).append((parts[name], item))
+    for name, values in pieces.items():
+        found[name] = dict_node({key: _join(items, entries) for key, items in values.items()})
+    return found
+
+
+def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
+    """A tensor in pieces; of what does not have the size of the parts (a number of steps), the first."""
+    forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
+    if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
+        return items[0][1]
+    return sharded_node(forms[0][0], items[0][0].size, [(node["$tensor"], part.box.offsets) for part, node in items])
+
+
+def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
+    """State by the names of parts, from that of whole parameters."""
+    wholes = {part.whole for part in parts.values()}
+    found = {name: node for name, node in states.items() if name not in wholes}
+    for name, part in parts.items():
+        if part.whole in states:
+            saved = items_of(states[part.whole]) or {}
+            found[name] = dict_node({key: _divide(node, part, entries) for key, node in saved.items()})
+    return found
+
+
+def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
+    if is_tensor(node) and form_of(node, entries)[1] == part.size:
+        return region_of(node, part.box, entries)
+    return node
+
+
+def decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader) -> Any:
+    """The saved state of a sharded optimizer; what is as large as a sharded parameter is divided like it."""
+    state = decode(_without_tensors(node), reader.copied)
+    for name, values in (items_of((items_of(node) or {}).get("state")) or {}).items():
+        like = optimizer.named_params.get(name)
+        for key, item in (items_of(values) or {}).items():
+            if isinstance(like, ShardedTensor) and is_tensor(item) and reader.form_of(item)[1] == tuple(like.size()):
+                state["state"][name][key] = _read_like(like, item, reader)
+            else:
+                state["state"][name][key] = decode(item, reader.copied, reader.mapped)
+    return state
+
+
+def _without_tensors(node: Node) -> Node:
+    """The node of an optimizer's state, with nothing yet in the place of each value."""
+    saved = dict(items_of(node) or {})
+    names = items_of(saved.get("state")) or {}
+    empty = [[name, dict.fromkeys(items_of(values) or {})] for name, values in names.items()]
+    return dict_node({**saved, "state": {"$dict": empty}})
+
+
+def _read_like(like: ShardedTensor, node: Node, reader: TensorReader) -> ShardedTensor:
+    dtype = getattr(torch, reader.form_of(node)[0])
+    parts = []
+    for box in like._boxes():
+        region = reader.region_of(node, box)
+        if SHARDED in region:
+            parts.append(assemble(region[SHARDED], reader.mapped))
+        else:
+            parts.append(reader.copied(region["$tensor"]))
+    with torch.no_grad():
+        return like._with_parts(parts, dtype)
