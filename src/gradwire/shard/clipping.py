@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gradwire.autograd.norms import clamped, norm_of, total_norm
 from gradwire.errors import ConfigurationError
 from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.talking import talking
 from gradwire.shard.tensor import ShardedTensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -108,7 +109,8 @@ def _reduced(
     powers = [_power_of(_parts([item]), norm_type, device) for item in sharded]
     powers += [_power_of([item] if engine.here == 0 else [], norm_type, device) for item in plain]
     total = torch.stack(powers)
-    dist.all_reduce(total, _REDUCTIONS.get(norm_type, dist.ReduceOp.SUM), group=engine.group)
+    with talking(engine.group, "adding up the norms of all ranks"):
+        dist.all_reduce(total, _REDUCTIONS.get(norm_type, dist.ReduceOp.SUM), group=engine.group)
     if norm_type and not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
     dtypes = [_real(item.dtype) for item in [*sharded, *plain]]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gradwire.shard import group_asking, moving
 from gradwire.shard.engines import Engine, Part, Question
 from gradwire.shard.layouts import Layout, everywhere, for_everybody, whole
+from gradwire.shard.talking import talking
 
 
 class GroupEngine(Engine):
@@ -108,7 +109,8 @@ class GroupEngine(Engine):
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank says."""
         found: list[Any] = [None for _ in self.askers]
-        dist.all_gather_object(found, value, self.group)
+        with talking(self.group, "gathering what every rank has to say"):
+            dist.all_gather_object(found, value, self.group)
         return found
 
 
@@ -157,5 +159,6 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        with talking(ctx.group, "adding up a gradient of all ranks"):
+            dist.all_reduce(total, group=ctx.group)
         return None, total

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from gradwire.shard._geometry import Box, Move, cut, plan_moves
 from gradwire.shard.layouts import Layout
+from gradwire.shard.talking import talking
 
 PIECE_BYTES = 2**20
 """What goes at a time, from one rank to another."""
@@ -128,7 +129,7 @@ def move(
     sources = {number: _readable(tensor) for number, tensor in zip(old.of(rank), tensors, strict=True)}
     ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
-        ends.put(item, ends.source(item).reshape(-1))
+        ends.put(item, ends.source(item))
     if plan.num_sent * like.element_size() > _MAX_EXCHANGE_BYTES:
         _move_in_pieces(plan, ends, group, like)
     elif plan.num_sent:
@@ -175,13 +176,14 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
         if peer != rank:
             traffic.add(number * width)
     arrived = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
-    dist.all_to_all_single(
-        arrived.view(torch.uint8),
-        flat.view(torch.uint8),
-        [number * width for number in received],
-        [number * width for number in sent],
-        group,
-    )
+    with talking(group, "exchange between all ranks"):
+        dist.all_to_all_single(
+            arrived.view(torch.uint8),
+            flat.view(torch.uint8),
+            [number * width for number in received],
+            [number * width for number in sent],
+            group,
+        )
     return arrived
 
 
@@ -197,9 +199,11 @@ def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) ->
         limit = max(1, PIECE_BYTES // like.element_size())
         outgoing = _cut_all(plan.outgoing.get(to, ()), limit)
         incoming = _cut_all(plan.incoming.get(origin, ()), limit)
-        for sent, received in zip_longest(outgoing, incoming):
-            pipe.step(to, sent, origin, received)
-    pipe.drain()
+        with talking(group, f"exchange of parts: to rank {to}, from rank {origin}"):
+            for sent, received in zip_longest(outgoing, incoming):
+                pipe.step(to, sent, origin, received)
+    with talking(group, "exchange of parts"):
+        pipe.drain()
 
 
 def _cut_all(items: Sequence[Move], limit: int) -> list[Move]:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded, WorkerLost
 from gradwire.types import Trust
 from gradwire.wire import _pickled, _plain
 from gradwire.wire._carried import CarriedFunction, carry
@@ -154,7 +154,7 @@ def _check_outgoing(body: bytes, limits: Limits) -> None:
 def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     try:
         return Packed(PICKLE, *_pickled.dumps(value, shares_main))
-    except CannotSend:
+    except (CannotSend, WorkerLost):  # a reference whose owner is gone
         raise
     except Exception as error:
         where, culprit = locate(value, _can_pickle)
