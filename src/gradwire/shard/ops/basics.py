@@ -1,14 +1,16 @@
-"""What a sharded tensor is, and copies of it: attributes, detach, clone, requires_grad."""
+"""What a sharded tensor is: its attributes, its gradient, its one element if it has but one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradwire.shard.dispatch import implements
+from gradwire.shard.dispatch import implements, unsupported
+from gradwire.shard.engines import Part
+from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.ops._operands import note_gradient, probe
 from gradwire.shard.tensor import ShardedTensor
 
 _T: Any = torch.Tensor
@@ -30,7 +32,7 @@ for _name in _ATTRIBUTES.split():
 implements(
     _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point,
     _T.is_complex, _T.is_signed, _T.element_size, _T.__len__, _T.get_device, torch.numel, torch.is_floating_point,
-    torch.is_complex, torch.is_signed,
+    torch.is_complex, torch.is_signed, _T.is_inference, torch.is_inference, torch._has_compatible_shallow_copy_type,
 )(_of_wrapper)  # fmt: skip
 
 
@@ -48,11 +50,11 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensor: ShardedTensor = args[0]
     flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
     if flag != tensor.requires_grad:
+        probe(tensor).requires_grad_(flag)  # raises here what the parts would raise
         tensor._parts = tensor._engine.run(
             torch.Tensor.requires_grad_, tensor._layout, tensor._parts, requires_grad=flag
         )
-    metadata = tensor._metadata
-    tensor._metadata = replace(metadata, tensor_properties=replace(metadata.tensor_properties, requires_grad=flag))
+        note_gradient(tensor, flag, tensor.is_leaf)
     return tensor
 
 
@@ -68,15 +70,73 @@ def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return first.grad_fn if isinstance(first, torch.Tensor) else None
 
 
-@implements(_T.detach, torch.detach)
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Shares memory with the original, as always."""
+@implements(_T.is_pinned)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensor: ShardedTensor = args[0]
-    with torch.no_grad():
-        return tensor._with_parts(tensor._engine.run(torch.Tensor.detach, tensor._layout, tensor._parts))
+    return tensor._metadata.tensor_properties.pin_memory
 
 
-@implements(_T.clone, torch.clone)
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+@implements(_T.new_empty, _T.new_full, _T.new_ones, _T.new_tensor, _T.new_zeros)
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A plain tensor of the same dtype, on the same device."""
+    found: torch.Tensor = func(args[0]._like, *args[1:], **kwargs)
+    return found
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@implements(_T.grad.__get__)
+def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | None:
+    """The gradients of this rank's shards; None if they have none, and over RPC, where contexts have them."""
     tensor: ShardedTensor = args[0]
-    return tensor._with_parts(tensor._engine.run(torch.Tensor.clone, tensor._layout, tensor._parts))
+    parts = _parts_here(tensor)
+    if parts is None or all(part.grad is None for part in parts):
+        return None
+    found: list[Part] = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
+    return tensor._with_parts(found, tensor.dtype)
+
+
+@implements(_T.grad.__set__, _T.grad.__delete__)
+def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensor: ShardedTensor = args[0]
+    gradient = args[1] if len(args) > 1 else None
+    parts = _parts_here(tensor)
+    if gradient is None:
+        for part in parts or ():
+            part.grad = None
+        return
+    if not isinstance(gradient, ShardedTensor) or gradient._layout != tensor._layout or parts is None:
+        raise unsupported(
+            func, "a gradient must be a ShardedTensor of the same layout, on the ranks of a process group"
+        )
+    for part, value in zip(parts, gradient._parts, strict=True):
+        part.grad = value  # type: ignore[assignment]  # of a process group, so it is here
+
+
+@implements(_T.retain_grad)
+def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    parts = _parts_here(args[0])
+    if parts is None:
+        raise unsupported(func, "over RPC gradients are in contexts")
+    for part in parts:
+        part.retain_grad()
+
+
+def _parts_here(tensor: ShardedTensor) -> list[torch.Tensor] | None:
+    """This rank's parts; None over RPC."""
+    if not isinstance(tensor._engine, GroupEngine):
+        return None
+    return [part for part in tensor._parts if isinstance(part, torch.Tensor)]
+
+
+# -- one element -------------------------------------------------------------------------------------------------------
+
+
+@implements(_T.item, _T.__bool__, _T.__float__, _T.__int__, _T.__complex__, _T.__index__)
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a tensor that has one element only."""
+    tensor: ShardedTensor = args[0]
+    if tensor.numel() != 1:
+        raise unsupported(func, f"it has {tensor.numel()} elements, not one")
+    return func(tensor.full_tensor().detach())
