@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradwire.shard import api, sharded_optim, sharded_tensor, sharder, sharding_plan, sharding_spec
 from gradwire.shard.api import _shard_tensor, load_with_process_group, shard_module, shard_parameter
 from gradwire.shard.clipping import clip_grad_norm_, clip_grad_value_
+from gradwire.shard.dtensor import from_dtensor, to_dtensor
 from gradwire.shard.metadata import ShardMetadata
 from gradwire.shard.planner import BalancedPlanner
 from gradwire.shard.sharded_optim import ShardedOptimizer, named_params_with_sharded_tensor
@@ -46,6 +47,7 @@ __all__ = [
     "api",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "from_dtensor",
     "load_with_process_group",
     "named_params_with_sharded_tensor",
     "shard_module",
@@ -55,4 +57,5 @@ __all__ = [
     "sharder",
     "sharding_plan",
     "sharding_spec",
+    "to_dtensor",
 ]
