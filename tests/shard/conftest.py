@@ -8,11 +8,11 @@ import pytest
 
 from gradwire.cluster.api import Cluster
 from gradwire.testing import LeakCheck
-from per_file import leak_check, template_ends_with_the_session
+from per_file import leak_check, template_ends_with_the_session, template_is_prepared
 from shard.groups import Ranks, ranks
 from shard.worlds import Worlds
 
-__all__ = ["leak_check", "template_ends_with_the_session"]
+__all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
 
 @pytest.fixture(scope="module")
