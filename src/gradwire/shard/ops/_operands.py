@@ -63,7 +63,13 @@ class Call:
         self.func, self.args, self.kwargs = func, list(args), {k: v for k, v in kwargs.items() if k != "out"}
         self.operands = [item for item in (*self.args, *self.kwargs.values()) if isinstance(item, torch.Tensor)]
         self._check()
-        self.result = func(*map(probe, self.args), **{name: probe(item) for name, item in self.kwargs.items()})
+        self.result = self._probe()
+
+    def _probe(self) -> Any:
+        try:
+            return self.func(*map(probe, self.args), **{name: probe(item) for name, item in self.kwargs.items()})
+        except NotImplementedError as error:
+            raise unsupported(self.func, "what it returns cannot be told without the data") from error
 
     def _check(self) -> None:
         for item in (*self.args, *self.kwargs.values()):
