@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from gradwire.shard import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardedTensor,
+    ShardedTensorMetadata,
     Sharder,
     ShardingPlan,
+    ShardingSpec,
     ShardMetadata,
+    TensorProperties,
     api,
     load_with_process_group,
     scattering,
@@ -121,6 +125,65 @@ def test_parameters_by_any_spec(worlds: Worlds, engine: str) -> None:
     assert set(worlds.check(engine, 4, check_parameters)) == {15}
     worlds.check(engine, 3, check_frozen_ones_and_buffers)
     worlds.check(engine, 3, check_pieces)
+
+
+class Halves(ShardingSpec):
+    """A spec of somebody else: no two of them are equal, and nobody knows its placements without a tensor."""
+
+    def __init__(self, first: str, second: str) -> None:
+        self.names = first, second
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        half, rest = tensor_sizes[0] // 2, list(tensor_sizes[1:])
+        origin = [0] * len(rest)
+        shards = [
+            ShardMetadata([0, *origin], [half, *rest], self.names[0]),
+            ShardMetadata([half, *origin], [tensor_sizes[0] - half, *rest], self.names[1]),
+        ]
+        return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
+
+
+def check_specs_of_others(world: World) -> None:
+    model, want = Model(), Model()
+    spec, same = (Halves(world.placement(1), world.placement(0)) for _ in range(2))
+    shard_module(model, ShardingPlan({"emb2.weight": spec, "head.weight": same, "scale": spec}))
+    assert model.head.weight is model.emb2.weight
+    assert torch.equal(full(model.head.weight), want.head.weight)
+    assert torch.equal(full(model.scale), want.scale)
+
+
+@ENGINES
+def test_specs_that_others_wrote(worlds: Worlds, engine: str) -> None:
+    assert worlds.check(engine, 2, check_specs_of_others)
+
+
+NUM_MIB = 48
+
+
+def peak_of_source(rank: int, dim: int) -> float:
+    """How much more memory than the module a rank needs at most, in modules."""
+    module = nn.Sequential(nn.Embedding(NUM_MIB * 2**12, 64, _weight=torch.zeros(NUM_MIB * 2**12, 64)))
+    dist.barrier()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    shard_module(
+        module, ShardingPlan({"0.weight": ChunkShardingSpec(dim, [f"rank:{number}/cpu" for number in range(4)])})
+    )
+    peak = resident("VmHWM")
+    assert resident("VmRSS") - before < 0, "the original is gone"
+    return (peak - before) / (NUM_MIB * 2**20)
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_source_makes_no_copy_of_what_leaves(worlds: Worlds, dim: int) -> None:
+    """It keeps a quarter, and has a few megabytes on their way; benchmarks/shard_memory.py has the figures."""
+    assert max(worlds.ranks.run(peak_of_source, dim)) < 0.6
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

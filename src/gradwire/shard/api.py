@@ -78,6 +78,10 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     If it raises because the plan does not fit, the module is as it was, on every rank. If ranks or workers are lost in the
     middle, or a `Sharder` fails after it changed its submodule, it is not.
 
+    In a process group every rank runs the module on rows of its own. A parameter that stays whole has the same gradient on
+    all ranks if it is part of a sharded operation, such as the bias of a sharded Linear. If it is not, such as that of a
+    LayerNorm between two of them, its gradient is that of the rank's rows: add these up, as in any data parallel training.
+
     Args:
         module: The module; in a process group every rank has one of the same structure, and calls this.
         plan: What to do. Tied parameters stay tied, also if the plan names only one of them.
