@@ -6,7 +6,7 @@ A shard is saved like any tensor, by the worker or rank that has it. What belong
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,23 +118,30 @@ def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
 
 def decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader) -> Any:
     """The saved state of a sharded optimizer; what is as large as a sharded parameter is divided like it."""
-    state = decode(_without_tensors(node), reader.copied)
-    for name, values in (items_of((items_of(node) or {}).get("state")) or {}).items():
-        like = optimizer.named_params.get(name)
-        for key, item in (items_of(values) or {}).items():
-            if isinstance(like, ShardedTensor) and is_tensor(item) and reader.form_of(item)[1] == tuple(like.size()):
-                state["state"][name][key] = _read_like(like, item, reader)
-            else:
-                state["state"][name][key] = decode(item, reader.copied, reader.mapped)
+    saved = dict(items_of(node) or {})
+    by_key = items_of(saved.pop("state", None)) or {}
+    state = decode(dict_node(saved), reader.copied, reader.mapped)
+    names = _names(state.get("param_groups", ()))
+    state["state"] = {
+        key: {
+            name: _decode_like(optimizer.named_params.get(names.get(key, "")), item, reader)
+            for name, item in (items_of(values) or {}).items()
+        }
+        for key, values in by_key.items()
+    }
     return state
 
 
-def _without_tensors(node: Node) -> Node:
-    """The node of an optimizer's state, with nothing yet in the place of each value."""
-    saved = dict(items_of(node) or {})
-    names = items_of(saved.get("state")) or {}
-    empty = [[name, dict.fromkeys(items_of(values) or {})] for name, values in names.items()]
-    return dict_node({**saved, "state": {"$dict": empty}})
+def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
+    """The names of parameters by the keys of their state: numbers in torch's form, else the names themselves."""
+    pairs = (zip(group["params"], group.get("param_names") or group["params"], strict=True) for group in groups)
+    return {key: str(name) for items in pairs for key, name in items}
+
+
+def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) -> Any:
+    if isinstance(like, ShardedTensor) and is_tensor(node) and reader.form_of(node)[1] == tuple(like.size()):
+        return _read_like(like, node, reader)
+    return decode(node, reader.copied, reader.mapped)
 
 
 def _read_like(like: ShardedTensor, node: Node, reader: TensorReader) -> ShardedTensor:
