@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
+import gradwire as gw
+from gradwire.autograd.norms import clamped, norm_of
 from gradwire.errors import ConfigurationError, OptimizerError
 from gradwire.shard import (
     ShardedOptimizer,
@@ -38,6 +41,12 @@ CLASSES: list[tuple[type[Any], dict[str, Any]]] = [
     (torch.optim.NAdam, {"lr": 0.1}),
     (torch.optim.RAdam, {"lr": 0.1}),
     (torch.optim.Rprop, {"lr": 0.1, "foreach": True}),
+]
+
+SPARSE: list[tuple[type[Any], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SparseAdam, {"lr": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
 ]
 
 
@@ -240,8 +249,48 @@ def check_clipping(world: World) -> list[float]:
     return totals
 
 
+def check_sparse(world: World) -> int:
+    """Each rank looks up rows of its own; one may have no shard, and of some shards no row is looked up in some steps."""
+    batches = [torch.arange(6), torch.tensor([30, 31, 39, 5, 4]), torch.arange(10, 30)]
+    for spec in (world.chunks(), world.chunks(1), world.blocks(40, 8)):
+        for optimizer_class, options in SPARSE:
+            found = world.shard(make_values(1, 40, 8), spec, requires_grad=True)
+            expected = make_values(1, 40, 8).requires_grad_()
+            optimizer = ShardedOptimizer({"table": found}, optimizer_class, **options)
+            plain = optimizer_class([expected], **options)
+            for ids in batches:
+                optimizer.zero_grad()
+                plain.zero_grad()
+                F.embedding(world.own(ids), found, sparse=True).square().sum().backward()
+                F.embedding(ids, expected, sparse=True).square().sum().backward()
+                clip_grad_value_([found], 1.5)
+                expected.grad = clamped(expected.grad, 1.5)
+                torch.testing.assert_close(clip_grad_norm_([found], 1e9), norm_of(expected.grad, 2.0))
+                optimizer.step()
+                plain.step()
+            assert torch.equal(found.full_tensor(), expected)
+            steps = {key: value for key, value in plain.state[expected].items() if key == "step"}
+            state = optimizer.state_dict()["state"].get("table", {})
+            assert {key: value for key, value in state.items() if key == "step"} == steps
+    clip_grad_norm_([found], 0.5)
+    assert float(clip_grad_norm_([found], 1.0)) == pytest.approx(0.5, rel=1e-5)  # it was scaled in place
+    return len(SPARSE)
+
+
+def check_misuse_over_workers(world: World) -> str:
+    table = world.shard(torch.zeros(4, 4), world.chunks(), requires_grad=True)
+    with pytest.raises(ConfigurationError, match=r"use gradwire\.optim\.DistributedOptimizer"):
+        ShardedOptimizer({"table": table}, torch.optim.SGD, lr=0.1)
+    for clip in (clip_grad_norm_, clip_grad_value_):
+        with pytest.raises(ConfigurationError, match="are in contexts"):
+            clip([table], 1.0)
+    return "refused"
+
+
 def check_misuse(world: World) -> int:
     program = Program(world, world.chunks())
+    with pytest.raises(ConfigurationError, match=r"use gradwire\.shard\.ShardedOptimizer"):
+        gw.optim.DistributedOptimizer(torch.optim.SGD, program.named.items(), lr=0.1)
     bad_params: list[Any] = [
         [program.weight],
         {"weight": 3},
@@ -318,7 +367,13 @@ def test_clipping_covers_all_shards_and_copies_once(worlds: Worlds) -> None:
     assert len(totals[0]) == 20
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad warns in one process, too
+def test_sparse_gradients_step_and_are_clipped_as_in_one_process(worlds: Worlds) -> None:
+    assert worlds.check("group", 3, check_sparse) == [len(SPARSE)] * 3
+
+
 def test_misuse_is_named(worlds: Worlds) -> None:
+    assert worlds.check("workers", 2, check_misuse_over_workers) == ["refused"]
     assert worlds.check("group", 2, check_misuse) == [0, 1]
 
 
