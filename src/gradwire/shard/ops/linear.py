@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gradwire.shard._geometry import Box
 from gradwire.shard.dispatch import implements, unsupported
 from gradwire.shard.layouts import Layout
 from gradwire.shard.ops.products import multiply
+from gradwire.shard.sharding_spec import ChunkShardingSpec
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 _T: Any = torch.Tensor
@@ -124,4 +126,7 @@ def _swap(tensor: ShardedTensor, first: int, second: int) -> ShardedTensor:
     parts = tensor._engine.run(torch.transpose, tensor._layout, tensor._parts, dim0=first, dim1=second)
     requires_grad = tensor.requires_grad and torch.is_grad_enabled()
     layout = Layout(boxes, tensor._layout.places)
-    return from_layout(tensor._engine, layout, parts, reorder(tuple(tensor.size())), tensor._like, requires_grad)
+    made = from_layout(tensor._engine, layout, parts, reorder(tuple(tensor.size())), tensor._like, requires_grad)
+    if isinstance(tensor._spec, ChunkShardingSpec):  # of one chunk nobody could tell along which dimension it was cut
+        made._spec = replace(tensor._spec, dim=order[tensor._spec.dim % num_dims])
+    return made

@@ -30,6 +30,7 @@ from gradwire.shard._geometry import Box
 from gradwire.shard.dispatch import unsupported
 from gradwire.shard.engines import Engine, Part
 from gradwire.shard.layouts import Layout, Place, stack_rows
+from gradwire.shard.sharding_spec import ChunkShardingSpec
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 Size = tuple[int, ...]
@@ -158,10 +159,21 @@ def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool) -> 
         layout=_columns(right._layout, across, rows),
         size=(*rows, width),
         batch=batch and _with_width(batch, width),
-        is_sum=length == 0 or any(box.sizes[across] and box.sizes[along] != length for box in boxes),
+        is_sum=_is_divided_along(right, along)
+        or any(box.sizes[across] and box.sizes[along] != length for box in boxes),
         like=right._like,
         requires_grad=_do_require_grad(left, right),
     )
+
+
+def _is_divided_along(right: ShardedTensor, dim: int) -> bool:
+    """Whether the spec means products to be parts of sums, however many places there are: also if there is only one."""
+    spec = right.sharding_spec()
+    if right.size(dim) == 0:
+        return True
+    if isinstance(spec, ChunkShardingSpec):
+        return spec.dim % 2 == dim
+    return sum(1 for box in right._layout.boxes if box.num_elements) == 1
 
 
 def _batch_of(left: torch.Tensor, engine: Engine) -> Layout | None:
