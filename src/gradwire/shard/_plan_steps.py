@@ -109,7 +109,7 @@ def _check_types(module: Any, plan: Any) -> None:
     for name, entry in _items(plan.output_plan or {}, "output_plan"):
         if not isinstance(entry, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{name}', not {_kind(entry)}")
-    paths = plan.return_local_tensor or []
+    paths: Any = plan.return_local_tensor or []  # people pass what they like
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
         raise TypeError(f"return_local_tensor is a list of paths of modules, not {paths!r}")
     for path in paths:
