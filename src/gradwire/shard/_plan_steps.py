@@ -176,7 +176,7 @@ def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: di
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"param: {name} is not a contiguous Tensor")
     first = (owner, attribute)
-    if attribute not in (*owner._parameters, *owner._buffers, *owner.__dict__):
+    if not tensor.is_leaf or attribute not in (*owner._parameters, *owner._buffers, *owner.__dict__):
         raise ValueError(f"{_kind(owner)}.{attribute} is computed; shard what it is computed from")
     others = [slot for slot in tensors.get(id(tensor), []) if slot != first]
     return ParameterStep(name, spec, [first, *others])

@@ -114,6 +114,12 @@ def test_modules_that_cannot_be_sharded() -> None:
         read_plan(torch.zeros(2), ShardingPlan({}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no size yet"):
         read_plan(_lazy(), ShardingPlan({"weight": ROWS}))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    normed.product = normed.bias * 2
+    for name in ("weight", "product"):
+        with pytest.raises(ValueError, match="is computed"):
+            read_plan(normed, ShardingPlan({name: ROWS}))
+    assert len(read_plan(normed, ShardingPlan({"parametrizations.weight.original1": ROWS})).parameters) == 1
 
 
 def _lazy() -> nn.Module:
