@@ -28,6 +28,7 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["__abs__", "__neg__", "__pos__"], ("unit",)),
     **dict.fromkeys(["bitwise_not", "__invert__"], ("integers",)),
     **dict.fromkeys(["logical_and", "logical_or", "logical_xor"], ("bools", "bools")),
+    **dict.fromkeys(["clone", "contiguous"], ("unit",)),
     "logical_not": ("bools",),
     "float_power": ("unit", 2.0),
     "dropout": ("unit", 0.0, True),

@@ -33,6 +33,13 @@ def test_what_boxes_need_of_a_smaller_tensor(size: tuple[int, ...], expected: li
     assert found.places == ROWS.places
 
 
+def test_sizes() -> None:
+    assert boxes.broadcast((7, 1), (3,), (), (1, 3)) == (7, 3)
+    assert boxes.broadcast((0, 3), (1, 1)) == (0, 3)
+    with pytest.raises(RuntimeError, match=r"tensor a \(7\) must match the size of tensor b \(6\).*dimension 0"):
+        boxes.broadcast((7, 3), (6, 1))
+
+
 def test_what_boxes_of_a_smaller_tensor_make_up() -> None:
     columns = Layout((Box((0,), (1,)), Box((1,), (2,))), (0, 1))
     assert ranges(boxes.lift(columns, (3,), (7, 3))) == [[(0, 7), (0, 1)], [(0, 7), (1, 2)]]

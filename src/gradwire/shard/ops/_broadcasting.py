@@ -19,6 +19,26 @@ Range = tuple[int, int]
 """Offset and length."""
 
 
+def broadcast(*sizes: Sequence[int]) -> tuple[int, ...]:
+    """The size that tensors of these sizes are broadcast to.
+
+    Raises:
+        RuntimeError: They do not fit.
+    """
+    num_dims = max(map(len, sizes))
+    result = [1] * num_dims
+    for size in sizes:
+        for dim, length in enumerate(size, num_dims - len(size)):
+            if result[dim] == 1:
+                result[dim] = length
+            elif length not in (1, result[dim]):
+                raise RuntimeError(
+                    f"The size of tensor a ({result[dim]}) must match the size of tensor b ({length}) at non-singleton "
+                    f"dimension {dim}"
+                )
+    return tuple(result)
+
+
 def lift(layout: Layout, size: Sequence[int], result: Sequence[int]) -> Layout:
     """The layout of a tensor of `size` as one of the result that it is broadcast to."""
     if tuple(size) == tuple(result):

@@ -2,7 +2,7 @@
 
 Operands are sharded tensors, plain tensors that are the same for everybody (replicated), and plain values. The first sharded
 operand that has the size of the result leads: the result is divided as it is, and the others are brought to where its parts
-are. Sizes, dtypes and errors come from the same function of tensors without data (`probe`), so they are known here, before
+are. Dtypes and errors come from the same function of tensors without elements (`probe`), so they are known here, before
 anything is done anywhere.
 """
 
@@ -17,7 +17,7 @@ import torch
 from gradwire.shard.dispatch import unsupported
 from gradwire.shard.engines import Part
 from gradwire.shard.layouts import Layout
-from gradwire.shard.ops._broadcasting import lift, restrict
+from gradwire.shard.ops._broadcasting import broadcast, lift, restrict
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -48,13 +48,14 @@ class Call:
         kwargs: Its keyword arguments.
 
     Attributes:
-        result: What it would return, without data; it tells size, dtype and whether there will be a gradient.
+        operands: The tensors among the arguments.
+        size: Of the result.
+        result: What it returns for tensors without elements; tells the dtype, and whether there will be a gradient.
         leader: The operand as which the result is divided.
-        layout: Of the result.
 
     Raises:
-        RuntimeError: It is called in a way that sharded tensors do not know.
-        Exception: What the function raises for operands of these sizes and dtypes.
+        RuntimeError: It is called in a way that sharded tensors do not know, or sizes do not fit.
+        Exception: What the function raises for operands of these dtypes.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -62,34 +63,19 @@ class Call:
             raise unsupported(func, "it cannot write to out=")
         self.func, self.args, self.kwargs = func, list(args), {k: v for k, v in kwargs.items() if k != "out"}
         self.operands = [item for item in (*self.args, *self.kwargs.values()) if isinstance(item, torch.Tensor)]
-        self._check()
-        self.result = self._probe()
+        sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
+        self._check(sharded)
+        self.result = func(*map(probe, self.args), **{name: probe(item) for name, item in self.kwargs.items()})
+        self.size = torch.Size(broadcast(*map(size_of, self.operands)))
+        same = [item for item in sharded if size_of(item) == self.size]
+        self.leader = same[0] if same else max(sharded, key=lambda item: size_of(item).numel())
 
-    def _probe(self) -> Any:
-        try:
-            return self.func(*map(probe, self.args), **{name: probe(item) for name, item in self.kwargs.items()})
-        except NotImplementedError as error:
-            raise unsupported(self.func, "what it returns cannot be told without the data") from error
-
-    def _check(self) -> None:
+    def _check(self, sharded: Sequence[ShardedTensor]) -> None:
         for item in (*self.args, *self.kwargs.values()):
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
                 raise unsupported(self.func, "it takes no lists of tensors")
-        sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
-        if any(item._engine != sharded[0]._engine for item in sharded):
+        if any(item._engine != sharded[0]._engine for item in sharded[1:]):
             raise unsupported(self.func, "one operand is in another process group, or on RPC workers")
-
-    @property
-    def size(self) -> torch.Size:
-        """Of the result."""
-        found: torch.Size = self.result.size()
-        return found
-
-    @property
-    def leader(self) -> ShardedTensor:
-        """The first sharded operand that has the size of the result; else the largest."""
-        sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
-        return next((item for item in sharded if item.size() == self.size), max(sharded, key=torch.numel))
 
     def run(self, layout: Layout, size: Sequence[int]) -> list[Part]:
         """Runs it on the parts of a result of that layout and size."""
@@ -101,20 +87,34 @@ class Call:
         return engine.run(call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants)
 
 
-def probe(value: Any) -> Any:
-    """A tensor of the same size, dtype and need of a gradient without data; other values are left as they are."""
+def size_of(value: torch.Tensor) -> torch.Size:
+    """Of a tensor; quicker than asking the tensor itself if it is sharded."""
+    return value._metadata.size if isinstance(value, ShardedTensor) else value.size()
+
+
+def probe(value: Any, longest: int = 0) -> Any:
+    """A small tensor that behaves as another one would; other values are left as they are.
+
+    It has the same number of dimensions, dtype and need of a gradient. Functions of it are quick, draw no random numbers if
+    it has no elements, and raise what they would raise.
+
+    Args:
+        value: Any argument of a function.
+        longest: What dimensions that are longer become.
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    size = [min(longest, length) for length in size_of(value)]
     with torch.enable_grad():  # a clone must not be a leaf
-        found = torch.empty(value.size(), dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-        return found if value.is_leaf else found.clone()
+        found = torch.zeros(size, dtype=value.dtype, requires_grad=value.requires_grad)
+        return found.clone() if found.requires_grad and not value.is_leaf else found
 
 
 def align(value: Any, leader: ShardedTensor, layout: Layout, size: Sequence[int]) -> list[Any]:
     """An operand as a column: what each part of a result of that layout and size needs of it."""
     engine = leader._engine
     if isinstance(value, ShardedTensor):
-        return list(engine.move(value._parts, value._layout, restrict(layout, size, value.size()), value._like))
+        return list(engine.move(value._parts, value._layout, restrict(layout, size, size_of(value)), value._like))
     if isinstance(value, torch.Tensor):
         return list(engine.divide(value, restrict(layout, size, value.size())))
     return [value] * len(engine.numbers(layout))
@@ -128,23 +128,23 @@ def pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(planned.result, torch.Tensor):
         raise unsupported(func, "it returns no tensor when it is called like this")
     leader, size = planned.leader, planned.size
-    layout = lift(leader._layout, leader.size(), size)
-    parts = planned.run(layout, size)
-    made = derive(leader, layout, parts, planned.result)
-    if made._batch is None and leader.size() == size:
-        others = [item for item in planned.operands if isinstance(item, ShardedTensor) and item.size() == size]
+    layout = lift(leader._layout, size_of(leader), size)
+    made = derive(leader, layout, planned.run(layout, size), size, planned.result)
+    if made._batch is None and size_of(leader) == size:
+        others = [item for item in planned.operands if isinstance(item, ShardedTensor) and size_of(item) == size]
         made._batch = next((item._batch for item in others if item._batch is not None), None)
     return made
 
 
-def derive(leader: ShardedTensor, layout: Layout, parts: Sequence[Part], result: torch.Tensor) -> ShardedTensor:
-    """What was made of sharded tensors; `result` is the same without data."""
-    if layout == leader._layout and result.size() == leader.size():
+def derive(
+    leader: ShardedTensor, layout: Layout, parts: Sequence[Part], size: Sequence[int], result: torch.Tensor
+) -> ShardedTensor:
+    """What was made of sharded tensors; `result` tells its dtype and whether it has a gradient."""
+    if layout is leader._layout:
         made = leader._with_parts(parts, result.dtype)
         note_gradient(made, result.requires_grad, not result.requires_grad)
         return made
-    like = leader._like.to(result.dtype)
-    return from_layout(leader._engine, layout, parts, result.size(), like, result.requires_grad)
+    return from_layout(leader._engine, layout, parts, size, leader._like.to(result.dtype), result.requires_grad)
 
 
 def pointwise_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -153,11 +153,11 @@ def pointwise_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "it would change a plain tensor; use full_tensor()")
     planned = Call(func, args, kwargs)
-    if planned.size != tensor.size():
-        raise unsupported(func, f"the result has size {list(planned.size)}, the tensor {list(tensor.size())}")
+    if planned.size != size_of(tensor):
+        raise unsupported(func, f"the result has size {list(planned.size)}, the tensor {list(size_of(tensor))}")
     engine = tensor._engine
     engine.settle()
-    engine.settle(planned.run(tensor._layout, tensor.size()))
+    engine.settle(planned.run(tensor._layout, planned.size))
     note_gradient(tensor, planned.result.requires_grad, planned.result.is_leaf)
     return tensor
 

@@ -19,7 +19,7 @@ import torch
 from gradwire.shard.engines import Part
 from gradwire.shard.layouts import Layout, whole
 from gradwire.shard.ops import _broadcasting as boxes
-from gradwire.shard.ops._operands import align, probe
+from gradwire.shard.ops._operands import align, probe, size_of
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 Local = Callable[..., torch.Tensor]
@@ -48,27 +48,38 @@ def is_whole(tensor: ShardedTensor, dims: Sequence[int]) -> bool:
     return len(dims) < tensor.dim() and all(tensor._layout.is_whole_along(dim, tensor.size(dim)) for dim in dims)
 
 
+def outline(local: Local, tensor: torch.Tensor, dims: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
+    """The reduction of a small tensor of the same kind: tells dtype and need of a gradient, and raises what is to raise."""
+    harmless = {"correction": 0} if "correction" in options else {}  # so few elements would give a warning
+    return local(probe(tensor, 2), list(dims), True, **{**options, **harmless})
+
+
+def reduced_size(tensor: torch.Tensor, dims: Sequence[int], keepdim: bool = True) -> list[int]:
+    """What is left of the size of a tensor."""
+    size = enumerate(size_of(tensor))
+    return [1 if dim in dims else length for dim, length in size if keepdim or dim not in dims]
+
+
 def reduce_parts(
     local: Local, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]
 ) -> ShardedTensor:
     """The result of a reduction along dimensions that are whole: it stays sharded."""
-    expected = local(probe(tensor), list(dims), keepdim, **options)
+    expected = outline(local, tensor, dims, options)
     layout = boxes.reduce(tensor._layout, dims)
     layout = layout if keepdim else boxes.drop(layout, dims)
     parts = _run(local, tensor, dims, keepdim, options)
-    like = tensor._like.to(expected.dtype)
-    return from_layout(tensor._engine, layout, parts, expected.size(), like, expected.requires_grad)
+    size, like = reduced_size(tensor, dims, keepdim), tensor._like.to(expected.dtype)
+    return from_layout(tensor._engine, layout, parts, size, like, expected.requires_grad)
 
 
 def add_up(
     local: Local, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]
 ) -> torch.Tensor:
     """The sum of what a reduction gives for each part: a plain tensor."""
-    expected = local(probe(tensor), list(dims), True, **options)
+    like = tensor._like.to(outline(local, tensor, dims, options).dtype)
     layout = boxes.reduce(tensor._layout, dims)
     parts = _run(local, tensor, dims, True, options)
-    like = tensor._like.to(expected.dtype)
-    total = tensor._engine.replicate(parts, layout, expected.size(), like, is_sum=True)
+    total = tensor._engine.replicate(parts, layout, reduced_size(tensor, dims), like, is_sum=True)
     return total if keepdim else _squeeze(total, dims)
 
 
@@ -85,11 +96,10 @@ def combine(
         options: For the reduction.
         neutral: What changes nothing, where a part has nothing to say.
     """
-    expected = local(probe(tensor), list(dims), True, **options)
     layout = boxes.stack(boxes.reduce(tensor._layout, dims))
+    like = tensor._like.to(outline(local, tensor, dims, options).dtype)
     parts = _run(local, tensor, dims, True, options, is_stacked=True)
-    like = tensor._like.to(expected.dtype)
-    size = (len(layout.boxes), *expected.size())
+    size = (len(layout.boxes), *reduced_size(tensor, dims))
     stacked = tensor._engine.replicate(parts, layout, size, like)
     total = local(torch.where(_covered(layout, size).to(stacked.device), stacked, neutral), [0], False, **options)
     return total if keepdim else _squeeze(total, dims)

@@ -46,14 +46,14 @@ def _softmax(is_log: bool, names: str) -> Implementation:
 
 
 def _along_whole(tensor: ShardedTensor, dim: int, dtype: torch.dtype | None, is_log: bool) -> ShardedTensor:
-    expected = softmax_part(probe(tensor), dim, dtype, is_log)
+    expected = softmax_part(probe(tensor, 2), dim, dtype, is_log)
     parts = tensor._engine.run(softmax_part, tensor._layout, tensor._parts, dim=dim, dtype=dtype, is_log=is_log)
-    return derive(tensor, tensor._layout, parts, expected)
+    return derive(tensor, tensor._layout, parts, tensor.size(), expected)
 
 
 def _along_divided(tensor: Any, dim: int, is_log: bool) -> ShardedTensor:
     """The largest element of each row is taken off first, so that no exponential is too large."""
-    softmax_part(probe(tensor), dim, None, is_log)  # integers have none
+    softmax_part(probe(tensor, 2), dim, None, is_log)  # integers have none
     shifted = tensor - tensor.detach().amax(dim, keepdim=True)
     powers = shifted.exp()
     total = powers.sum(dim, keepdim=True)
@@ -97,9 +97,10 @@ def _norm_of_rows(num_weights: int, default_eps: float | None) -> Implementation
         weights = [options.get(name) for name in names[1 : 1 + num_weights]]
         eps = options.get("eps", default_eps)
         _check_rows(func, tensor, shape)
-        expected = func(probe(tensor), shape, *map(probe, weights), eps=eps)
+        small = [min(2, length) for length in shape]
+        expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
         parts = _run_rows(func.__name__, tensor, weights, shape, eps)
-        return derive(tensor, tensor._layout, parts, expected)
+        return derive(tensor, tensor._layout, parts, tensor.size(), expected)
 
     return implementation
 
@@ -107,6 +108,10 @@ def _norm_of_rows(num_weights: int, default_eps: float | None) -> Implementation
 def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None:
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "only its weights are sharded, not its input")
+    if list(tensor.size())[-len(shape) :] != shape:
+        raise RuntimeError(
+            f"Given normalized_shape={shape}, expected input with shape [*, {str(shape)[1:]}, got {tensor}"
+        )
     if len(shape) < tensor.dim() and not is_whole(tensor, range(tensor.dim() - len(shape), tensor.dim())):
         raise unsupported(func, f"the last {len(shape)} dimensions are divided; redistribute() so that they are whole")
     if len(shape) == tensor.dim():

@@ -9,8 +9,17 @@ from typing import Any
 import torch
 
 from gradwire.shard.dispatch import Implementation, implements, unsupported
-from gradwire.shard.ops._operands import pointwise, probe
-from gradwire.shard.ops._reducing import add_up, combine, dims_of, is_whole, made_whole, reduce_parts, share_gradient
+from gradwire.shard.ops._operands import pointwise
+from gradwire.shard.ops._reducing import (
+    add_up,
+    combine,
+    dims_of,
+    is_whole,
+    made_whole,
+    outline,
+    reduce_parts,
+    share_gradient,
+)
 from gradwire.shard.tensor import ShardedTensor
 
 _T: Any = torch.Tensor
@@ -136,7 +145,7 @@ def _combining(local: Callable[..., torch.Tensor], neutral: Any) -> Any:
 
 
 def _mean(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]) -> torch.Tensor:
-    mean_part(probe(tensor), list(dims), keepdim, **options)  # integers have none
+    outline(mean_part, tensor, dims, options)  # integers have none
     return add_up(sum_part, tensor, dims, keepdim, options) / math.prod(tensor.size(dim) for dim in dims)
 
 
@@ -144,7 +153,7 @@ def _extreme(is_max: bool) -> Any:
     local = max_part if is_max else min_part
 
     def total(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]) -> torch.Tensor:
-        has_gradient = local(probe(tensor), list(dims), keepdim).requires_grad
+        has_gradient = outline(local, tensor, dims, {}).requires_grad
         with torch.no_grad():
             found = combine(local, tensor, dims, keepdim or has_gradient, {}, _bound(tensor.dtype, not is_max))
         return share_gradient(tensor, found, dims, keepdim) if has_gradient else found
@@ -162,7 +171,7 @@ def _bound(dtype: torch.dtype, is_max: bool) -> Any:
 
 
 def _norm(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]) -> torch.Tensor:
-    expected = norm_part(probe(tensor), list(dims), keepdim, **options)
+    expected = outline(norm_part, tensor, dims, options)
     order = options.get("ord", 2)
     if order == 0:
         return add_up(norm_part, tensor, dims, keepdim, options)
@@ -175,7 +184,7 @@ def _norm(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: di
 
 def _deviation(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: dict[str, Any]) -> torch.Tensor:
     """The norm of the differences to the mean, whose gradient exists also where it is zero."""
-    std_part(probe(tensor), list(dims), keepdim, **options)
+    outline(std_part, tensor, dims, options)
     correction = options.get("correction", 1)
     number = math.prod(tensor.size(dim) for dim in dims) - (1 if correction is None else correction)
     differences: ShardedTensor = torch.sub(tensor, _mean(tensor, dims, True, {}))  # type: ignore[assignment]
