@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradwire as gw
 from gradwire import checkpoint
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, CheckpointMismatch
 from gradwire.shard import ShardedTensor
@@ -125,6 +126,32 @@ def load_plain(world: World, folder: str) -> None:
     module = Table(world.shard(torch.zeros(7, 5, dtype=torch.float64), world.blocks(7, 5), requires_grad=True))
     checkpoint.load(folder, {"modules": [module]})
     assert torch.equal(module.weight.full_tensor(), whole(50))
+
+
+def check_of_this_worker(world: World, folder: str) -> None:
+    """Shards of the worker that saves, a tensor under two names, and one that came from another worker."""
+    here = gw.rpc.get_worker_info().name
+    spec = gw.shard.ChunkShardingSpec(0, [world.placement(0), f"{here}/cpu", world.placement(1)])
+    tensor = world.shard(whole(1), spec)
+    module = Table(world.shard(whole(2), spec, requires_grad=True))
+    module.register_parameter("tied", module.weight)
+    summary = checkpoint.save(folder, {"a": tensor, "b": tensor, "m": module}, progress=False)
+    assert {file.worker for file in summary.files} == {here, "worker0", "worker1"}
+    assert summary.num_tensors == 3 + 3 + 1
+    target = world.shard(torch.zeros_like(whole(1)), world.uneven(1, 7, 5))
+    checkpoint.load(folder, {"b": target}, progress=False)
+    assert torch.equal(target.full_tensor(), whole(1))
+    gw.rpc.rpc_sync("worker3", fill_there, args=(folder, target))
+    assert torch.equal(target.full_tensor(), whole(2))
+
+
+def fill_there(folder: str, target: ShardedTensor) -> None:
+    module = Table(target)
+    checkpoint.load(folder, {"m": module}, strict=False, progress=False)
+
+
+def test_shards_of_the_worker_that_saves(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.check("workers", 3, check_of_this_worker, str(tmp_path)) == [None]
 
 
 # -- what does not work --------------------------------------------------------------------------------------------------

@@ -141,6 +141,9 @@ def _num_owned() -> int:
     return references.here().statistics().num_values
 
 
+# -- of process groups ----------------------------------------------------------------------------------------------------
+
+
 def send_elsewhere(tensor: ShardedTensor) -> None:
     with pytest.raises(CannotSend, match="belongs to a process group"):
         gw.rpc.rpc_sync("worker0", gather_there, args=(tensor,))

@@ -29,6 +29,7 @@ from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from gradwire.shard._geometry import Box
 from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.worker_engine import WorkerEngine
 
 
 @dataclass(slots=True)
@@ -131,6 +132,11 @@ class SavePlan:
         if isinstance(tensor._engine, GroupEngine) and tensor._engine._group is not self._group:
             raise CannotSave(
                 f"'{path}' is divided among the ranks of a process group; pass process_group=... on every rank of it"
+            )
+        if isinstance(tensor._engine, WorkerEngine) and self._group is not None:
+            raise CannotSave(
+                f"'{path}' is divided among RPC workers, and ranks save only what they have; save it from one worker, to "
+                "a directory of its own"
             )
         shards = [
             (box, self.parts.add(objects.Part(piece_path(path, box.offsets), "", part)))

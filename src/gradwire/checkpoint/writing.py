@@ -74,6 +74,8 @@ def _check_savable(path: str, tensor: torch.Tensor) -> None:
         problem = "it is on the meta device and has no values"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"it is a {type(tensor).__name__}, not a plain tensor"
+        if type(tensor).__name__ == "DTensor":
+            problem += "; save what gradwire.shard.from_dtensor makes of it"
     if problem:
         raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
 

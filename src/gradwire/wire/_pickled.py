@@ -39,11 +39,6 @@ def is_in_script(obj: Any) -> bool:
     return script is not None and files <= {script}
 
 
-def _stays_outside(obj: Any) -> bool:
-    """Tensors do, except for those of classes that were registered: such a class knows what it consists of."""
-    return isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND
-
-
 class _Pickler(pickle.Pickler):
     """Pickles by reference. Used many times, because making one costs more than most messages."""
 
@@ -55,7 +50,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if _stays_outside(obj) else None
+        # Tensors stay outside, except for those of registered classes, which know what they consist of.
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND else None
 
     def reducer_override(self, obj: Any) -> Any:
         is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES
@@ -78,7 +74,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if _stays_outside(obj) else None
+        # Tensors stay outside, except for those of registered classes, which know what they consist of.
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND else None
 
 
 class _Unpickler(pickle.Unpickler):

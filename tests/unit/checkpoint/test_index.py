@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from gradwire.checkpoint._index import FORMAT, VERSION, FileEntry, Index, TensorEntry, Writer, checksum_of, dump, parse
+from gradwire.checkpoint._pieces import sharded_node
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 FILE = "g0001-0123abcd-worker0.safetensors"
@@ -63,11 +64,19 @@ def test_other_formats_and_versions_are_named() -> None:
         parse(envelope(b"{}", format="other"), "index.json")
     with pytest.raises(CheckpointError, match=r"has version 3 of the format and this gradwire reads versions up to 2"):
         parse(envelope(b'{"new": "shape"}', version=3), "index.json")
+    older = dump(make()).replace(b'"version":2', b'"version":1')
+    assert parse(older, "index.json") == make()
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        (
+            {"state": {"x": sharded_node("float32", [9, 5], [("model/w", [5, 0])])}},
+            "'model/w' reaches beyond the tensor of shape",
+        ),
+        ({"state": {"x": sharded_node("float32", [5, 5], [("lost", [0, 0])])}}, "it has no tensor 'lost'"),
+        ({"state": {"x": sharded_node("float7", [5, 5], [])}}, "unknown dtype float7"),
         ({"generation": "../x"}, "no generation"),
         ({"files": {"../../etc/passwd": FileEntry(1, 1, "", "", "")}}, "not the name of a file"),
         ({"files": {}}, "has no place in"),

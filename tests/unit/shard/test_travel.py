@@ -1,0 +1,52 @@
+"""Sharded tensors in messages, without a cluster: with trust="data", and forged ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.errors import CannotSend
+from gradwire.shard import ShardedTensor, travel
+
+WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
+
+
+@gw.rpc.expose(name="test_travel.look")
+def look(tensor: ShardedTensor) -> list[Any]:
+    return [list(tensor.size()), str(tensor.metadata().shards_metadata[0].placement), tensor.dtype]
+
+
+def test_with_trust_in_data_it_can_be_passed_on_only(make_agents: Any) -> None:
+    a, _ = make_agents(2, trust="data")
+    gw.rpc.set_current_agent(a)
+    try:
+        sharded = gw.shard.ChunkShardingSpec(0, ["a/cpu"]).shard(WHOLE)
+        assert a.call("b", "test_travel.look", (sharded,)) == [[7, 5], "a/cpu", torch.float64]
+        with pytest.raises(CannotSend, match=r"trust=\"data\""):
+            gw.shard.ChunkShardingSpec(0, ["a/cpu", "b/cpu"]).shard(WHOLE).full_tensor()
+    finally:
+        gw.rpc.set_current_agent(None)
+
+
+GOOD = ([7, 5], [([0, 0], [7, 5], "a/cpu")], torch.float32, False, False, None)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        (*GOOD[:2], "float32", *GOOD[3:]),
+        ([7, 6], *GOOD[1:]),
+        ([7, 5], [([0, 0], [7, 5], "rank:0/cpu")], *GOOD[2:]),
+        ([7, 5], [([0, 0], [7, 5], "cpu")], *GOOD[2:]),
+        ([7, 5], [([-1, 0], [7, 5], "a/cpu")], *GOOD[2:]),
+        ([7, 5], [], *GOOD[2:]),
+        (*GOOD[:5], "spec"),
+        GOOD,  # but there is no reference
+    ],
+)
+def test_forged_tensors_are_refused(described: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        travel._rebuild([described, [], False, None, False])
