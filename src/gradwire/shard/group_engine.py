@@ -114,6 +114,9 @@ class GroupEngine(Engine):
         return found
 
 
+# What a backward does is differentiable, too: gradients of gradients take the same ways.
+
+
 class _Move(torch.autograd.Function):
     """Parts of one layout from those of another."""
 
@@ -128,7 +131,8 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, old, new = ctx.move
         is_sum = new.has_overlaps  # of what went to several ranks, the gradients add up
-        return None, None, None, None, None, *moving.move(gradients, new, old, group, gradients[0], is_sum)
+        found = _Move.apply(group, new, old, gradients[0], is_sum, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, None, None, *found
 
 
 class _Replicate(torch.autograd.Function):
@@ -139,13 +143,17 @@ class _Replicate(torch.autograd.Function):
         ctx: Any, group: Any, old: Layout, new: Layout, like: torch.Tensor, is_sum: bool, *parts: torch.Tensor
     ) -> torch.Tensor:
         mine = old.of(dist.get_rank(group))
-        ctx.slices = [old.boxes[number].slices_in(new.boxes[0]) for number in mine]
+        ctx.take = group, [old.boxes[number].slices_in(new.boxes[0]) for number in mine]
         (found,) = moving.move(parts, old, new, group, like, is_sum)
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, None, None, None, *(gradients[0][slices] for slices in ctx.slices)
+        group, taken = ctx.take
+        (gradient,) = gradients
+        if gradient.requires_grad and torch.is_grad_enabled():
+            gradient = _Total.apply(group, gradient)  # type: ignore[no-untyped-call]
+        return None, None, None, None, None, *(gradient[slices] for slices in taken)
 
 
 class _Total(torch.autograd.Function):
@@ -158,7 +166,19 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = gradients[0].contiguous().clone()
-        with talking(ctx.group, "adding up a gradient of all ranks"):
-            dist.all_reduce(total, group=ctx.group)
-        return None, total
+        return None, _Sum.apply(ctx.group, gradients[0])  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks. Its gradient is the same everywhere, and is that of each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with talking(group, "adding up a gradient of all ranks"):
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, gradients[0]

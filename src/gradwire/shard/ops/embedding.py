@@ -69,4 +69,6 @@ def answer_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Set
     """Rows of a block; those of all who ask in one lookup, so that frequencies count over all of them."""
     (ids,) = request
     padding, scale_grad_by_freq, sparse = setting
+    if not part.numel() and not sparse:  # torch cannot differentiate that twice
+        return part.new_zeros(ids.numel(), part.size(1)) + part.sum()  # it has its place in the graph
     return F.embedding(ids, part, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)

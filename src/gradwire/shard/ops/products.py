@@ -84,6 +84,11 @@ def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, 
     return F.linear(left, right if is_transposed else right.t(), bias)
 
 
+def add_bias(total: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A sum of products and the bias, where they are; with autocast the bias has another dtype."""
+    return total + bias.to(total.dtype)
+
+
 def multiply(
     func: Callable[..., Any], left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
@@ -263,7 +268,7 @@ def _add_up(blocks: _Blocks, bias: torch.Tensor | None) -> torch.Tensor:
     target = blocks.batch or engine.complete(_shares(blocks.size, blocks.layout.places))
     sums = engine.move(products, blocks.layout, target, blocks._like(products), is_sum=True)
     if bias is not None:
-        sums = engine.run(torch.add, target, sums, _bias_parts(blocks, bias, target))
+        sums = engine.run(add_bias, target, sums, _bias_parts(blocks, bias, target))
     if blocks.batch is None:
         return blocks.to_sharded(sums, target)
     (own,) = sums
