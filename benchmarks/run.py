@@ -24,6 +24,7 @@ from cases import CASES, MIB, Case, echo_memory, idle_peers, reference_memory, t
 from checkpoint_cases import checkpoint_row, time_save, time_save_file
 from optimizer_cases import OPTIMIZER_CASES, time_optimizer
 from rows import autograd_row, call_row
+from shard_cases import shard_rows
 from turns import Driver, SystemFailed
 
 COLUMNS = ("case", "torch", "gradwire", "ratio", "bar", "met", "beside")
@@ -159,6 +160,8 @@ def main() -> int:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
         for cases, time_works in ((AUTOGRAD_CASES, time_steps), (OPTIMIZER_CASES, time_optimizer)):
             rows += [bench.measure_autograd(case, time_works) for case in cases if arguments.only in case.name]
+        if arguments.only in "sharding":
+            rows += shard_rows(arguments.quick, bench.failures)
         if arguments.only in "checkpoint":
             rows.append(bench.measure_checkpoint())
         if arguments.only in "memory":
