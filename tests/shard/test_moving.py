@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from gradwire.shard import moving
 from gradwire.shard._geometry import Box
 from gradwire.shard.layouts import Layout
 from gradwire.shard.moving import move, traffic
@@ -59,6 +60,33 @@ def test_any_layout_to_any_other(four_ranks: Ranks, dtype: torch.dtype) -> None:
     found = four_ranks.run(check_moves, list(range(12)), dtype)
     assert sum(num for _, _, num in found) > 12
     assert [sent for sent, _, _ in found] == [needed for _, needed, _ in found]  # each byte once, and none in vain
+
+
+def check_pieces(rank: int, seeds: list[int]) -> tuple[int, int, int]:
+    """As if everything were much."""
+    limits = moving.PIECE_BYTES, moving._MAX_EXCHANGE_BYTES
+    moving.PIECE_BYTES, moving._MAX_EXCHANGE_BYTES = 16, 0
+    try:
+        add_up_in_pieces(rank)
+        return check_moves(rank, seeds, torch.float32)
+    finally:
+        moving.PIECE_BYTES, moving._MAX_EXCHANGE_BYTES = limits
+
+
+def add_up_in_pieces(rank: int) -> None:
+    full = Box((0, 0), SIZE)
+    everywhere = Layout((full,) * 4, (0, 1, 2, 3))
+    new = cut(7, 4)
+    values = torch.arange(math.prod(SIZE), dtype=torch.float32).view(SIZE)
+    moved = move([values * (rank + 1)], everywhere, new, None, values, is_sum=True)
+    for found, expected in zip(moved, parts_of(values * 10, new, rank), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_in_pieces(four_ranks: Ranks) -> None:
+    found = four_ranks.run(check_pieces, list(range(12)))
+    assert sum(num for _, _, num in found) > 12
+    assert [sent for sent, _, _ in found] == [needed for _, needed, _ in found]
 
 
 def scatter_and_gather(rank: int) -> tuple[list[list[float]], int]:
