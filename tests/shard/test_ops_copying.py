@@ -128,6 +128,10 @@ def check_copies(world: World) -> None:
     whole = numbers(7, 5)
     for spec, other_spec in zip(world.specs(7, 5), reversed(world.specs(7, 5)), strict=True):
         tensor = world.shard(whole, spec)
+        assert torch.equal(torch.add(tensor, other=tensor, alpha=2), torch.add(whole, whole, alpha=2))
+        assert torch.equal(
+            torch.div(input=tensor, other=0.25, rounding_mode="floor"), whole.div(0.25, rounding_mode="floor")
+        )
         copy = tensor.clone()
         copy.add_(1)
         assert torch.equal(tensor, whole)

@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
     "nansum": [torch.nansum, lambda x: x.nansum(1)],
     "mean": [lambda x: x.mean(), lambda x: torch.mean(x, 0, True), lambda x: x.mean(dim=[1])],
     "prod": [lambda x: x.prod(), lambda x: torch.prod(x, 0), lambda x: x.prod(1, keepdim=True)],
-    "amax": [lambda x: x.amax(), lambda x: torch.amax(x, 0), lambda x: x.amax((1,), keepdim=True)],
+    "amax": [lambda x: x.amax(), lambda x: torch.amax(input=x, dim=0), lambda x: x.amax((1,), keepdim=True)],
     "amin": [lambda x: x.amin(), lambda x: torch.amin(x, 0, keepdim=True), lambda x: x.amin(1)],
     "max": [
         lambda x: x.max(),
@@ -67,7 +67,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
         lambda x: torch.linalg.vector_norm(x, -INF, 0),
         lambda x: torch.linalg.vector_norm(x, INF, 1),
         lambda x: torch.linalg.vector_norm(x.round(), 0),
-        lambda x: torch.linalg.vector_norm(x.float(), 2, dtype=torch.float64),
+        lambda x: torch.linalg.vector_norm(x, 2, dtype=torch.float64),
         lambda x: torch.linalg.vector_norm(x, -1.5, 0, keepdim=True),
     ],
     "linalg_norm": [torch.linalg.norm, lambda x: torch.linalg.norm(x, 1, dim=0)],
@@ -83,7 +83,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
     "softmax": [
         lambda x: torch.softmax(x, 0),
         lambda x: x.softmax(1),
-        lambda x: functional.softmax(x * 900, dim=-1),
+        lambda x: functional.softmax(input=x * 900, dim=-1),
         lambda x: functional.softmax(x.float(), 0, dtype=torch.float64),
     ],
     "log_softmax": [
@@ -97,7 +97,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
     "smooth_l1_loss": [lambda x: functional.smooth_l1_loss(x, x * x, beta=0.2)],
     "huber_loss": [lambda x: functional.huber_loss(x, x * x, delta=0.2)],
     "kl_div": [lambda x: functional.kl_div(x.log(), x * x, reduction="batchmean")],
-    "soft_margin_loss": [lambda x: functional.soft_margin_loss(x, x.round() * 2 - 1)],
+    "soft_margin_loss": [lambda x: functional.soft_margin_loss(x, x.detach().round() * 2 - 1)],
     "binary_cross_entropy": [lambda x: functional.binary_cross_entropy(x, x * x)],
     "binary_cross_entropy_with_logits": [
         lambda x: functional.binary_cross_entropy_with_logits(x, x.detach() * x.detach()),

@@ -8,13 +8,14 @@ anything is done anywhere.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradwire.shard.dispatch import unsupported
+from gradwire.shard.dispatch import Implementation, unsupported
 from gradwire.shard.engines import Part
 from gradwire.shard.layouts import Layout
 from gradwire.shard.ops._broadcasting import broadcast, lift, restrict
@@ -85,6 +86,18 @@ class Call:
         columns = [align(value, self.leader, layout, size) for value in values]
         constants = {name: value for name, value in self.kwargs.items() if name not in keywords}
         return engine.run(call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants)
+
+
+def input_first(implementation: Implementation) -> Implementation:
+    """For functions whose tensor may be given as ``input=``: the implementation gets it as the first argument."""
+
+    @functools.wraps(implementation)
+    def with_input(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+        return implementation(func, args, kwargs)
+
+    return with_input
 
 
 def size_of(value: torch.Tensor) -> torch.Size:

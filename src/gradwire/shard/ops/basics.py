@@ -24,7 +24,8 @@ def _of_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 _ATTRIBUTES = (
     "shape dtype layout device ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested "
-    "is_mps is_xla is_xpu is_ipu is_maia is_vulkan is_mtia is_hpu names itemsize nbytes"
+    "is_mps is_xla is_xpu is_ipu is_maia is_vulkan is_mtia is_hpu names itemsize nbytes "
+    "_version _base output_nr name _has_symbolic_sizes_strides"
 )
 for _name in _ATTRIBUTES.split():
     if hasattr(_T, _name):

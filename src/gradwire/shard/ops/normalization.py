@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gradwire.shard.dispatch import Implementation, implements, unsupported
 from gradwire.shard.engines import Part
-from gradwire.shard.ops._operands import align, derive, probe
+from gradwire.shard.ops._operands import align, derive, input_first, probe
 from gradwire.shard.ops._reducing import dims_of, is_whole
 from gradwire.shard.tensor import ShardedTensor
 
@@ -31,6 +31,7 @@ def softmax_part(part: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
 
 
 def _softmax(is_log: bool, names: str) -> Implementation:
+    @input_first
     def implementation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
         tensor: ShardedTensor = args[0]
         options = {**kwargs, **dict(zip(names.split(), args[1:], strict=False))}
@@ -67,6 +68,7 @@ for _is_log, _name in ((False, "softmax"), (True, "log_softmax")):
 
 
 @implements(functional.normalize)
+@input_first
 def _normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = {**kwargs, **dict(zip(["p", "dim", "eps"], args[1:], strict=False))}
     if options.get("out") is not None:
@@ -91,9 +93,10 @@ def norm_rows(
 def _norm_of_rows(num_weights: int, default_eps: float | None) -> Implementation:
     names = ["normalized_shape", *["weight", "bias"][:num_weights], "eps"]
 
+    @input_first
     def implementation(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
         options = {**kwargs, **dict(zip(names, args[1:], strict=False))}
-        tensor, shape = args[0] if args else kwargs["input"], list(options["normalized_shape"])
+        tensor, shape = args[0], list(options["normalized_shape"])
         weights = [options.get(name) for name in names[1 : 1 + num_weights]]
         eps = options.get("eps", default_eps)
         _check_rows(func, tensor, shape)

@@ -9,7 +9,24 @@ from typing import Any
 import torch
 
 from gradwire.shard.dispatch import Implementation, implements, unsupported
-from gradwire.shard.ops._operands import pointwise
+from gradwire.shard.ops._local_reductions import (
+    all_part,
+    any_part,
+    count_part,
+    index_part,
+    logsumexp_part,
+    max_part,
+    mean_part,
+    min_part,
+    nansum_part,
+    norm_part,
+    picked_part,
+    prod_part,
+    std_part,
+    sum_part,
+    var_part,
+)
+from gradwire.shard.ops._operands import input_first, pointwise
 from gradwire.shard.ops._reducing import (
     add_up,
     combine,
@@ -28,93 +45,10 @@ Result = ShardedTensor | torch.Tensor
 
 def _read(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], func: Any) -> dict[str, Any]:
     """Arguments after the tensor, by their names."""
-    found = {("dim" if name == "axis" else name): value for name, value in kwargs.items() if name != "input"}
+    found = {("dim" if name == "axis" else name): value for name, value in kwargs.items()}
     found.update(zip(names, args[1:], strict=False))
     if found.pop("out", None) is not None:
         raise unsupported(func, "it cannot write to out=")
-    return found
-
-
-# -- where the parts are -------------------------------------------------------------------------------------------------
-
-
-def sum_part(part: torch.Tensor, dims: list[int], keepdim: bool, dtype: Any = None) -> torch.Tensor:
-    """torch.sum."""
-    return torch.sum(part, dims, keepdim, dtype=dtype)
-
-
-def nansum_part(part: torch.Tensor, dims: list[int], keepdim: bool, dtype: Any = None) -> torch.Tensor:
-    """torch.nansum."""
-    return torch.nansum(part, dims, keepdim, dtype=dtype)
-
-
-def count_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.count_nonzero."""
-    return torch.sum(part != 0, dims, keepdim)
-
-
-def mean_part(part: torch.Tensor, dims: list[int], keepdim: bool, dtype: Any = None) -> torch.Tensor:
-    """torch.mean."""
-    return torch.mean(part, dims, keepdim, dtype=dtype)
-
-
-def prod_part(part: torch.Tensor, dims: list[int], keepdim: bool, dtype: Any = None) -> torch.Tensor:
-    """torch.prod, along several dimensions."""
-    for dim in sorted(dims, reverse=True):
-        part = torch.prod(part, dim, keepdim, dtype=dtype)
-    return part
-
-
-def max_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.amax."""
-    return torch.amax(part, dims, keepdim)
-
-
-def min_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.amin."""
-    return torch.amin(part, dims, keepdim)
-
-
-def any_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.any."""
-    return torch.any(part, dims, keepdim)
-
-
-def all_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.all."""
-    return torch.all(part, dims, keepdim)
-
-
-def logsumexp_part(part: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """torch.logsumexp."""
-    return torch.logsumexp(part, dims, keepdim)
-
-
-def norm_part(part: torch.Tensor, dims: list[int], keepdim: bool, ord: Any = 2, dtype: Any = None) -> torch.Tensor:
-    """torch.linalg.vector_norm."""
-    found: torch.Tensor = torch.linalg.vector_norm(part, ord, dims, keepdim, dtype=dtype)
-    return found
-
-
-def var_part(part: torch.Tensor, dims: list[int], keepdim: bool, correction: Any = 1) -> torch.Tensor:
-    """torch.var."""
-    return torch.var(part, dims, correction=correction, keepdim=keepdim)
-
-
-def std_part(part: torch.Tensor, dims: list[int], keepdim: bool, correction: Any = 1) -> torch.Tensor:
-    """torch.std."""
-    return torch.std(part, dims, correction=correction, keepdim=keepdim)
-
-
-def picked_part(part: torch.Tensor, dims: list[int], keepdim: bool, name: str, item: int) -> torch.Tensor:
-    """Values or indices that torch.max and others return along one dimension."""
-    found: torch.Tensor = getattr(torch, name)(part, dims[0], keepdim)[item]
-    return found
-
-
-def index_part(part: torch.Tensor, dims: list[int], keepdim: bool, name: str) -> torch.Tensor:
-    """torch.argmax or torch.argmin along one dimension."""
-    found: torch.Tensor = getattr(torch, name)(part, dims[0], keepdim)
     return found
 
 
@@ -124,6 +58,7 @@ def index_part(part: torch.Tensor, dims: list[int], keepdim: bool, name: str) ->
 def _reduce(local: Callable[..., torch.Tensor], total: Any, names: str) -> Implementation:
     """Reduces parts where the dimensions are whole, and does `total(tensor, dims, keepdim, options)` where they are not."""
 
+    @input_first
     def implementation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
         tensor: ShardedTensor = args[0]
         options = _read(names.split(), args, kwargs, func)
@@ -216,6 +151,7 @@ _vector_norm = implements(torch.linalg.vector_norm)(_reduce(norm_part, _norm, "o
 
 
 @implements(torch.norm, _T.norm)
+@input_first
 def _torch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = _read(["p", "dim", "keepdim"], args, kwargs, func)
     order = options.pop("p", "fro")
@@ -226,6 +162,7 @@ def _torch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @implements(torch.linalg.norm)
+@input_first
 def _linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = _read(["ord", "dim", "keepdim"], args, kwargs, func)
     order = options.pop("ord", None)
@@ -240,6 +177,7 @@ def _spread(local: Callable[..., torch.Tensor], total: Any) -> Implementation:
     """Standard deviation or variance, in all the ways in which one may call them."""
     reduce = _reduce(local, total, "dim")
 
+    @input_first
     def implementation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 and isinstance(args[1], bool):
             args, kwargs = args[:1], {**kwargs, "unbiased": args[1]}
@@ -263,6 +201,7 @@ def _extreme_of(name: str, other: Callable[..., Any]) -> Implementation:
     """torch.max and torch.min: of two tensors, of all elements, or along one dimension, with indices."""
     full = _reduce(max_part if name == "max" else min_part, _extreme(name == "max"), "dim keepdim")
 
+    @input_first
     def implementation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "other" in kwargs or (len(args) > 1 and isinstance(args[1], torch.Tensor)):
             return pointwise(other, args, kwargs)
@@ -287,6 +226,7 @@ implements(torch.min, _T.min)(_extreme_of("min", torch.minimum))
 
 
 @implements(torch.argmax, _T.argmax, torch.argmin, _T.argmin)
+@input_first
 @torch.no_grad()
 def _index_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along one dimension; of all elements, the whole tensor is looked at."""
