@@ -130,6 +130,10 @@ def check_state_dicts(world: World) -> int:
     module.load_state_dict(Plain(WHOLE + 1).state_dict())
     assert torch.equal(module.weight.full_tensor(), WHOLE + 1)
     assert module.bias.tolist() == [0, 0]
+    module.load_state_dict(saved, assign=True)
+    assert isinstance(module.weight, nn.Parameter)
+    assert module.weight.sharding_spec() is old
+    assert (module.weight.requires_grad, module.weight.is_leaf) == (True, True)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         module.load_state_dict(Plain(torch.ones(7, 4)).state_dict())
     return num_checked

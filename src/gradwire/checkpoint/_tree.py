@@ -33,7 +33,7 @@ Node = Any  # what JSON can say
 PlaceTensor = Callable[[str, torch.Tensor], str]
 Claim = Callable[[str, Any], "Node | None"]
 
-_MAX_DEPTH: Final = 64
+MAX_DEPTH: Final = 64
 _SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
 _COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
 
@@ -63,8 +63,8 @@ class Encoder:
         Raises:
             CannotSave: It holds something that has no place in a checkpoint.
         """
-        if depth > _MAX_DEPTH:
-            raise CannotSave(f"'{path}' is nested deeper than {_MAX_DEPTH} levels; does it contain itself?")
+        if depth > MAX_DEPTH:
+            raise CannotSave(f"'{path}' is nested deeper than {MAX_DEPTH} levels; does it contain itself?")
         if self._claim is not None and (claimed := self._claim(path, value)) is not None:
             return claimed
         if isinstance(value, torch.Tensor):

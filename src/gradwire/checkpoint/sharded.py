@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwire.checkpoint._index import TensorEntry
 from gradwire.checkpoint._pieces import SHARDED, assemble, form_of, is_tensor, region_of, sharded_node
-from gradwire.checkpoint._tree import Node, decode, dict_node, items_of
+from gradwire.checkpoint._tree import MAX_DEPTH, Node, decode, dict_node, items_of
 from gradwire.checkpoint.reading import TensorReader
 from gradwire.errors import ConfigurationError
 from gradwire.optim.parts import PartOf
@@ -31,16 +31,14 @@ def shards_of(tensor: ShardedTensor) -> list[tuple[Box, Any]]:
     return [(box, part) for box, part in zip(tensor._boxes(), tensor._parts, strict=True) if box.num_elements]
 
 
-def find_sharded(value: Any) -> Iterator[ShardedTensor]:
+def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
     """All sharded tensors in a state, also in modules and sharded optimizers."""
     if isinstance(value, ShardedTensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_sharded(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_sharded(item)
+    elif isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        for item in items if depth <= MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
+            yield from find_sharded(item, depth + 1)
     elif isinstance(value, nn.Module):
         for module in value.modules():
             yield from find_sharded([*module._parameters.values(), *module._buffers.values()])

@@ -25,7 +25,7 @@ from torch.distributed.remote_device import _remote_device
 from gradwire import rpc
 from gradwire.errors import CannotSend
 from gradwire.rpc import trips
-from gradwire.rref import RRef
+from gradwire.rref import RRef, references
 from gradwire.shard._geometry import Box
 from gradwire.shard.dispatch import implements
 from gradwire.shard.engines import Part
@@ -105,14 +105,11 @@ def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
     """References to all parts. Those to parts that are here are kept: a message may be packed twice before it leaves."""
-    known: dict[int, RRef[Any]] = tensor.__dict__.setdefault("_references", {})
-    found = []
-    for number, part in enumerate(tensor._parts):
-        if isinstance(part, torch.Tensor):
-            if number not in known or known[number].local_value() is not part:
-                known[number] = RRef(part)
-            part = known[number]
-        found.append(part)
+    known: list[RRef[Any]] = tensor.__dict__.get("_references", [])
+    now = references.here()  # another one than then, if this process has become another worker
+    by_part = {id(rref.local_value()): rref for rref in known if rref._known is now}
+    found = [by_part.get(id(part)) or RRef(part) if isinstance(part, torch.Tensor) else part for part in tensor._parts]
+    tensor.__dict__["_references"] = [rref for rref in found if rref.is_owner()]
     return found
 
 
