@@ -80,7 +80,8 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     properties = TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pin_memory))
     if isinstance(spec, list):
         spec = ChunkShardingSpec(*spec)
-    return ShardedTensorMetadata(found, torch.Size(size), properties), spec or EnumerableShardingSpec(found)
+    spec = EnumerableShardingSpec(found) if spec is None else spec
+    return ShardedTensorMetadata(found, torch.Size(size), properties), spec
 
 
 # -- in messages -------------------------------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
     known: list[RRef[Any]] = tensor.__dict__.get("_references", [])
     now = references.here()  # another one than then, if this process has become another worker
     by_part = {id(rref.local_value()): rref for rref in known if rref._known is now}
-    found = [by_part.get(id(part)) or RRef(part) if isinstance(part, torch.Tensor) else part for part in tensor._parts]
-    tensor.__dict__["_references"] = [rref for rref in found if rref.is_owner()]
-    return found
+    own = {id(part): by_part.get(id(part)) or RRef(part) for part in tensor._parts if isinstance(part, torch.Tensor)}
+    tensor.__dict__["_references"] = list(own.values())
+    return [own[id(part)] if isinstance(part, torch.Tensor) else part for part in tensor._parts]
 
 
 def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
@@ -135,8 +136,11 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
 
 
 def _unwrap(part: RRef[Any]) -> Part:
-    """A part that is here is the tensor itself, unless it is still being made: nobody waits while a message is read."""
-    if not part.is_owner() or not part._state.is_done:
+    """A part that is here is the tensor itself, unless it is still being made: nobody waits while a message is read.
+
+    One that could not be made stays a reference, which says why when it is used.
+    """
+    if not part.is_owner() or not part._state.is_done or part._state.error is not None:
         return part
     value = part.local_value()
     return value if isinstance(value, torch.Tensor) else part
