@@ -178,6 +178,26 @@ def test_a_rank_without_bags(worlds: Worlds, engine: str) -> None:
     assert None in worlds.check(engine, 3, check_one_idle_rank)
 
 
+def check_one_bad_rank(world: World) -> list[str]:
+    """What only one rank does wrong is raised by all of them, and they can go on."""
+    sharded = world.shard(randn(NUM_ROWS, WIDTH), world.chunks())
+    is_wrong = isinstance(world, GroupWorld) and world.rank == 1
+    said = []
+    for offsets in ([0, 2, 1], [1, 2, 3], [0, 1, 99]):
+        with pytest.raises(RuntimeError) as info:
+            F.embedding_bag(torch.arange(4), sharded, torch.tensor(offsets if is_wrong else [0, 1, 2]))
+        said.append(str(info.value))
+    close(F.embedding_bag(torch.tensor([[1]]), sharded), sharded.full_tensor()[1:2])
+    return said
+
+
+def test_offsets_that_are_wrong_on_one_rank(worlds: Worlds) -> None:
+    first, second, third = worlds.check("group", 3, check_one_bad_rank)
+    assert first == third
+    assert all(text.startswith("rank 1 could not go on") for text in first)
+    assert all(text.startswith("offsets") for text in second)
+
+
 def check_module(world: World) -> None:
     module = nn.EmbeddingBag(NUM_ROWS, WIDTH, mode="mean", padding_idx=1, max_norm=0.8, dtype=torch.float64)
     ids = torch.tensor([[1, 2], [3, 10], [0, 1], [7, 7]])

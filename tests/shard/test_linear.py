@@ -140,6 +140,32 @@ def test_fewer_rows_than_places(worlds: Worlds, engine: str) -> None:
     assert None in worlds.check(engine, 4, check_few_rows)
 
 
+def check_dtypes(world: World) -> list[str]:
+    """Halves, complex numbers, operands that are not contiguous, and autocast, in which results have another dtype."""
+    seen = []
+    for dtype in (torch.bfloat16, torch.complex128):
+        whole, weight, bias = (torch.randn(*size, dtype=dtype) for size in ((7, 6), (6, 4), (4,)))
+        expected = whole.t().conj().t() @ weight + bias
+        for spec in world.specs(4, 6):
+            found = F.linear(world.own(whole.t().conj().t()), world.shard(weight.t(), spec), bias)
+            torch.testing.assert_close(everybody(world, found), expected, rtol=0.1, atol=0.1)
+            seen.append(str(found.dtype))
+    if not isinstance(world, WorkerWorld):  # workers have settings of their own
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for spec in world.specs(4, 6):
+                found = F.linear(torch.randn(3, 6), world.shard(torch.randn(4, 6), spec), torch.randn(4))
+                seen.append(str(found.dtype))
+                assert everybody(world, found).dtype == torch.bfloat16
+    return seen
+
+
+@ENGINES
+def test_dtypes(worlds: Worlds, engine: str) -> None:
+    seen = worlds.check(engine, 2, check_dtypes)[0]
+    assert seen[:10] == ["torch.bfloat16"] * 5 + ["torch.complex128"] * 5
+    assert set(seen[10:]) <= {"torch.bfloat16"}
+
+
 # -- matmul ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +251,8 @@ def test_misuse(worlds: Worlds, engine: str) -> None:
 def check_different_rows(world: World) -> str:
     w = world.shard(randn(4, 6), world.chunks())
     rank = int(getattr(world, "rank", 0))
+    with pytest.raises(ValueError, match="same size on every rank"):
+        F.linear(randn(2, 6 + rank), w)
     with pytest.raises(ValueError, match="same size on every rank") as info:
         F.linear(randn(2, 3 + rank, 6), w)
     return str(info.value)

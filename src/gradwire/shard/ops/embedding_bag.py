@@ -72,12 +72,16 @@ def _do_embedding_bag(
     table = lookups.check_ids(weight, input, "embedding_bag")
     setting = (mode, scale_grad_by_freq, sparse)
     _check(input, setting, per_sample_weights)
-    bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
-    error = lookups.find_bad_index(table, bags.ids)
+    error: Exception | None
+    try:
+        bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
+        error = lookups.find_bad_index(table, bags.ids)
+    except (RuntimeError, ValueError) as failure:  # the bags of others may be right, and they must hear of it
+        error = failure
+    if error is not None:
+        bags = _no_bags(input, per_sample_weights)
     if max_norm is not None:
         lookups.renormalize(table, bags.ids, max_norm, norm_type, error)
-    if error is not None:
-        bags = Bags(bags.ids[:0], bags.bags[:0], 0, None if bags.weights is None else bags.weights[:0])
     return _look_up(table, bags.without(_padding_row(table, padding_idx)), setting, error)
 
 
@@ -127,6 +131,11 @@ def _read_bags(
     if offsets is None or offsets.dim() != 1:
         raise ValueError(f"offsets has to be a 1D Tensor but got {offsets}")
     return _read_offsets(input, offsets, weights, include_last_offset)
+
+
+def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
+    ids = input.reshape(-1)[:0]
+    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
 
 
 def _read_offsets(

@@ -120,12 +120,15 @@ def _check_operands(func: Any, left: torch.Tensor, right: torch.Tensor, is_trans
         raise unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {_MAX_DIMS}")
     if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._engine != right._engine:
         raise unsupported(func, "the operands are in different process groups")
+    if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
+
+
+def _check_sizes(left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> None:
     length, width = _length_and_width(right, is_transposed)
     if left.size(-1) != length:
         rows = left.numel() // max(1, left.size(-1))
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({rows}x{left.size(-1)} and {length}x{width})")
-    if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
-        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
 
 
 def _length_and_width(right: torch.Tensor, is_transposed: bool) -> tuple[int, int]:
@@ -148,6 +151,7 @@ def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool) -> 
     along, across = (1, 0) if is_transposed else (0, 1)  # dimensions of the right operand
     length, width = _length_and_width(right, is_transposed)
     batch = _batch_of(left, engine)
+    _check_sizes(left, right, is_transposed)  # after that, so that a rank with other sizes does not leave alone
     rows: Size = left.size()[:-1] if batch is None else _rows_of(batch)
     needed = _columns(right._layout, along, rows)
     lefts = (
@@ -221,6 +225,7 @@ def _with_width(layout: Layout, width: int) -> Layout:
 
 
 def _at_left(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
+    _check_sizes(left, right, is_transposed)
     length, width = _length_and_width(right, is_transposed)
     boxes = left._layout.boxes
     needed = Layout(tuple(_facing(box, width, is_transposed) for box in boxes), left._layout.places)
