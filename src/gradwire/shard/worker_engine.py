@@ -123,8 +123,8 @@ class WorkerEngine(Engine):
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """One call to each part of which anything is asked.
 
-        Where gradients are wanted, parts of which nothing is asked are called, too: their gradient is zero then, not nothing.
-        To an optimizer that is not the same, and all parts of a parameter must be stepped alike.
+        If the question says so, parts of which nothing is asked are called, too: their gradient is zero then, not
+        nothing. To an optimizer that is not the same, and all parts of a parameter must be stepped alike.
         """
         if question.error is not None:
             raise question.error
