@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from gradwire.cluster.api import Cluster
+from gradwire.errors import WorkerLost
+
+TIMEOUT = timedelta(seconds=45)
 
 
 def _run_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
         return function(rank, *args)
     finally:
@@ -43,7 +47,20 @@ class Ranks:
                 worker.submit(_run_rank, function, number, len(workers), store, args)
                 for number, worker in enumerate(workers)
             ]
-            return [future.wait() for future in futures]
+            return _results(futures)
+
+
+def _results(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """What all ranks returned, once all have ended. Of what they raised, what one says of itself, not of another one."""
+    found, errors = [], []
+    for future in futures:
+        try:
+            found.append(future.wait())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, WorkerLost))
+    return found
 
 
 @contextlib.contextmanager
