@@ -28,7 +28,7 @@ from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.owners import Answers, Owner, ask_all
 from gradwire.optim.parameters import Group, GroupReader, Named
-from gradwire.optim.parts import PartOf, ShardedParameter, check_layouts, divide_states, fold_groups, join_states
+from gradwire.optim.parts import PartOf, ShardedParameter, divide_states, fold_groups, join_states, prepare_step
 from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
@@ -124,7 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
         contexts = check_contexts(context_id)
-        check_layouts(self._sharded)
+        prepare_step(self._sharded)
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)

@@ -80,8 +80,8 @@ def take_sharded(name: str, tensor: ShardedTensor) -> ShardedParameter:
     return ShardedParameter(name, tensor, tensor._layout)
 
 
-def check_layouts(parameters: Iterable[ShardedParameter]) -> None:
-    """Looks whether the parts are still those that the optimizer knows.
+def prepare_step(parameters: Iterable[ShardedParameter]) -> None:
+    """Looks whether the parts are still those that the optimizer knows, and waits for operations that still read them.
 
     Raises:
         OptimizerError: A parameter was resharded.
@@ -92,6 +92,7 @@ def check_layouts(parameters: Iterable[ShardedParameter]) -> None:
                 f"parameter {parameter.name!r} was resharded, so this optimizer has parts that are not in use any more; "
                 f"make another one, and load this one's state_dict() into it"
             )
+        parameter.tensor._engine.settle()  # a step changes parts in place
 
 
 def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]) -> list[dict[str, Any]]:
