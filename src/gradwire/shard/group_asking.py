@@ -23,6 +23,8 @@ from gradwire.shard.layouts import Layout
 Counts = list[list[list[int]]]
 """How long the tensors of requests are: by who asks, box of this rank, and position in the request."""
 
+_FAILED = -1
+
 
 def ask(group: Any, question: Question, layout: Layout, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Asks all parts, and answers for those of this rank. Every rank must call it.
@@ -33,8 +35,8 @@ def ask(group: Any, question: Question, layout: Layout, parts: Sequence[torch.Te
     """
     boxes = [layout.of(rank) for rank in range(dist.get_world_size(group))]  # by rank
     mine = boxes[dist.get_rank(group)]
-    counts = _exchange_counts(group, question, boxes)
-    arrived = _exchange_requests(group, question, boxes, counts)
+    counts, have_gradients = _exchange_counts(group, question, boxes)
+    arrived = _exchange_requests(group, question, boxes, counts, have_gradients)
     answers = [
         question.function(part, request, [of_asker[place] for of_asker in counts], question.settings[number])
         for place, (number, part, request) in enumerate(zip(mine, parts, arrived, strict=True))
@@ -42,10 +44,14 @@ def ask(group: Any, question: Question, layout: Layout, parts: Sequence[torch.Te
     return _exchange_answers(group, question, boxes, counts, answers)
 
 
-def _exchange_counts(group: Any, question: Question, boxes: Sequence[Sequence[int]]) -> Counts:
+def _exchange_counts(group: Any, question: Question, boxes: Sequence[Sequence[int]]) -> tuple[Counts, list[bool]]:
+    """How long requests are, and for each of their positions whether anybody's tensor there needs a gradient.
+
+    Both are in one number: twice the length, and one more if there is a gradient.
+    """
     num_tensors = len(question.requests[0])
     numbers = [
-        item.size(0) if question.error is None else -1
+        2 * item.size(0) + (item.requires_grad and torch.is_grad_enabled()) if question.error is None else _FAILED
         for rank in boxes
         for number in rank
         for item in question.requests[number]
@@ -56,21 +62,29 @@ def _exchange_counts(group: Any, question: Question, boxes: Sequence[Sequence[in
     found = moving.exchange(flat, sent, [len(mine) * num_tensors for _ in boxes], group)
     if question.error is not None:
         raise question.error
-    counts: Counts = found.view(len(boxes), len(mine), num_tensors).tolist()
-    for rank, of_rank in enumerate(counts):
-        if of_rank[0][0] < 0:
+    told = found.view(len(boxes), len(mine), num_tensors)
+    for rank, number in enumerate(told[:, 0, 0].tolist()):
+        if number == _FAILED:
             raise RuntimeError(f"rank {rank} could not go on, so no rank can; it has raised an error that says why")
-    return counts
+    have_gradients: list[bool] = (told % 2).amax((0, 1)).bool().tolist()
+    counts: Counts = told.div(2, rounding_mode="floor").tolist()
+    return counts, have_gradients
 
 
-def _exchange_requests(group: Any, question: Question, boxes: Sequence[Sequence[int]], counts: Counts) -> list[Request]:
+def _exchange_requests(
+    group: Any,
+    question: Question,
+    boxes: Sequence[Sequence[int]],
+    counts: Counts,
+    have_gradients: Sequence[bool],
+) -> list[Request]:
     """What everybody asks of each of this rank's parts, one after the other."""
     num_mine = len(boxes[dist.get_rank(group)])
     found: list[list[torch.Tensor]] = [[torch.empty(0)] * len(question.requests[0]) for _ in range(num_mine)]
     for positions in _by_dtype(question.requests[0]):
         outgoing = [[question.requests[number][at] for number in rank for at in positions] for rank in boxes]
         sizes = [[of_box[at] for of_box in of_asker for at in positions] for of_asker in counts]
-        pieces = _exchange_pieces(group, outgoing, sizes)
+        pieces = _exchange_pieces(group, outgoing, sizes, any(have_gradients[at] for at in positions))
         for place in range(num_mine):
             for offset, at in enumerate(positions):
                 of_askers = [of_asker[place * len(positions) + offset] for of_asker in pieces]
@@ -87,11 +101,16 @@ def _by_dtype(request: Request) -> list[list[int]]:
 
 
 def _exchange_pieces(
-    group: Any, outgoing: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
+    group: Any, outgoing: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]], has_gradient: bool
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Lists of flat tensors for every rank, for such lists from every rank, whose sizes are known."""
+    """Lists of flat tensors for every rank, for such lists from every rank, whose sizes are known.
+
+    If anybody's have a gradient, all have one: all take part in backward then.
+    """
     sent = [sum(item.numel() for item in items) for items in outgoing]
     flat = torch.cat([item for items in outgoing for item in items])
+    if has_gradient and not flat.requires_grad:
+        flat.requires_grad_(torch.is_grad_enabled())
     received = exchange(group, flat, sent, [sum(items) for items in sizes])
     pieces = torch.split(received, [size for items in sizes for size in items])
     found, start = [], 0

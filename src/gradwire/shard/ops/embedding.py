@@ -30,10 +30,10 @@ def _do_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    table = lookups.check_ids(weight, input, "embedding")
+    table = lookups.check_table(weight, input, "embedding")
     padding = _padding_row(table, padding_idx)
     ids = input.reshape(-1)
-    error = lookups.find_bad_index(table, ids)
+    error = lookups.find_problem(table, ids, "embedding")
     if max_norm is not None:
         lookups.renormalize(table, ids, max_norm, norm_type, error)
     wanted = lookups.by_rows(table, ids if error is None else ids[:0])

@@ -69,13 +69,13 @@ def _do_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    table = lookups.check_ids(weight, input, "embedding_bag")
+    table = lookups.check_table(weight, input, "embedding_bag")
     setting = (mode, scale_grad_by_freq, sparse)
-    _check(input, setting, per_sample_weights)
+    _check(setting, per_sample_weights)
     error: Exception | None
     try:
         bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
-        error = lookups.find_bad_index(table, bags.ids)
+        error = lookups.find_problem(table, bags.ids, "embedding_bag")
     except (RuntimeError, ValueError) as failure:  # the bags of others may be right, and they must hear of it
         error = failure
     if error is not None:
@@ -85,13 +85,8 @@ def _do_embedding_bag(
     return _look_up(table, bags.without(_padding_row(table, padding_idx)), setting, error)
 
 
-def _check(input: torch.Tensor, setting: Setting, weights: torch.Tensor | None) -> None:
+def _check(setting: Setting, weights: torch.Tensor | None) -> None:
     mode, scale_grad_by_freq, sparse = setting
-    if weights is not None and weights.size() != input.size():
-        raise ValueError(
-            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
-            f"the input ({input.size()})"
-        )
     if mode not in ("sum", "mean", "max"):
         raise ValueError("mode has to be one of sum, mean or max")
     if mode == "max" and scale_grad_by_freq:
@@ -120,6 +115,11 @@ def _padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
 def _read_bags(
     input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, include_last_offset: bool
 ) -> Bags:
+    if weights is not None and weights.size() != input.size():
+        raise ValueError(
+            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
+            f"the input ({input.size()})"
+        )
     if input.dim() == 2:
         if offsets is not None:
             raise ValueError("if input is 2D, then offsets has to be None: each row is a bag")

@@ -63,8 +63,13 @@ def _find(ids: torch.Tensor, rows: Rows, num_rows: int) -> Wanted:
     return Wanted(local.index_select(0, positions).to(torch.int32), positions)
 
 
-def find_bad_index(table: ShardedTensor, ids: torch.Tensor) -> IndexError | None:
-    """The error for an id that is no row of the table, if there is one."""
+def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exception | None:
+    """The error for ids that are no integers, or for one that is no row of the table. Others' ids may be right."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        return RuntimeError(
+            f"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+            f"{ids.dtype} instead (while checking arguments for {name})"
+        )
     if not ids.numel():
         return None
     smallest, largest = (int(item) for item in torch.aminmax(ids))
@@ -74,22 +79,17 @@ def find_bad_index(table: ShardedTensor, ids: torch.Tensor) -> IndexError | None
     return IndexError(f"index out of range in self: {bad} is no row of a table that has {table.size(0)}")
 
 
-def check_ids(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
-    """The table, if it is one, and the ids are plain integers.
+def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
+    """The table, if it is one, and the ids are plain.
 
     Raises:
         TypeError: The ids are sharded, or the table is not.
-        RuntimeError: The ids are no integers, or the table has not two dimensions.
+        RuntimeError: The table has not two dimensions.
     """
     if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
         raise TypeError(f"{name}: the weight is to be sharded, the input is to be a plain tensor: everybody's own ids")
     if table.dim() != 2:
         raise RuntimeError(f"{name}: 'weight' must be 2-D, but has {table.dim()} dimensions")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise RuntimeError(
-            f"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
-            f"{ids.dtype} instead (while checking arguments for {name})"
-        )
     return table
 
 
@@ -176,6 +176,7 @@ def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_t
     """
     unique = torch.unique(ids) if error is None else ids[:0]
     wanted = by_rows(table, unique)
+    table._engine.settle()  # nobody reads what is being changed
     with torch.no_grad():
         if table._layout.is_whole_along(1, table.size(1)):
             _ask(table, [(item.ids,) for item in wanted], scale_whole_rows, [max_norm, norm_type], 0, error)

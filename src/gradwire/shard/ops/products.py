@@ -30,12 +30,11 @@ from gradwire.shard._geometry import Box
 from gradwire.shard.dispatch import unsupported
 from gradwire.shard.engines import Engine, Part
 from gradwire.shard.layouts import Layout, Place, stack_rows
+from gradwire.shard.ops._own_rows import MAX_DIMS, join_rows
 from gradwire.shard.sharding_spec import ChunkShardingSpec
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 Size = tuple[int, ...]
-
-_MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -104,24 +103,38 @@ def multiply(
     Raises:
         RuntimeError: The sizes or dtypes do not fit each other, or nobody has said how to do this.
     """
-    _check_operands(func, left, right, is_transposed)
-    if isinstance(left, ShardedTensor) or left.dim() > 1:
+    if right.dim() != 2:
+        raise unsupported(func, f"the right operand has {right.dim()} dimensions, not 2")
+    problem = _find_problem(func, left, right)
+    if isinstance(left, ShardedTensor):
+        if problem is not None:
+            raise problem
         return _add_bias(func, _meet(left, right, is_transposed), bias)
-    found = _add_bias(func, _meet(left.unsqueeze(0), right, is_transposed), bias)
+    return _multiply_own(func, left, right, bias, is_transposed, problem)
+
+
+def _find_problem(func: Any, left: torch.Tensor, right: torch.Tensor) -> RuntimeError | None:
+    """Why there is no product; if the left operand is one's own, perhaps only here."""
+    if not 1 <= left.dim() <= MAX_DIMS:
+        return unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {MAX_DIMS}")
+    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._engine != right._engine:
+        return unsupported(func, "the operands are in different process groups")
+    if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
+        return RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
+    return None
+
+
+def _multiply_own(
+    func: Any, left: torch.Tensor, right: Any, bias: torch.Tensor | None, is_transposed: bool, problem: Any
+) -> torch.Tensor:
+    """With everybody's own rows on the left, or a vector, which counts as one row."""
+    rows, batch = join_rows(left.unsqueeze(0) if left.dim() == 1 else left, right._engine, problem)
+    found = _add_bias(func, _at_right(rows, right, is_transposed, batch), bias)
+    if left.dim() > 1:
+        return found
     if isinstance(found, ShardedTensor):
         raise unsupported(func, "the result would be divided, and a vector is not rows; pass x.unsqueeze(0)")
     return found.squeeze(0)
-
-
-def _check_operands(func: Any, left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> None:
-    if right.dim() != 2:
-        raise unsupported(func, f"the right operand has {right.dim()} dimensions, not 2")
-    if not 1 <= left.dim() <= _MAX_DIMS:
-        raise unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {_MAX_DIMS}")
-    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._engine != right._engine:
-        raise unsupported(func, "the operands are in different process groups")
-    if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
-        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
 
 
 def _check_sizes(left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> None:
@@ -136,22 +149,20 @@ def _length_and_width(right: torch.Tensor, is_transposed: bool) -> tuple[int, in
     return (columns, rows) if is_transposed else (rows, columns)
 
 
-def _meet(left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
+def _meet(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
     if isinstance(right, ShardedTensor):
-        return _at_right(left, right, is_transposed)
-    assert isinstance(left, ShardedTensor)
+        return _at_right(left, right, is_transposed, left._batch)
     return _at_left(left, right, is_transposed)
 
 
 # -- where the right operand is ----------------------------------------------------------------------------------------
 
 
-def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool) -> _Blocks:
+def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, batch: Layout | None) -> _Blocks:
     engine = right._engine
     along, across = (1, 0) if is_transposed else (0, 1)  # dimensions of the right operand
     length, width = _length_and_width(right, is_transposed)
-    batch = _batch_of(left, engine)
-    _check_sizes(left, right, is_transposed)  # after that, so that a rank with other sizes does not leave alone
+    _check_sizes(left, right, is_transposed)
     rows: Size = left.size()[:-1] if batch is None else _rows_of(batch)
     needed = _columns(right._layout, along, rows)
     lefts = (
@@ -183,21 +194,6 @@ def _is_divided_along(right: ShardedTensor, dim: int) -> bool:
     if isinstance(spec, ChunkShardingSpec):
         return spec.dim % 2 == dim
     return sum(1 for box in right._layout.boxes if box.num_elements) == 1
-
-
-def _batch_of(left: torch.Tensor, engine: Engine) -> Layout | None:
-    """Whose rows the left operand has, if that is known."""
-    if isinstance(left, ShardedTensor):
-        return left._batch
-    sizes = [left.dim(), *left.size(), *(0 for _ in range(_MAX_DIMS - left.dim()))]
-    everybody = engine.gather_numbers(sizes)
-    for place, other in zip(engine.askers, everybody, strict=True):
-        if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
-            raise ValueError(
-                f"rows must have the same size on every rank: {list(left.size()[1:])} on {engine.here}, "
-                f"{other[2 : other[0] + 1]} on {place}"
-            )
-    return stack_rows([other[1] for other in everybody], left.size()[1:], engine.askers)
 
 
 def _required(batch: Layout | None) -> Layout:
