@@ -16,7 +16,7 @@ from gradwire.shard.engines import Engine, Part
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.layouts import Place
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from gradwire.shard.placing import engine_for, layout_of
+from gradwire.shard.placing import engine_for, find_group, layout_of
 from gradwire.shard.scattering import scatter
 from gradwire.shard.sharding_spec import ShardingSpec, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import Shard, ShardedTensor
@@ -259,10 +259,14 @@ def shard_tensor(
         ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
         RuntimeError: There is no process group, or this process is no RPC worker.
     """
-    engine, metadata = placed(tensor, sharding_spec, process_group)
+    group = find_group([sharding_spec], process_group)
+    if group is None:
+        engine, _ = placed(tensor, sharding_spec, process_group)
+        group = engine if isinstance(engine, GroupEngine) else None  # specs of other classes tell only now
     has_values = not tensor.is_meta
-    if isinstance(engine, GroupEngine):
-        has_values = _agree_on(engine, tensor, metadata, src_rank)
+    if group is not None:
+        has_values = _agree_on(group, tensor, sharding_spec, src_rank, process_group)
+    engine, metadata = placed(tensor, sharding_spec, process_group)
     return divide_tensor(engine, tensor, sharding_spec, metadata, src_rank, has_values)
 
 
@@ -309,10 +313,11 @@ def check_source(engine: Engine, src_rank: Any) -> None:
         raise ValueError(f"src_rank {src_rank!r} is no rank of the group, which has {len(engine.askers)}")
 
 
-def _agree_on(engine: GroupEngine, tensor: torch.Tensor, metadata: ShardedTensorMetadata, src_rank: int) -> bool:
+def _agree_on(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> bool:
     """Whether the source has values; raises for all ranks unless all are about to do the same."""
 
     def prepare() -> dict[str, Any]:
+        _, metadata = placed(tensor, spec, process_group)
         check_source(engine, src_rank)
         return {
             "src_rank": src_rank,

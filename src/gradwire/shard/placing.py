@@ -15,6 +15,7 @@ from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.layouts import Layout, Place
 from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from gradwire.shard.worker_engine import WorkerEngine
 
 current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_group", default=None)
@@ -93,3 +94,30 @@ def placement_of(place: Place, device: Any, engine: Engine) -> _remote_device:
     assert isinstance(engine, GroupEngine)
     rank = dist.get_global_rank(engine.group, place) if engine.group is not None else place
     return _remote_device(f"rank:{rank}/{device}")
+
+
+def placements_of(spec: Any) -> list[Any]:
+    """Those of a spec, where they can be known without a tensor."""
+    if isinstance(spec, ChunkShardingSpec):
+        return list(spec.placements)
+    return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
+
+
+def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
+    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told.
+
+    Raises:
+        RuntimeError: This process is not in the group.
+    """
+    group = process_group if process_group is not None else current_process_group.get()
+    names = [item for spec in specs for item in placements_of(spec) if item is not None]
+    has_ranks = any(item.rank() is not None for item in names)
+    has_workers = any(item.rank() is None and item.worker_name() is not None for item in names)
+    if not dist.is_initialized() or (has_workers and not has_ranks):
+        return None
+    if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
+        return None  # no placements, as of Sharders only: what an RPC worker does need not be done by all ranks
+    found = GroupEngine(group)
+    if found.here < 0:
+        raise RuntimeError("this rank is not in the process group; only its members can shard with it")
+    return found

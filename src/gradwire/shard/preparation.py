@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from gradwire import rpc
 from gradwire.shard._plan_steps import Steps
 from gradwire.shard.agreement import Said, agree
 from gradwire.shard.creation import check_source, placed
 from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata
-from gradwire.shard.placing import current_process_group, engine_for, layout_of
-from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from gradwire.shard.placing import engine_for, find_group, layout_of, placements_of
+from gradwire.shard.sharding_spec import ShardingSpec
 from gradwire.shard.supplying import find_lacking, take_inventory
 
 
@@ -67,7 +65,7 @@ def prepare(
         ValueError: A placement names nobody, or ranks want different things.
         RuntimeError: There is no process group, or this process is no RPC worker.
     """
-    group = _find_group(specs, process_group)
+    group = find_group(specs, process_group)
     work = Work(Steps(), [], group, [])
 
     def find_out() -> Said:
@@ -97,7 +95,7 @@ def _describe(work: Work, src_rank: int) -> Said:
         "requires_grad": [item.tensor.requires_grad for item in parameters],
         "sharding_spec": [metadata.shards_metadata for _, metadata in work.placed],
         "sharders": [(item.path, type(item.sharder).__qualname__) for item in steps.sharders],
-        "output_plan": {path: [str(item) for item in _placements(spec)] for path, spec in steps.outputs.items()},
+        "output_plan": {path: [str(item) for item in placements_of(spec)] for path, spec in steps.outputs.items()},
         "return_local_tensor": steps.local_outputs,
         "has_values": work.has_values,
     }
@@ -110,34 +108,11 @@ def specs_in(plan: Any) -> list[ShardingSpec]:
     return [value for value in values if isinstance(value, ShardingSpec)]
 
 
-def _placements(spec: Any) -> list[Any]:
-    """Those of a spec, where they can be known without a tensor."""
-    if isinstance(spec, ChunkShardingSpec):
-        return list(spec.placements)
-    return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
-
-
-def _find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
-    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told."""
-    group = process_group if process_group is not None else current_process_group.get()
-    names = [item for spec in specs for item in _placements(spec) if item is not None]
-    has_ranks = any(item.rank() is not None for item in names)
-    has_workers = any(item.rank() is None and item.worker_name() is not None for item in names)
-    if not dist.is_initialized() or (has_workers and not has_ranks):
-        return None
-    if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
-        return None  # a plan of Sharders only: those of an RPC worker need not be made by all ranks
-    found = GroupEngine(group)
-    if found.here < 0:
-        raise RuntimeError("this rank is not in the process group; only its members can shard with it")
-    return found
-
-
 def _check_places(specs: Sequence[ShardingSpec], process_group: Any) -> None:
     """
     Raises:
         ValueError: A placement names nobody, or some name ranks and some RPC workers.
     """
-    shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in _placements(spec)]
+    shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in placements_of(spec)]
     if shards:
         layout_of(shards, engine_for(shards, process_group))
