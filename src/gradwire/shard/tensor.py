@@ -244,21 +244,22 @@ class ShardedTensor(torch.Tensor):
             The tensor on `dst`, None elsewhere.
 
         Raises:
-            ValueError: `out` has another size, or another dtype without `enforce_dtype`.
+            ValueError: `dst` is no rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
         """
         target: Place = dst if isinstance(self._engine, GroupEngine) else self._engine.here
-        is_here = target == self._engine.here
-        if is_here and out is not None:
-            self._check_out(out, enforce_dtype)
+        if target not in self._engine.askers:
+            raise ValueError(f"gather: dst={dst} is no rank of the group, which has {len(self._engine.askers)}")
         layout = everywhere(self.size(), [target])
         with torch.no_grad():
             found = self._engine.move(self._parts, self._layout, layout, self._like)
-            if not is_here:
+            if target != self._engine.here:
                 return None
             value = found[0]
             assert isinstance(value, torch.Tensor)
             if out is not None:
+                self._check_out(out, enforce_dtype)  # only now: the other ranks do not know of it
                 return out.copy_(value)
+            value = value.clone() if value._is_view() or any(value is part for part in self._parts) else value.detach()
             return value.to(dtype) if enforce_dtype and dtype is not None else value
 
     def _check_out(self, out: torch.Tensor, enforce_dtype: bool) -> None:

@@ -109,7 +109,8 @@ class WorkerEngine(Engine):
         """This worker fetches the parts."""
         (found,) = self.move(parts, layout, everywhere(size, self.askers), like, is_sum)
         assert isinstance(found, torch.Tensor)
-        return found
+        is_part = found._is_view() or any(found is part for part in parts)
+        return found.clone() if is_part else found  # what people do with it must not change the tensor
 
     def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:
         """Tensors that are here: each goes with the call that needs it."""

@@ -52,6 +52,7 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
     if flag != tensor.requires_grad:
         probe(tensor).requires_grad_(flag)  # raises here what the parts would raise
+        tensor._engine.settle()  # what was made of it before has no gradient
         tensor._parts = tensor._engine.run(
             torch.Tensor.requires_grad_, tensor._layout, tensor._parts, requires_grad=flag
         )
@@ -69,6 +70,13 @@ def _is_leaf(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]._parts[0]
     return first.grad_fn if isinstance(first, torch.Tensor) else None
+
+
+@implements(_T.__format__)
+def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """In an f-string: the same as printed; with a format, the one element."""
+    tensor, wanted = args
+    return format(_item(_T.item, (tensor,), {}), wanted) if wanted else repr(tensor)
 
 
 @implements(_T.is_pinned)

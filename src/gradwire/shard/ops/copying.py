@@ -192,7 +192,7 @@ for _name in ("empty_like", "full_like", "ones_like", "rand_like", "randint_like
 @implements(torch.equal, _T.equal)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The same for everybody who asks."""
-    tensor, other = args
+    tensor, other = (*args, *kwargs.values())
     if tensor.size() != other.size():
         return False
     return bool((tensor == other).all())
