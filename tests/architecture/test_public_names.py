@@ -24,6 +24,8 @@ IF_EXPORTED = (
     "gradwire.nn",
     "gradwire.optim",
     "gradwire.rref",
+    "gradwire.shard",
+    "gradwire.shard.sharded_tensor",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradwire.shard import _narrowing as _utils
 from gradwire.shard import api, sharded_optim, sharded_tensor, sharder, sharding_plan, sharding_spec
 from gradwire.shard.api import _shard_tensor, load_with_process_group, shard_module, shard_parameter
 from gradwire.shard.clipping import clip_grad_norm_, clip_grad_value_
@@ -44,6 +45,7 @@ __all__ = [
     "ShardingSpec",
     "TensorProperties",
     "_shard_tensor",
+    "_utils",
     "api",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -119,13 +119,15 @@ def build_global_metadata(
     )
 
 
-def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+def recalc_global_sharded_tensor_metadata(
+    global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
+) -> None:
     """Finds offsets and size, in place, of shards that lie one after the other along a dimension, in the order of ranks.
 
     Raises:
         AssertionError: A shard names no rank.
     """
-    shards = metadata.shards_metadata
+    shards = global_sharded_tensor_metadata.shards_metadata
     if any(shard.placement is None or shard.placement.rank() is None for shard in shards):
         raise AssertionError("every shard must say which rank has it")
     start = 0
@@ -133,4 +135,6 @@ def recalc_global_sharded_tensor_metadata(metadata: ShardedTensorMetadata, shard
         shard.shard_offsets = [start if dim == sharded_dim else 0 for dim in range(len(shard.shard_sizes))]
         start += shard.shard_sizes[sharded_dim]
     sizes = shards[0].shard_sizes
-    metadata.size = torch.Size([start if dim == sharded_dim else sizes[dim] for dim in range(len(sizes))])
+    global_sharded_tensor_metadata.size = torch.Size(
+        [start if dim == sharded_dim else sizes[dim] for dim in range(len(sizes))]
+    )

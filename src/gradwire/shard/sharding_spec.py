@@ -12,6 +12,7 @@ import torch
 from torch.distributed.remote_device import _remote_device
 
 from gradwire.shard._geometry import find_overlap
+from gradwire.shard.dispatch import custom_sharding_spec_op as custom_sharding_spec_op
 from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class ChunkShardingSpec(ShardingSpec):
         placements: Who gets each chunk, in order.
 
     Raises:
-        ValueError: `dim` is no integer, or a placement is none.
+        ValueError: `dim` is no integer, or a placement names nothing.
+        TypeError: A placement is no text, or the list is none.
         NotImplementedError: `dim` is a name.
     """
 
@@ -77,6 +79,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
+        if isinstance(self.placements, str):
+            raise TypeError(f"placements are a list, also of one: [{self.placements!r}]")
         if not self.placements:
             raise ValueError("ChunkShardingSpec needs at least one placement")
         self.placements = [as_placement(item) for item in self.placements]
@@ -136,12 +140,13 @@ def as_placement(value: Placement) -> _remote_device:
     """A placement as people write it.
 
     Raises:
-        ValueError: It is none.
+        TypeError: It is no text.
+        ValueError: The text is none.
     """
     if isinstance(value, _remote_device):
         return value
     if not isinstance(value, str | torch.device):
-        raise ValueError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
+        raise TypeError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
     return _remote_device(value)
 
 
