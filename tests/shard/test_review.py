@@ -107,6 +107,36 @@ def test_mistakes_of_one_rank_are_raised_by_all(worlds: Worlds) -> None:
     assert first["gather"] == third["gather"] == ""  # nothing went wrong there
 
 
+def check_whole_weight(world: World) -> None:
+    """A whole weight for one's own rows: gradients add up; and it needs no more memory than its part."""
+    weight, batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    expected = weight.clone().requires_grad_()
+    torch.cosine_similarity(batch.unsqueeze(1), expected, -1).pow(3).sum().backward()  # type: ignore[no-untyped-call]
+    assert expected.grad is not None
+    for spec in (*world.specs(6, 4), ChunkShardingSpec(0, [world.placement(0)])):
+        sharded = world.shard(weight, spec, requires_grad=True)
+        whole = sharded.full_tensor(adds_gradients=True)
+        world.backward(torch.cosine_similarity(world.own(batch).unsqueeze(1), whole, -1).pow(3).sum())
+        world.assert_gradient(sharded, expected.grad)
+
+
+@both
+def test_gradients_of_the_whole_add_up_if_everybody_has_rows_of_their_own(worlds: Worlds, engine: str) -> None:
+    assert set(worlds.check(engine, 3, check_whole_weight)) == {None}
+
+
+def check_memory_of_gradients(world: GroupWorld) -> int:
+    sharded = world.shard(torch.ones(6, 4), world.chunks(0), requires_grad=True)
+    (sharded.full_tensor() * torch.rand(6, 4)).sum().backward()  # type: ignore[no-untyped-call]
+    gradient = sharded.local_tensor().grad
+    assert gradient is not None
+    return gradient.untyped_storage().nbytes()
+
+
+def test_the_gradient_of_a_part_does_not_keep_that_of_the_whole(worlds: Worlds) -> None:
+    assert worlds.check("group", 2, check_memory_of_gradients) == [3 * 4 * 4] * 2
+
+
 # -- copies --------------------------------------------------------------------------------------------------------------
 
 

@@ -153,7 +153,8 @@ class _Replicate(torch.autograd.Function):
         (gradient,) = gradients
         if gradient.requires_grad and torch.is_grad_enabled():
             gradient = _Total.apply(group, gradient)  # type: ignore[no-untyped-call]
-        return None, None, None, None, None, *(gradient[slices] for slices in taken)
+        own = (gradient[slices].clone() for slices in taken)  # a view would keep the memory of the whole
+        return None, None, None, None, None, *own
 
 
 class _Total(torch.autograd.Function):

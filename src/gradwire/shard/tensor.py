@@ -221,8 +221,18 @@ class ShardedTensor(torch.Tensor):
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, for everybody who runs the program. Its gradient counts as the same for all of them."""
+    def full_tensor(self, *, adds_gradients: bool = False) -> torch.Tensor:
+        """The whole tensor, for everybody who runs the program.
+
+        Args:
+            adds_gradients: Whether ranks use it for rows of their own, so that each has a gradient of its own, and these
+                are added up. Else the gradient counts as the same on all ranks.
+        """
+        if adds_gradients and isinstance(self._engine, GroupEngine):
+            everybody = everywhere(self.size(), self._engine.askers)
+            (found,) = self._engine.move(self._parts, self._layout, everybody, self._like)
+            assert isinstance(found, torch.Tensor)
+            return found.clone() if any(found is part for part in self._parts) else found
         return self._engine.replicate(self._parts, self._layout, self.size(), self._like)
 
     def gather(  # type: ignore[override]  # PyTorch's name; torch.gather is another function
