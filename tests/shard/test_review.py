@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.shard import ChunkShardingSpec, ShardedTensor
+from gradwire.shard import ChunkShardingSpec, ShardedTensor, sharded_tensor
 from shard.worlds import GroupWorld, World, Worlds
 
 HERE = "driver/cpu"
@@ -171,6 +171,19 @@ def test_what_is_gathered_of_parts_that_are_here_is_a_copy(worlds: Worlds) -> No
         whole.detach().zero_()
         assert whole.requires_grad
         assert tensor.sum() == 2
+
+
+def check_devices(world: GroupWorld) -> None:
+    """Ranks may have different devices, as with one GPU for each; a device without data stands for another one here."""
+    own = "meta" if world.rank == 1 else "cpu"
+    tensor = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/meta"]), 4, 3)
+    assert tensor.device.type == tensor.local_tensor().device.type == own
+    assert (tensor * 2).local_tensor().device.type == own
+    assert tensor.new_zeros(2).device.type == own
+
+
+def test_devices_are_those_of_the_rank(worlds: Worlds) -> None:
+    assert worlds.check("group", 2, check_devices) == [None, None]
 
 
 # -- what is read while it is changed ------------------------------------------------------------------------------------

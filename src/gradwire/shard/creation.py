@@ -79,11 +79,14 @@ def make_part(kind: str, sizes: list[int], device: str, more: list[Any], flags: 
 
 
 def _device(metadata: ShardedTensorMetadata, number: int) -> Any:
-    """That of a shard; places without shards use that of the first."""
+    """That of a shard; places without shards use the kind of the first."""
     shards = metadata.shards_metadata
     placement = shards[number if number < len(shards) else 0].placement
     assert placement is not None  # the engine was chosen by it
-    return placement.device()
+    device = placement.device()
+    if number >= len(shards) and device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())  # not that of another rank
+    return device
 
 
 def _read(options: dict[str, Any]) -> tuple[Any, bool, TensorProperties]:
@@ -209,7 +212,8 @@ def _from_own_shards(
 
 def _nothing(metadata: ShardedTensorMetadata, num_dims: int) -> torch.Tensor:
     properties = metadata.tensor_properties
-    return torch.empty([0] * num_dims, dtype=properties.dtype, requires_grad=properties.requires_grad)
+    device = _device(metadata, len(metadata.shards_metadata))
+    return torch.empty([0] * num_dims, dtype=properties.dtype, requires_grad=properties.requires_grad, device=device)
 
 
 def init_from_local_shards_and_metadata(

@@ -116,13 +116,12 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """One of known parts, in the order of the layout, which is that of the metadata."""
         properties = metadata.tensor_properties
-        placement = metadata.shards_metadata[0].placement
         made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             metadata.size,
             dtype=properties.dtype,
             layout=properties.layout,
-            device=placement.device() if placement is not None else None,
+            device=_device_of(engine, metadata, parts),
             requires_grad=False,
         )
         made._engine, made._spec, made._metadata = engine, spec, metadata
@@ -167,9 +166,8 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _like(self) -> torch.Tensor:
-        """A tensor without elements that has the dtype and device of the parts."""
-        placement = self._metadata.shards_metadata[0].placement
-        device = placement.device() if placement is not None else "cpu"
+        """A tensor without elements that has the dtype of the parts, and the device of those of this rank."""
+        device = _device_of(self._engine, self._metadata, self._parts)
         return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
 
     def _boxes(self) -> list[Box]:
@@ -397,6 +395,14 @@ def from_layout(
     made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, parts, layout)
     made._is_result = requires_grad
     return made
+
+
+def _device_of(engine: Engine, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
+    """In a process group, that of this rank; over RPC workers, that of the first shard."""
+    first, placement = parts[0], metadata.shards_metadata[0].placement
+    if isinstance(engine, GroupEngine) and isinstance(first, torch.Tensor):
+        return first.device
+    return torch.device("cpu") if placement is None else placement.device()
 
 
 def _join(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor:
