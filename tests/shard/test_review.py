@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,16 @@ def test_loading_waits_for_what_still_reads_the_tensor(worlds: Worlds, tmp_path:
     gw.checkpoint.load(tmp_path / "saved", {"table": table})
     assert all(found.amax() == 0 for found in before)
     assert table.amin() == table.amax() == 3
+
+
+def test_every_thread_waits_for_what_still_reads_the_tensor(worlds: Worlds) -> None:
+    table = ChunkShardingSpec(0, ["worker0/cpu", "worker1/cpu"]).shard(torch.ones(1500, 1000))
+    other = ChunkShardingSpec(0, ["worker0/cpu", "worker1/cpu"]).shard(torch.ones(2, 2))
+    before = [torch.lgamma(table) for _ in range(40)]
+    threads = [threading.Thread(target=target.fill_, args=(3.0,)) for target in (other, table)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert all(found.amax() == 0 for found in before)
+    assert table.amin() == other.amin() == 3

@@ -152,10 +152,11 @@ class WorkerEngine(Engine):
         """Waits for the calls whose results anybody still has. Others that fail tell whoever uses their results."""
         with _lock:
             waiting = list(_started)
-            _started.clear()
         for future in [item._get_future() for item in waiting]:
             with contextlib.suppress(Exception):
                 future.wait()
+        with _lock:
+            _started.difference_update(waiting)  # only now: another thread may have to wait for them, too
         for part in parts:
             if isinstance(part, RRef):
                 part._get_future().wait()
