@@ -79,6 +79,15 @@ def mistakes(world: GroupWorld, table: ShardedTensor) -> dict[str, Callable[[], 
         "embedding": lambda: F.embedding(ids, table),
         "embedding_bag": lambda: F.embedding_bag(ids, table),
         "weights": lambda: F.embedding_bag(torch.tensor([[0, 1]]), table, per_sample_weights=weights, mode="sum"),
+        "dtype": lambda: F.embedding_bag(
+            torch.tensor([[0, 1]]), table, per_sample_weights=torch.ones(1, 2, dtype=x.dtype), mode="sum"
+        ),
+        "no weights": lambda: F.embedding_bag(
+            torch.tensor([[0, 1]]),
+            table,
+            per_sample_weights=None if is_wrong else torch.ones(1, 2).double(),
+            mode="sum",
+        ),
         "shard": lambda: world.chunks(5 if is_wrong else 0).shard(torch.ones(4, 3)),
         "strided": lambda: world.chunks(0).shard(torch.ones(3, 4).t() if is_wrong else torch.ones(4, 3)),
         "gather": lambda: table.gather(1, out),

@@ -23,7 +23,10 @@ from gradwire.shard.layouts import Layout
 Counts = list[list[list[int]]]
 """How long the tensors of requests are: by who asks, box of this rank, and position in the request."""
 
-_FAILED = -1
+_MAX_TENSORS = (
+    4  # of a request; what is told of them is always as long, so that ranks that ask differently understand it
+)
+_FAILED, _NO_TENSOR = -1, -2
 
 
 def ask(group: Any, question: Question, layout: Layout, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,25 +53,31 @@ def _exchange_counts(group: Any, question: Question, boxes: Sequence[Sequence[in
     Both are in one number: twice the length, and one more if there is a gradient.
     """
     num_tensors = len(question.requests[0])
-    numbers = [
-        2 * item.size(0) + (item.requires_grad and torch.is_grad_enabled()) if question.error is None else _FAILED
-        for rank in boxes
-        for number in rank
-        for item in question.requests[number]
-    ]
+    numbers = [told for rank in boxes for number in rank for told in _tell(question, number)]
     mine = boxes[dist.get_rank(group)]
     flat = torch.tensor(numbers, dtype=torch.int64, device=question.like.device)
-    sent = [len(rank) * num_tensors for rank in boxes]
-    found = moving.exchange(flat, sent, [len(mine) * num_tensors for _ in boxes], group)
+    sent = [len(rank) * _MAX_TENSORS for rank in boxes]
+    found = moving.exchange(flat, sent, [len(mine) * _MAX_TENSORS for _ in boxes], group)
     if question.error is not None:
         raise question.error
-    told = found.view(len(boxes), len(mine), num_tensors)
-    for rank, number in enumerate(told[:, 0, 0].tolist()):
-        if number == _FAILED:
+    told = found.view(len(boxes), len(mine), _MAX_TENSORS)
+    for rank, of_rank in enumerate(told[:, 0].tolist()):
+        if of_rank[0] == _FAILED:
             raise RuntimeError(f"rank {rank} could not go on, so no rank can; it has raised an error that says why")
+        if _MAX_TENSORS - of_rank.count(_NO_TENSOR) != num_tensors:
+            raise RuntimeError(f"rank {rank} calls it in another way: per_sample_weights are for all ranks or for none")
+    told = told[:, :, :num_tensors]
     have_gradients: list[bool] = (told % 2).amax((0, 1)).bool().tolist()
     counts: Counts = told.div(2, rounding_mode="floor").tolist()
     return counts, have_gradients
+
+
+def _tell(question: Question, number: int) -> list[int]:
+    """What the rank that has a box is told of the request to it."""
+    request = question.requests[number]
+    told = [2 * item.size(0) + (item.requires_grad and torch.is_grad_enabled()) for item in request]
+    known = told if question.error is None else [_FAILED] * len(request)
+    return known + [_NO_TENSOR] * (_MAX_TENSORS - len(request))
 
 
 def _exchange_requests(

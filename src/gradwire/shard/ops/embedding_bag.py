@@ -74,6 +74,7 @@ def _do_embedding_bag(
     _check(setting, per_sample_weights)
     error: Exception | None
     try:
+        _check_weights(table, input, per_sample_weights)
         bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
         error = lookups.find_problem(table, bags.ids, "embedding_bag")
     except (RuntimeError, ValueError) as failure:  # the bags of others may be right, and they must hear of it
@@ -115,11 +116,6 @@ def _padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
 def _read_bags(
     input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, include_last_offset: bool
 ) -> Bags:
-    if weights is not None and weights.size() != input.size():
-        raise ValueError(
-            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
-            f"the input ({input.size()})"
-        )
     if input.dim() == 2:
         if offsets is not None:
             raise ValueError("if input is 2D, then offsets has to be None: each row is a bag")
@@ -131,6 +127,18 @@ def _read_bags(
     if offsets is None or offsets.dim() != 1:
         raise ValueError(f"offsets has to be a 1D Tensor but got {offsets}")
     return _read_offsets(input, offsets, weights, include_last_offset)
+
+
+def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor | None) -> None:
+    if weights is None:
+        return
+    if weights.size() != input.size():
+        raise ValueError(
+            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
+            f"the input ({input.size()})"
+        )
+    if weights.dtype != table.dtype:
+        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
 
 
 def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
