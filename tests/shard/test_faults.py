@@ -17,7 +17,7 @@ import torch.distributed as dist
 import gradwire as gw
 from cluster.processes import is_there
 from gradwire.cluster.api import Cluster
-from gradwire.errors import BackwardFailed, WorkerLost
+from gradwire.errors import BackwardFailed, ConfigurationError, WorkerLost
 from gradwire.shard import ChunkShardingSpec
 from gradwire.testing import LeakCheck, wait_until
 
@@ -150,3 +150,8 @@ def test_rank_that_does_not_make_the_same_calls(cluster: Cluster, tmp_path: Path
     ]
     assert "did not take part in time" in futures[0].wait()
     assert futures[1].wait() == "stayed away"
+
+
+def test_workers_that_trust_each_other_with_data_only(leak_check: LeakCheck) -> None:
+    with Cluster.local(1, trust="data"), pytest.raises(ConfigurationError, match='need trust="code"'):
+        rows(0).shard(torch.ones(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire.shard.sharded_tensor import reshard
 from shard.worlds import World, Worlds
 
 ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
@@ -26,6 +27,24 @@ def check_all_pairs(world: World) -> int:
             assert torch.equal(world.full_gradient(sharded), weights)
             num_checked += 1
     return num_checked
+
+
+def check_local_shards(world: World) -> int:
+    """PyTorch's functions for a shard alone."""
+    whole = torch.arange(35.0).view(7, 5)
+    old, new = world.chunks(0), world.uneven(1, 7, 5)
+    tensor = world.shard(whole, old).local_tensor()
+    for function in (reshard.reshard_local_shard, reshard.reshuffle_local_shard):
+        shards, metadata = function(tensor, whole.size(), old, new, None)
+        assert metadata == new.shards
+        assert len(shards) == 1
+        start, size = shards[0].metadata.shard_offsets[1], shards[0].metadata.shard_sizes[1]
+        assert torch.equal(shards[0].tensor, whole[:, start : start + size])
+    return len(metadata)
+
+
+def test_shards_alone(worlds: Worlds) -> None:
+    assert worlds.check("group", 3, check_local_shards) == [3, 3, 3]
 
 
 @ENGINES

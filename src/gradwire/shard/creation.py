@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,40 +21,55 @@ from gradwire.shard.scattering import scatter
 from gradwire.shard.sharding_spec import ShardingSpec, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import Shard, ShardedTensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+
+class Options(TypedDict, total=False):
+    """What may be said of a sharded tensor besides its spec and size; `ShardedTensor` says what each means."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: Any
+    init_rrefs: bool
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor whose elements are whatever was in memory; options are those of `ShardedTensor`."""
     return _create("empty", sharding_spec, size, options)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor of ones; options are those of `ShardedTensor`."""
     return _create("ones", sharding_spec, size, options)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor of zeros; options are those of `ShardedTensor`."""
     return _create("zeros", sharding_spec, size, options)
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Uniform random numbers from [0, 1), drawn where each shard is; options are those of `ShardedTensor`."""
     return _create("rand", sharding_spec, size, options)
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Normal random numbers, drawn where each shard is; options are those of `ShardedTensor`."""
     return _create("randn", sharding_spec, size, options)
 
 
-def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor of one value; options are those of `ShardedTensor`."""
     if "dtype" not in options or options["dtype"] is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _create("full", sharding_spec, (size,), options, fill_value)
 
 
-def _create(kind: str, spec: Any, size: tuple[Any, ...], options: dict[str, Any], *more: Any) -> ShardedTensor:
+def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more: Any) -> ShardedTensor:
     if not isinstance(spec, ShardingSpec):
         raise TypeError(f"a sharded tensor needs a ShardingSpec, not {type(spec).__name__}")
     group, init_rrefs, properties = _read(options)
@@ -89,11 +104,11 @@ def _device(metadata: ShardedTensorMetadata, number: int) -> Any:
     return device
 
 
-def _read(options: dict[str, Any]) -> tuple[Any, bool, TensorProperties]:
-    known = {"dtype", "layout", "requires_grad", "pin_memory", "memory_format", "process_group", "init_rrefs"}
+def _read(options: Options) -> tuple[Any, bool, TensorProperties]:
+    known = sorted(Options.__annotations__)
     for name in options:
         if name not in known:
-            raise TypeError(f"a sharded tensor has no option {name!r}; it has {', '.join(sorted(known))}")
+            raise TypeError(f"a sharded tensor has no option {name!r}; it has {', '.join(known)}")
     if options.get("layout", torch.strided) != torch.strided:
         raise ValueError("Only torch.strided layout is currently supported")
     if options.get("memory_format", torch.contiguous_format) != torch.contiguous_format:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
-from gradwire.errors import GradwireError
+from gradwire.errors import ConfigurationError, GradwireError
 from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.layouts import Layout, Place
@@ -32,6 +32,7 @@ def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> En
     Raises:
         ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
         RuntimeError: There is no process group, or this process is no RPC worker.
+        ConfigurationError: The workers trust each other with data only.
     """
     kinds = {_kind(shard.placement) for shard in shards}
     if len(kinds) > 1:
@@ -42,10 +43,20 @@ def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> En
     if kinds == {"worker"}:
         if process_group is not None:
             raise ValueError("a process group was given, but the placements name RPC workers")
+        here = rpc._get_current_rpc_agent()
+        if here.trust == "data" and any(_name(shard) != here.info.name for shard in shards):
+            raise ConfigurationError(
+                'sharded tensors over RPC workers need trust="code": their operations run functions of torch where the '
+                "shards are. Use a process group, or remote modules with exposed functions"
+            )
         return WorkerEngine()
     if not dist.is_initialized():
         raise RuntimeError("placements name ranks, but there is no process group; call init_process_group first")
     return GroupEngine(process_group if process_group is not None else current_process_group.get())
+
+
+def _name(shard: ShardMetadata) -> str | None:
+    return shard.placement.worker_name() if shard.placement is not None else None
 
 
 def _kind(placement: _remote_device | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.shard import local_shards as utils
-from gradwire.shard import ops
+from gradwire.shard import ops, reshard
 from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
 from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
@@ -27,6 +27,7 @@ __all__ = [
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "reshard",
     "state_dict_hook",
     "utils",
     "zeros",

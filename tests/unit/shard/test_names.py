@@ -24,6 +24,7 @@ NAMES = {
     "_sharded_op_impl Shard TensorProperties ShardedTensorMetadata",
     "sharded_tensor.utils": "build_metadata_from_local_shards build_global_metadata "
     "recalc_global_sharded_tensor_metadata",
+    "sharded_tensor.reshard": "get_idx_from_placements build_reshard_metadata reshuffle_local_shard reshard_local_shard",
     "sharded_optim": "ShardedOptimizer named_params_with_sharded_tensor",
     "_utils": "narrow_tensor_by_index narrow_tensor",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.errors import CannotSend
+from gradwire.errors import ConfigurationError
 from gradwire.shard import ShardedTensor, travel
 
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
@@ -25,7 +25,7 @@ def test_with_trust_in_data_it_can_be_passed_on_only(make_agents: Any) -> None:
     try:
         sharded = gw.shard.ChunkShardingSpec(0, ["a/cpu"]).shard(WHOLE)
         assert a.call("b", "test_travel.look", (sharded,)) == [[7, 5], "a/cpu", torch.float64]
-        with pytest.raises(CannotSend, match=r"trust=\"data\""):
+        with pytest.raises(ConfigurationError, match=r"need trust=\"code\""):
             gw.shard.ChunkShardingSpec(0, ["a/cpu", "b/cpu"]).shard(WHOLE).full_tensor()
     finally:
         gw.rpc.set_current_agent(None)
