@@ -127,15 +127,17 @@ def time_steps(peer: Any, names: list[str], num_steps: int, round_no: int) -> li
     first = [run_checked(peer, work, x) for work, x in zip(works, data, strict=True)]
     num_warm = max(1, num_steps // 5)
     times: list[list[float]] = [[] for _ in works]
+    last = list(first)
     order = list(range(len(works)))
     for _ in range(num_warm + num_steps):
         for number in order:
             start = time.perf_counter()
-            last = run_step(peer, works[number], data[number])
+            last[number] = run_step(peer, works[number], data[number])
             times[number].append(time.perf_counter() - start)
         order.reverse()
-    if works[-1].trains and not last < first[-1]:
-        raise AssertionError(f"{names[-1]}: the loss did not fall ({first[-1]:.4f}, {last:.4f})")
+    for work, name, before, after in zip(works, names, first, last, strict=True):
+        if work.trains and not after < before:
+            raise AssertionError(f"{name}: the loss did not fall ({before:.4f}, {after:.4f})")
     return [median(series[num_warm:]) for series in times]
 
 
