@@ -19,7 +19,8 @@ from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, Tensor
 from gradwire.shard.placing import engine_for, find_group, layout_of
 from gradwire.shard.scattering import scatter
 from gradwire.shard.sharding_spec import ShardingSpec, check_tensor, infer_sharding_spec, validate_shards
-from gradwire.shard.tensor import Shard, ShardedTensor
+from gradwire.shard.shards import Shard
+from gradwire.shard.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,7 +22,8 @@ from gradwire.shard.creation import (
 )
 from gradwire.shard.metadata import ShardedTensorMetadata, TensorProperties
 from gradwire.shard.sharding_spec import ShardingSpec
-from gradwire.shard.tensor import Shard, ShardedTensor
+from gradwire.shard.shards import Shard
+from gradwire.shard.tensor import ShardedTensor
 
 
 def init_from_local_tensor(

@@ -13,7 +13,7 @@ import torch
 from gradwire.shard.local_shards import init_from_local_tensor
 from gradwire.shard.metadata import ShardMetadata, TensorProperties
 from gradwire.shard.sharding_spec import ShardingSpec, as_placement
-from gradwire.shard.tensor import Shard
+from gradwire.shard.shards import Shard
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:

@@ -7,8 +7,9 @@ from gradwire.shard import ops, reshard
 from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
 from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from gradwire.shard.shards import Shard
 from gradwire.shard.states import pre_load_state_dict_hook, state_dict_hook
-from gradwire.shard.tensor import Shard, ShardedTensor, ShardedTensorBase
+from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
 
 __all__ = [
     "MEM_FORMAT_ENCODING",

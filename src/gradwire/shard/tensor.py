@@ -8,11 +8,10 @@ parts through an `Engine`. So autograd sees the parts, never this object: parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
 from gradwire.rref import RRef, remote
@@ -24,43 +23,8 @@ from gradwire.shard.layouts import Layout, Place, everywhere
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placing import engine_for, layout_of, placement_of
 from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
+from gradwire.shard.shards import Shard, join_shards, make_shard
 from gradwire.shard.worker_engine import WorkerEngine
-
-
-@dataclass
-class Shard:
-    """One part of a sharded tensor.
-
-    Args:
-        tensor: The part.
-        metadata: Where it lies in the whole.
-    """
-
-    tensor: torch.Tensor
-    metadata: ShardMetadata
-
-    def __post_init__(self) -> None:
-        if list(self.tensor.size()) != self.metadata.shard_sizes:
-            raise ValueError(
-                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: "
-                f"{list(self.tensor.size())}, metadata.shard_lengths: {self.metadata.shard_sizes}"
-            )
-        placement = self.metadata.placement
-        if placement is not None and placement.device() != self.tensor.device:
-            raise ValueError(
-                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
-                f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
-            )
-
-    @classmethod
-    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """A shard of a rank, from the tensor and where it begins.
-
-        Raises:
-            ValueError: The offsets do not fit the tensor.
-        """
-        placement = _remote_device(f"rank:{rank}/{tensor.device}")
-        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
 
 
 class ShardedTensor(torch.Tensor):
@@ -200,7 +164,7 @@ class ShardedTensor(torch.Tensor):
         if not shards:  # an empty part has its place in the graph, too: all ranks must come by in backward
             empty_ones = [part for part in self._parts if isinstance(part, torch.Tensor)]
             return empty_ones[0] if empty_ones else self._like.new_empty([0] * self.dim())
-        return _join([shard.tensor for shard in shards], [shard.metadata.box for shard in shards])
+        return join_shards(shards)
 
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
         """References to the shards of other workers, by their RPC rank.
@@ -405,22 +369,6 @@ def _device_of(engine: Engine, metadata: ShardedTensorMetadata, parts: Sequence[
     return torch.device("cpu") if placement is None else placement.device()
 
 
-def _join(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor:
-    """Shards that make up a box, as one tensor."""
-    num_dims = len(boxes[0].sizes)
-    start = tuple(min(box.offsets[dim] for box in boxes) for dim in range(num_dims))
-    end = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(num_dims))
-    outer = Box(start, tuple(last - first for first, last in zip(start, end, strict=True)))
-    if outer.num_elements != sum(box.num_elements for box in boxes):
-        raise RuntimeError(
-            f"the {len(boxes)} shards here do not make up one tensor; use local_shards(), or reshard so that they do"
-        )
-    made = tensors[0].new_empty(outer.sizes)
-    for tensor, box in zip(tensors, boxes, strict=True):
-        made[box.slices_in(outer)] = tensor
-    return made
-
-
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     """A part that shares no memory with others: what was moved within a worker may be a view of what was there."""
     return tensor.clone() if tensor._is_view() else tensor
@@ -432,10 +380,6 @@ def _references_to_shards(tensor: ShardedTensor) -> dict[int, list[RRef[Shard]]]
         tensor._parts, tensor._layout.places, tensor._metadata.shards_metadata, strict=True
     ):
         if isinstance(part, RRef) and not part.is_owner():
-            reference = remote(place, _as_shard, (part, metadata))
+            reference = remote(place, make_shard, (part, metadata))
             found.setdefault(rpc.get_worker_info(str(place)).id, []).append(reference)
     return found
-
-
-def _as_shard(part: RRef[Any], metadata: ShardMetadata) -> Shard:
-    return Shard(part.to_here(), metadata)
