@@ -12,6 +12,7 @@ saved and its path printed; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import struct
 import sys
@@ -32,11 +33,12 @@ if __package__ in (None, ""):
 else:
     from fuzz import wire_samples as samples
 
+from gradwire.autograd.messages import AbortPass, PropagateGradients, RecordedCall
 from gradwire.errors import CannotSend, DecodeError
 from gradwire.wire import objects, tensors
 from gradwire.wire.failures import rebuild_exception
 from gradwire.wire.framing import PREFIX_BYTES, Frame, FrameDecoder, checksum_of, encode
-from gradwire.wire.messages import Call, Failure, Reply
+from gradwire.wire.messages import Call, Failure, Reply, read_note
 
 CORPUS = Path(__file__).parent / "corpus"
 PEAK_BYTES = 8 * samples.LIMITS.frame_bytes
@@ -222,11 +224,21 @@ def check_frame(frame: Frame, outcome: Counter[str]) -> None:
     if isinstance(frame.message, Failure):
         str(rebuild_exception(frame.message.error, "data"))
     if isinstance(frame.message, Call | Reply):
+        for note in frame.message.notes.values():
+            check_note(note)
         try:
             check_value(frame.message, frame)
             outcome["values"] += 1
         except (DecodeError, CannotSend):
             outcome["values refused"] += 1
+
+
+def check_note(note: Any) -> None:
+    """Whoever knows its type gets that, or a `DecodeError`."""
+    for kind in (RecordedCall, PropagateGradients, AbortPass):
+        with contextlib.suppress(DecodeError):
+            if type(read_note(note, kind)) is not kind:
+                raise AssertionError(f"a note was read as something else than {kind.__name__}")
 
 
 def check_value(message: Call | Reply, frame: Frame) -> None:
@@ -243,8 +255,8 @@ def check_value(message: Call | Reply, frame: Frame) -> None:
 
 
 def plain(frame: Frame) -> tuple[Any, ...]:
-    """What two equal frames have in common; repr, because NaN is not equal to itself."""
-    return repr(frame.message), bytes(frame.body), [bytes(buffer) for buffer in frame.buffers]
+    """What two equal frames have in common; encoded, because NaN is not equal to itself."""
+    return msgspec.msgpack.encode(frame.message), bytes(frame.body), [bytes(buffer) for buffer in frame.buffers]
 
 
 def fuzz(seconds: float, seed: int, save_to: Path) -> int:

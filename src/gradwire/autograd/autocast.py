@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import DecodeError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.wire.messages import prepare
+from gradwire.wire.messages import prepare, read_note
 
 NOTE: Final = "autocast"
 
@@ -72,10 +72,7 @@ class AutocastInterceptor(Interceptor):
 
 
 def _parse(note: Any) -> Autocast:
-    try:
-        message = note if isinstance(note, Autocast) else msgspec.convert(note, Autocast)
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"not a valid note about autocast: {error}") from error
+    message = read_note(note, Autocast)
     unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
     if unknown:
         raise DecodeError(f"autocast is not known for {unknown}")

@@ -36,7 +36,6 @@ from gradwire.autograd.messages import (
     PassOptions,
     PropagateGradients,
     ReportDone,
-    parse,
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
 from gradwire.autograd.probing import Prober
@@ -45,6 +44,7 @@ from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
+from gradwire.wire.messages import read_note
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -248,7 +248,7 @@ class DistEngine:
     # -- what arrives ----------------------------------------------------------------------------------------------------
 
     def _on_propagate(self, sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
-        message = parse(note, PropagateGradients)
+        message = read_note(note, PropagateGradients)
         if self._agent.has_ended(sender.name):  # a late message: what it says was settled when its sender was lost
             return
         self.heard_of(sender)
@@ -299,7 +299,7 @@ class DistEngine:
         self.endings.tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
 
     def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = parse(note, ReportDone)
+        message = read_note(note, ReportDone)
         current = self._find_pass(message.context_id, message.pass_id)
         if current is not None:
             self._take_report(current, sender.id, Report(message.peers, message.absent))
@@ -332,7 +332,7 @@ class DistEngine:
             self.endings.commit(current, others)
 
     def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        self.take_commit(sender, parse(note, CommitPass))
+        self.take_commit(sender, read_note(note, CommitPass))
 
     def take_commit(self, sender: WorkerInfo, message: CommitPass) -> None:
         """The root of a pass says that it is committed, by a notice or with what follows."""
@@ -341,7 +341,7 @@ class DistEngine:
             self.endings.end(current, PassPhase.COMMITTED)
 
     def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = parse(note, AbortPass)
+        message = read_note(note, AbortPass)
         current = self._find_or_bar(message)
         is_from_root = creator_of(message.pass_id) == sender.id
         if current is not None and (current.is_root or is_from_root or not current.is_undecided):

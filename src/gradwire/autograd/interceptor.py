@@ -11,10 +11,11 @@ import torch
 from gradwire.autograd import ambient, anomalies, sharing
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
-from gradwire.autograd.messages import NO_ID, RecordedCall, parse
+from gradwire.autograd.messages import NO_ID, RecordedCall
 from gradwire.errors import DecodeError, UnknownContext
 from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.wire.messages import read_note
 
 _NOTHING = contextlib.nullcontext()
 
@@ -46,7 +47,7 @@ class AutogradInterceptor(Interceptor):
         if envelope.kind == "call":
             context_id = ambient.current_context_id()
         else:  # whatever the mode of the thread that happens to send the reply
-            context_id = parse(envelope.note, RecordedCall).context_id
+            context_id = read_note(envelope.note, RecordedCall).context_id
         context, peer = self._container.find(context_id), envelope.peer.id
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         if context is None or not context.touch(peer):
@@ -70,7 +71,7 @@ class AutogradInterceptor(Interceptor):
             DecodeError: The note does not fit the message.
             UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
         """
-        message = parse(note, RecordedCall)
+        message = read_note(note, RecordedCall)
         if message.released and self._container.find(message.context_id) is not None:
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
@@ -98,7 +99,7 @@ class AutogradInterceptor(Interceptor):
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The called function runs in the caller's context."""
-        message = parse(note, RecordedCall)
+        message = read_note(note, RecordedCall)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with ambient.inside(message.context_id), self._recording(message, envelope.function):

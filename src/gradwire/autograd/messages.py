@@ -11,11 +11,10 @@ HoldsContext         to the worker that made a context: the one that brought it 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from gradwire.errors import DecodeError
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
@@ -125,26 +124,24 @@ class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext | HoldsContext
-M = TypeVar("M")
 
 
-def parse(note: Any, kind: type[M]) -> M:
-    """A note that arrived, checked.
+class _PassMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What all messages about a pass begin with."""
 
-    Raises:
-        DecodeError: It is not of that kind.
-    """
-    if isinstance(note, kind):  # from this worker to itself
-        return note
-    try:
-        return msgspec.convert(note, kind)
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"not a valid {kind.__name__}: {error}") from error
+    context_id: int
+    pass_id: int
+
+
+_read_beginning = msgspec.msgpack.Decoder(_PassMessage).decode
 
 
 def pass_id_of(note: Any) -> int:
     """The pass that a note as it came is about; 0 if it is about none."""
-    return note[1] if type(note) is list and len(note) > 1 and type(note[1]) is int else 0
+    try:
+        return _read_beginning(note).pass_id
+    except ValueError:
+        return 0
 
 
 prepare(RecordedCall, PropagateGradients, ReportDone, AbortPass, CommitPass, ReleaseContext, HoldsContext)

@@ -16,13 +16,14 @@ from gradwire.autograd.context import DistAutogradContext, find_call_site
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
-from gradwire.autograd.messages import HoldsContext, ReleaseContext, parse
+from gradwire.autograd.messages import HoldsContext, ReleaseContext
 from gradwire.errors import RpcTimeout
 from gradwire.rpc._ids import creator_of
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.messages import read_note
 
 _EXTENSION = "autograd"
 _SLICE_S = 0.2
@@ -84,7 +85,7 @@ class DistAutograd:
         return True
 
     def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = parse(note, ReleaseContext)
+        message = read_note(note, ReleaseContext)
         self._release(message.context_id, message.where, {sender.id})
 
     def gradients_of(self, context: DistAutogradContext, timeout_s: float) -> GradientTable:
@@ -147,7 +148,7 @@ class DistAutograd:
             self._release(context_id, where, {creator})
 
     def _on_holds(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        context_id = parse(note, HoldsContext).context_id
+        context_id = read_note(note, HoldsContext).context_id
         context = self.container.find(context_id)
         if context is None or not context.touch(sender.id):
             where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"

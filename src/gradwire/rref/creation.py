@@ -15,7 +15,6 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from gradwire.errors import DecodeError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
@@ -24,7 +23,7 @@ from gradwire.rref import references
 from gradwire.rref.operations import check_future
 from gradwire.rref.values import Owned
 from gradwire.wire import failures
-from gradwire.wire.messages import prepare
+from gradwire.wire.messages import prepare, read_note
 
 NOTE: Final = "rref"
 
@@ -60,7 +59,7 @@ class CreationInterceptor(Interceptor):
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with its result kept here."""
-        message = parse(note)
+        message = read_note(note, Creates)
         known = references.of(self._agent)
         owned = known.begin_making(message.rref_id, message.fork_id, (envelope.peer.id, message.incarnation))
         owned.label = envelope.function
@@ -140,19 +139,6 @@ def _done() -> InterruptibleFuture[None]:
     future: InterruptibleFuture[None] = InterruptibleFuture()
     future.set_result(None)
     return future
-
-
-def parse(note: Any) -> Creates:
-    """
-    Raises:
-        DecodeError: It is no such note.
-    """
-    if isinstance(note, Creates):
-        return note
-    try:
-        return msgspec.convert(note, Creates)
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"not a valid note about a reference: {error}") from error
 
 
 prepare(Creates)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from gradwire.errors import DecodeError, RpcError, RpcTimeout, TransportError, UnknownWorker
@@ -35,6 +34,7 @@ from gradwire.rref._actions import (
 from gradwire.rref._outbox import Batch
 from gradwire.rref.decisions import Decisions
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.messages import read_note
 
 _log = logging.getLogger("gradwire")
 
@@ -163,10 +163,7 @@ class Delivery:
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _on_batch(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        try:
-            batch = msgspec.convert(note, Batch)
-        except msgspec.ValidationError as error:
-            raise DecodeError(f"not valid messages about references: {error}") from error
+        batch = read_note(note, Batch)
         if batch.sender[0] != sender.id:
             raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
         if batch.to != self._own:

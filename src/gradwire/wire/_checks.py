@@ -40,7 +40,6 @@ _MAX_NOTES: Final = 64
 _MAX_URIS: Final = 16
 _MAX_URI_BYTES: Final = 1024
 _NUM_CODECS: Final = 6
-_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -135,31 +134,9 @@ def _check_call(message: Call, limits: Limits) -> int:
 def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
     if len(notes) > _MAX_NOTES:
         raise LimitExceeded(f"a message with {len(notes)} notes; at most {_MAX_NOTES} are accepted")
-    is_flat = True
-    for name, note in notes.items():
+    for name in notes:
         if not (name.isascii() and name.isprintable() and 0 < len(name) <= limits.name_bytes):
             _check_name(name, "a note's name", limits.name_bytes)
-        is_flat = is_flat and type(note) is list and _SCALARS.issuperset(map(type, note))
-    if is_flat:
-        return
-    level: list[Any] = [notes]
-    for _ in range(limits.depth):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise LimitExceeded(f"notes nested deeper than {limits.depth} levels")
-
-
-def _children(value: Any) -> list[Any]:
-    """The containers inside of a container; everything else in it must be a plain value."""
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise DecodeError("a note with a map whose keys are not text")
-        value = value.values()
-    found = [item for item in value if type(item) not in _SCALARS]
-    if not all(isinstance(item, dict | list) for item in found):
-        raise DecodeError("a note that is not plain data")
-    return found
 
 
 def _check_failure(message: Failure, limits: Limits) -> int:

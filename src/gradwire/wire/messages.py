@@ -19,11 +19,19 @@ other way round, so that whoever waits for an answer may read the connection wit
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from gradwire.errors import DecodeError
 from gradwire.types import Trust, WorkerAddress
+
+if TYPE_CHECKING:
+    Note = Any  # a struct that leaves, or what came for it
+else:
+    Note = msgspec.Raw  # left as it is until whoever knows its type reads it
+
+N = TypeVar("N")
 
 PROTOCOL_VERSION = 1
 
@@ -129,7 +137,7 @@ class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         codec: How the body is encoded (`gradwire.wire.objects`).
         body_bytes: Length of the body.
         tensors: One entry for each tensor in the arguments.
-        notes: What interceptors attached, by their name.
+        notes: What interceptors attached, by their name; `read_note` checks what came.
     """
 
     call_id: int
@@ -138,7 +146,7 @@ class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     codec: int
     body_bytes: int
     tensors: tuple[TensorMeta, ...] = ()
-    notes: dict[str, Any] = {}
+    notes: dict[str, Note] = {}
 
 
 class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -148,7 +156,7 @@ class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     codec: int
     body_bytes: int
     tensors: tuple[TensorMeta, ...] = ()
-    notes: dict[str, Any] = {}
+    notes: dict[str, Note] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -179,11 +187,31 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 }
 
 
+_note_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
 def prepare(*kinds: Any) -> None:
-    """Makes types known to msgspec before threads use them.
+    """Makes types known to msgspec before threads use them; `read_note` reads no others.
 
     msgspec works out how to check a type when it first meets it. Two threads that do so at the same moment crash the
     process, so every type that notes are checked against is prepared when its module is imported.
     """
     for kind in kinds:
-        msgspec.msgpack.Decoder(kind)
+        _note_decoders[kind] = msgspec.msgpack.Decoder(kind)
+
+
+def read_note(note: Note, kind: type[N]) -> N:
+    """A note that arrived, checked.
+
+    Raises:
+        DecodeError: It is not of that kind.
+    """
+    if type(note) is kind:  # from this worker to itself
+        found: N = note
+        return found
+    try:
+        return _note_decoders[kind].decode(note)  # type: ignore[no-any-return]
+    except RecursionError as error:
+        raise DecodeError(f"a {kind.__name__} that is nested too deeply") from error
+    except (ValueError, OverflowError, TypeError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
+        raise DecodeError(f"not a valid {kind.__name__}: {error}") from error

@@ -22,11 +22,10 @@ from gradwire.autograd.messages import (
     RecordedCall,
     ReleaseContext,
     ReportDone,
-    parse,
 )
 from gradwire.errors import AutogradError, DecodeError
 from gradwire.types import WorkerInfo
-from gradwire.wire.messages import ErrorInfo
+from gradwire.wire.messages import ErrorInfo, read_note
 
 ERROR = ErrorInfo("builtins:ValueError", "no", "trace", "b")
 SAMPLES = [
@@ -45,9 +44,9 @@ SAMPLES = [
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda item: type(item).__name__)
 def test_message_comes_back_from_what_travels(message: Any) -> None:
-    note = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    assert parse(note, type(message)) == message
-    assert parse(message, type(message)) is message  # from this worker to itself
+    note = msgspec.Raw(msgspec.msgpack.encode(message))
+    assert read_note(note, type(message)) == message
+    assert read_note(message, type(message)) is message  # from this worker to itself
 
 
 @pytest.mark.parametrize(
@@ -79,12 +78,30 @@ def test_message_comes_back_from_what_travels(message: Any) -> None:
 )
 def test_bad_note_is_refused_by_name(note: Any, kind: type[Any]) -> None:
     with pytest.raises(DecodeError, match=f"not a valid {kind.__name__}"):
-        parse(note, kind)
+        read_note(msgspec.Raw(msgspec.msgpack.encode(note)), kind)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [b"\x91" * 40 + b"\xc0", b"\x91" * 100_000 + b"\xc0", b"\x81\x01\x02", b"\x91\xd4\x01\x00", b"\x91", b"\xc1", b""],
+    ids=[
+        "nested",
+        "nested very deeply",
+        "a map with numbers as keys",
+        "an extension",
+        "cut off",
+        "no msgpack",
+        "nothing",
+    ],
+)
+def test_note_that_is_not_plain_data_is_refused(note: bytes) -> None:
+    with pytest.raises(DecodeError, match="RecordedCall"):
+        read_note(msgspec.Raw(note), RecordedCall)
 
 
 def test_note_of_another_kind_is_refused() -> None:
     with pytest.raises(DecodeError, match="not a valid CommitPass"):
-        parse(msgspec.to_builtins(ReleaseContext(5, "there")), CommitPass)
+        read_note(msgspec.Raw(msgspec.msgpack.encode(ReleaseContext(5, "there"))), CommitPass)
 
 
 def test_every_notice_has_a_sample() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 
@@ -287,9 +288,9 @@ def test_backward_asks_for_its_own_notices(trio: list[Agent], monkeypatch: pytes
         own = pass_of(a, ctx).pass_id
         gate.set()
         thread.join(LIMIT_S)
-        assert helpers[0]([int(ctx), own])
-        assert not helpers[0]([int(ctx), own + 1])
-        assert not helpers[0]([int(ctx)])
+        assert helpers[0](msgspec.msgpack.encode([int(ctx), own, "more"]))
+        for other in ([int(ctx), own + 1], [int(ctx)], [int(ctx), "where"]):
+            assert not helpers[0](msgspec.msgpack.encode(other))
         assert x in ctx.gradients()
 
 
