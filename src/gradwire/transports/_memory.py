@@ -10,7 +10,6 @@ import mmap
 import os
 import stat
 import sys
-import time
 import weakref
 from typing import Any
 
@@ -22,8 +21,8 @@ from gradwire.errors import DecodeError
 PAGE = 4096
 """Bytes before a slot's data; the first one is its state."""
 
-FREE, LENT, RETIRED = 0, 1, 2
-"""States of a slot. The sender lends and retires it, the receiver frees it."""
+FREE, LENT, RETIRED, FILLING = 0, 1, 2, 3
+"""States of a slot. The sender fills, lends and retires it, the receiver frees it."""
 
 Buffer = Any
 """A writable object with the buffer protocol, for which `typing` has no name before Python 3.12."""
@@ -54,7 +53,7 @@ def is_available() -> bool:
 class Slot:
     """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
 
-    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "size", "slot_id", "state", "target")
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "process_id", "slot_id", "state")
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
@@ -63,22 +62,14 @@ class Slot:
         self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
         self.last_lent = 0.0
-        self.size, self.target = capacity, self.memory[PAGE:]
-
-    def lend(self, num_bytes: int) -> torch.Tensor:
-        """Mark the slot as lent; returns the bytes to fill."""
-        self.state.value = LENT
-        self.last_lent = time.monotonic()
-        if self.size != num_bytes:  # messages repeat their sizes, and making a view costs 3 us
-            self.size, self.target = num_bytes, self.memory[PAGE : PAGE + num_bytes]
-        return self.target
+        self.process_id = os.getpid()
 
     def borrow(self, num_bytes: int) -> Buffer:
         """The slot's first bytes. When they are garbage collected, the slot is free."""
         buffer = bytes_type(num_bytes).from_address(self.address)
         buffer._memory = self.memory  # the mapping lives as long as the buffer
-        self.loan = SlotLoan(buffer, _on_slot_freed)
-        self.loan.slot, self.loan.process_id = self, os.getpid()
+        self.loan = loan = SlotLoan(buffer, _on_slot_freed)
+        loan.slot = self
         return buffer
 
     def retire(self) -> None:
@@ -90,16 +81,16 @@ class Slot:
 class SlotLoan(weakref.ref[Any]):
     """Tells a slot that its buffer is gone; kept by the slot."""
 
-    __slots__ = ("process_id", "slot")
+    __slots__ = ("slot",)
     slot: Slot
-    process_id: int
 
 
 # What it needs is bound as defaults, because module globals may be gone when the interpreter ends.
 def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) -> None:
-    if loan.process_id == getpid():  # a forked child frees its copy of the tensor; the parent still uses the slot
-        loan.slot.loan = None  # first, so that a slot the sender sees as free can be borrowed
-        loan.slot.state.value = free
+    slot = loan.slot
+    if slot.process_id == getpid():  # a forked child frees its copy of the tensor; the parent still uses the slot
+        slot.loan = None  # first, so that a slot the sender sees as free can be borrowed
+        slot.state.value = free
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,7 +101,7 @@ def bytes_type(num_bytes: int) -> Any:
 
 def round_up(num_bytes: int) -> int:
     """The capacity for so many bytes: a power of two, and no less than a page."""
-    return max(PAGE, 1 << (num_bytes - 1).bit_length())
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
 
 
 def make_memfd(num_bytes: int) -> int:

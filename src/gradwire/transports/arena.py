@@ -4,7 +4,8 @@ Memory that was touched before takes a copy at 7 GB/s, fresh memory at 0.5 GB/s 
 while it may be needed again.
 
     sender: LendingArena                                receiver: BorrowedSlots
-      lend(n), copy, send SlotRef (+ fd once)    ->       add_fd(fd) once, map_slot(ref, n)
+      lend(n), send SlotRef (+ fd once)          ->       add_fd(fd) once, map_slot(ref, n)
+      copy, mark_filled(), before or after it    ->       are_filled(), before anybody sees the buffer
                                                           ... the tensor is used in place, then freed
       lend(m) finds the byte at 0                <-       state byte := 0, in the shared page itself
 
@@ -35,6 +36,7 @@ import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
 from gradwire.transports._memory import (
+    FILLING,
     FREE,
     LENT,
     PAGE,
@@ -93,15 +95,26 @@ class Lease(msgspec.Struct, frozen=True):
 
     Attributes:
         slot: What the receiver needs to know, for the tensor's metadata.
-        target: Exactly the bytes asked for, one-dimensional ``uint8``, to copy into.
+        place: The slot itself, to copy into; whoever has done so says `mark_filled`.
+        num_bytes: What was asked for.
         fd: Descriptor to send along, for a new slot only. It is the caller's, who closes it once the frame has left
             (`cancel` closes it, too). An arena that is closed meanwhile leaves it alone, or another file could travel
             under its number.
     """
 
     slot: SlotRef
-    target: torch.Tensor
+    place: Slot
+    num_bytes: int
     fd: int | None
+
+    @property
+    def target(self) -> torch.Tensor:
+        """Exactly the bytes asked for, one-dimensional ``uint8``."""
+        return self.place.memory[PAGE : PAGE + self.num_bytes]
+
+    def mark_filled(self) -> None:
+        """Tell the receiver that the bytes are there."""
+        self.place.state.value = LENT
 
 
 class LendingArena:
@@ -127,24 +140,37 @@ class LendingArena:
 
     def lend(self, num_bytes: int) -> Lease | None:
         """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket."""
-        capacity = round_up(num_bytes)
+        capacity = round_up(num_bytes) if num_bytes > 0 else 0  # no slot has a capacity of 0
+        fd = None
         with self._lock:
-            lease = self._lend(num_bytes, capacity) if num_bytes > 0 and not self._is_closed else None
-            self._num_refused += lease is None
-        return lease
+            lent = self._lent.get(capacity)
+            if lent is None:
+                self._free[capacity] = []
+                lent = self._lent[capacity] = deque()
+            free = self._free[capacity]
+            slot = free.pop() if free else _pop_freed(lent)
+            if slot is None:
+                made = self._make_slot(num_bytes, capacity)
+                if made is None:
+                    self._num_refused += 1
+                    return None
+                slot, fd = made
+            slot.state.value = FILLING  # first: if Ctrl-C hits, a slot that is in no list must not look free
+            slot.last_lent = time.monotonic()
+            lent.append(slot)
+        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), slot, num_bytes, fd)
 
     def cancel(self, lease: Lease) -> None:
         """The frame was not sent: the slot is free again, or gone if the receiver never heard of it."""
         if lease.fd is not None:
             os.close(lease.fd)
-        slot_id, capacity, is_new = lease.slot.slot_id, lease.slot.capacity, lease.slot.is_new
+        slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
-            slot = next((slot for slot in self._lent.get(capacity, ()) if slot.slot_id == slot_id), None)
-            if slot is None:  # closed meanwhile
+            if slot not in self._lent.get(capacity, ()):  # closed meanwhile
                 return
             self._lent[capacity].remove(slot)
             slot.state.value = FREE
-            if is_new:
+            if lease.slot.is_new:
                 self._bytes_mapped -= capacity
             else:
                 self._free[capacity].append(slot)
@@ -162,27 +188,14 @@ class LendingArena:
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
             num_slots = len(lent) + sum(map(len, self._free.values()))
-            num_lent = sum(slot.state.value == LENT for slot in lent)
+            num_lent = sum(slot.state.value != FREE for slot in lent)
             return ArenaStatistics(num_slots, num_lent, self._bytes_mapped, self._num_created, self._num_refused)
-
-    def _lend(self, num_bytes: int, capacity: int) -> Lease | None:
-        if capacity not in self._lent:
-            self._free[capacity], self._lent[capacity] = [], deque()
-        free, lent = self._free[capacity], self._lent[capacity]
-        fd = None
-        slot = free.pop() if free else _pop_freed(lent)
-        if slot is None:
-            made = self._make_slot(num_bytes, capacity)
-            if made is None:
-                return None
-            slot, fd = made
-        target = slot.lend(num_bytes)  # marked first: if Ctrl-C hits, a slot that is unknown there must not look free
-        lent.append(slot)
-        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), target, fd)
 
     def _make_slot(self, num_bytes: int, capacity: int) -> tuple[Slot, int] | None:
         """A new slot and its descriptor, or None where limits or the system do not allow it."""
-        if capacity > self._limit_bytes or not is_available() or not self._make_room(capacity):
+        if not capacity or self._is_closed or capacity > self._limit_bytes:
+            return None
+        if not is_available() or not self._make_room(capacity):
             return None
         try:
             fd = make_memfd(PAGE + capacity)
@@ -246,6 +259,7 @@ class BorrowedSlots:
         self._num_created = 0
         self._bytes_mapped = 0
         self._is_closed = False
+        self.unfilled: list[Slot] = []  # mapped, and not seen to be filled yet; for the thread that reads
 
     def add_fd(self, fd: int) -> None:
         """Take over a descriptor that arrived; the next new slot is mapped from it.
@@ -279,7 +293,7 @@ class BorrowedSlots:
     def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
         """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
 
-        Views of the buffer (tensors, memoryviews) keep it.
+        Views of the buffer (tensors, memoryviews) keep it. Nobody may see it before `are_filled`.
 
         Raises:
             DecodeError: `ref` is no slot that may be borrowed now, or its memory is not what it has to be.
@@ -288,8 +302,30 @@ class BorrowedSlots:
         with self._lock:
             if self._is_closed:
                 raise ConnectionClosed("the connection of this slot is closed")
-            slot = self._add_slot(ref, num_bytes) if ref.is_new else self._known_slot(ref, num_bytes)
+            slot = self._add_slot(ref, num_bytes) if ref.is_new else self._slots.get(ref.slot_id)
+            if (
+                slot is None
+                or slot.loan is not None
+                or slot.capacity != ref.capacity
+                or not 0 < num_bytes <= slot.capacity
+            ):
+                raise DecodeError(_explain_refusal(ref, num_bytes, slot))
+            if slot.state.value == FILLING:
+                self.unfilled.append(slot)
             return slot.borrow(num_bytes)
+
+    def are_filled(self) -> bool:
+        """Whether the bytes of all slots that were mapped so far are there.
+
+        Raises:
+            ConnectionClosed: `close` was called, and nobody knows any more.
+        """
+        unfilled = self.unfilled
+        while unfilled and unfilled[-1].state.value != FILLING:
+            unfilled.pop()
+        if self._is_closed:
+            raise ConnectionClosed("the connection of this slot is closed")
+        return not unfilled
 
     def close(self) -> None:
         """Close waiting descriptors and let go of the slots; buffers in use stay valid. Idempotent."""
@@ -298,6 +334,7 @@ class BorrowedSlots:
             slots, fds = list(self._slots.values()), list(self._fds)
             self._slots.clear()
             self._fds.clear()
+            self.unfilled = []  # not emptied: the thread that reads may be looking at it
             self._bytes_mapped = 0
         for fd in fds:
             os.close(fd)
@@ -310,22 +347,12 @@ class BorrowedSlots:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
 
-    def _known_slot(self, ref: SlotRef, num_bytes: int) -> Slot:
-        _check_fits(ref, num_bytes)
-        slot = self._slots.get(ref.slot_id)
-        if slot is None or slot.capacity != ref.capacity:
-            raise DecodeError(f"no slot {ref.slot_id} of {ref.capacity} bytes was received")
-        if slot.loan is not None:
-            raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
-        return slot
-
     def _add_slot(self, ref: SlotRef, num_bytes: int) -> Slot:
         if not self._fds:
             raise DecodeError(f"slot {ref.slot_id} is new, but no file descriptor came with it")
         fd = self._fds.popleft()
         try:
-            _check_fits(ref, num_bytes)
-            self._check_new(ref)
+            self._check_new(ref, num_bytes)
             check_memfd(fd, PAGE + ref.capacity)
             slot = Slot(ref.slot_id, ref.capacity, fd)
         except (OSError, RuntimeError) as error:
@@ -337,7 +364,9 @@ class BorrowedSlots:
         self._bytes_mapped += ref.capacity
         return slot
 
-    def _check_new(self, ref: SlotRef) -> None:
+    def _check_new(self, ref: SlotRef, num_bytes: int) -> None:
+        if not 0 < num_bytes <= ref.capacity:
+            raise DecodeError(_explain_refusal(ref, num_bytes, None))
         if ref.slot_id in self._slots:
             raise DecodeError(f"slot {ref.slot_id} came twice")
         if ref.capacity < PAGE or ref.capacity & (ref.capacity - 1):
@@ -354,9 +383,13 @@ class BorrowedSlots:
                 self._bytes_mapped -= slot.capacity
 
 
-def _check_fits(ref: SlotRef, num_bytes: int) -> None:
+def _explain_refusal(ref: SlotRef, num_bytes: int, slot: Slot | None) -> str:
+    """Why the receiver does not lend this slot's bytes to anybody; `slot` is the one it knows by that number."""
     if not 0 < num_bytes <= ref.capacity:
-        raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
+        return f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}"
+    if slot is None or slot.capacity != ref.capacity:
+        return f"no slot {ref.slot_id} of {ref.capacity} bytes was received"
+    return f"slot {ref.slot_id} was lent again while it is in use"
 
 
 def _pop_freed(lent: deque[Slot]) -> Slot | None:

@@ -3,6 +3,10 @@
 Sending captures: when `send` returns, every byte of the message is in the kernel or in shared memory, so the caller may
 change its tensors. Several threads may send; frames never mix. Reading is for one thread at a time, whoever holds the
 right to (see `gradwire.rpc.reader`), and goes straight into the final buffers where segments are large.
+
+A frame may arrive before its shared memory is filled (see `_parcel`). It is handed out afterwards, a few microseconds later
+as a rule. If that takes longer, `read_nowait` returns nothing new and `has_hidden_bytes` says that there is something to
+come back for, so the deadlines of whoever reads count on.
 """
 
 from __future__ import annotations
@@ -19,17 +23,21 @@ import torch
 
 from gradwire.config import KIB, MIB, Limits
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded
-from gradwire.transports.arena import BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports._parcel import Parcel
+from gradwire.transports.arena import BorrowedSlots, BufferPool, LendingArena
 from gradwire.transports.base import Buffer, Channel
-from gradwire.wire import framing, tensors
-from gradwire.wire.messages import Call, Message, Reply, TensorMeta
+from gradwire.wire import framing
+from gradwire.wire.messages import Call, Message, Reply
 
 _SCRATCH_BYTES = 64 * KIB
 _JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
 _FLUSH_S = 60.0
-_MAX_DESCRIPTORS = 64  # new slots in one frame; the kernel takes 253
+_FILL_S = 30.0  # for a frame's shared memory: time enough for a thread that must wait for the GIL of its process
+_MAX_LOOKS = 300  # for the same, before sleeping: about a quarter of a millisecond, in which 1 MiB is copied
+_SLEEP_MS = 1
 _WITH_TENSORS = (Call, Reply)
 _scratch = threading.local()
+_yield_core = os.sched_yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +79,8 @@ class StreamConnection:
         self._held_back: list[bytes] = []
         self._num_held_back = 0
         self._closed = False
+        self._unfilled: list[framing.Frame] = []  # complete but for shared memory, which the other side is filling
+        self._fill_deadline = 0.0
         self.last_seen = time.time()
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -131,28 +141,30 @@ class StreamConnection:
         assert isinstance(message, _WITH_TENSORS)
         if len(values) > self._max_tensors:
             self._refuse(0, len(values))
-        parcel = _Parcel(body)
+        parcel, arena, is_out = Parcel(body), self._arena, False
+        limits, shared_from = self._options.limits, self._shared_from
         try:
-            message.tensors = tuple([self._place(value, parcel) for value in values])
+            message.tensors = tuple([parcel.place(value, limits, arena, shared_from) for value in values])
             if parcel.num_bytes > self._max_bytes:
                 self._refuse(parcel.num_bytes, 0)
-            parcel.buffers[0] = framing.encode(message, parcel.num_bytes)
+            buffers = [framing.encode(message, parcel.num_bytes), *parcel.buffers]
+            if parcel.num_bytes < _JOIN_BELOW:
+                buffers = [b"".join(buffers)]
             if parcel.leases:
-                self._write(parcel.buffers, parcel.descriptors(), deadline)
-            elif parcel.num_bytes >= _JOIN_BELOW:
-                self._write(parcel.buffers, (), deadline)
-            else:
-                frame = b"".join(parcel.buffers)
-                if not (hold_back and self._hold_back(frame)):
-                    self._write([frame], (), deadline)
+                self._write(buffers, parcel.descriptors, deadline)
+                is_out = True
+                parcel.fill()
+            elif not (hold_back and len(buffers) == 1 and self._hold_back(buffers[0])):
+                self._write(buffers, (), deadline)
         except BaseException as error:
-            if parcel.leases and not isinstance(error, Exception):
+            if parcel.leases and (is_out or not isinstance(error, Exception)):
                 self.close()  # Ctrl-C: the message may be out, and its slots in use there
             for lease in parcel.leases:
-                self._lender.cancel(lease)
+                assert arena is not None
+                arena.cancel(lease)
             raise
-        if parcel.leases:
-            parcel.close_descriptors()
+        for descriptor in parcel.descriptors:
+            os.close(descriptor)
 
     def _refuse(self, num_bytes: int, num_tensors: int) -> NoReturn:
         """Refuses here what the other side would refuse there, where it would cost the connection."""
@@ -187,28 +199,6 @@ class StreamConnection:
         """
         if self._held_back:
             self._write([], (), time.monotonic() + _FLUSH_S if deadline is None else deadline)
-
-    @property
-    def _lender(self) -> LendingArena:
-        assert self._arena is not None
-        return self._arena
-
-    def _place(self, value: torch.Tensor, parcel: _Parcel) -> TensorMeta:
-        """Puts each dense part into shared memory or among the buffers; returns metadata that says where."""
-        meta, parts = tensors.describe(value, self._options.limits)
-        # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change afterwards.
-        if meta.num_bytes >= self._shared_from and self._arena is not None and len(parcel.leases) < _MAX_DESCRIPTORS:
-            lease = self._arena.lend(meta.num_bytes)
-            if lease is not None:
-                parcel.leases.append(lease)
-                tensors.copy_into(parts[0], lease.target)
-                # In full: `msgspec.structs.replace` costs three times as much.
-                return TensorMeta(
-                    meta.dtype, meta.shape, meta.num_bytes, meta.flags, meta.layout, meta.device, (), lease.slot
-                )
-        for part in parts:
-            parcel.add(part)
-        return meta
 
     def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
         lock = self._write_lock
@@ -298,8 +288,10 @@ class StreamConnection:
         Raises:
             ConnectionLost: The other side ended the connection.
             ConnectionClosed: This side did.
-            DecodeError: The bytes are no frames; close the connection.
+            DecodeError: The bytes are no frames, or shared memory is never filled; close the connection.
         """
+        if self._unfilled:
+            return self._wait_filled()
         decoder = self.decoder
         target = decoder.writable()
         if target is None:
@@ -320,11 +312,43 @@ class StreamConnection:
                 raise ConnectionClosed(f"{self.label} was closed here")
             raise ConnectionLost(f"{self.label} was ended by the other side")
         self.bytes_received += num_bytes
-        return decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
+        frames = decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
+        if self._slots is not None and self._slots.unfilled:
+            return self._look_filled(frames)
+        return frames
+
+    def _look_filled(self, frames: list[framing.Frame]) -> list[framing.Frame]:
+        """The frames if their shared memory is filled soon; else they are kept."""
+        assert self._slots is not None
+        are_filled = self._slots.are_filled
+        for _ in range(_MAX_LOOKS):
+            if are_filled():
+                return frames
+            _yield_core()
+        self._unfilled, self._fill_deadline = frames, time.monotonic() + _FILL_S
+        return []
+
+    def _wait_filled(self) -> list[framing.Frame]:
+        """The frames that were kept, or none if their shared memory is not filled within a moment.
+
+        Nothing can be waited for but the end of the connection.
+        """
+        assert self._slots is not None
+        has_ended = _has_hung_up(self._channel.fileno(), _SLEEP_MS)  # asked first: what was filled before it counts
+        if self._closed:
+            raise ConnectionClosed(f"{self.label} was closed here")
+        if self._slots.are_filled():
+            frames, self._unfilled = self._unfilled, []
+            return frames
+        if has_ended:
+            raise ConnectionLost(f"{self.label} was ended by the other side")
+        if time.monotonic() > self._fill_deadline:
+            raise DecodeError(f"shared memory that was announced was not filled within {_FILL_S:g} s")
+        return []
 
     def has_hidden_bytes(self) -> bool:
         """Whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
-        return self._channel.has_hidden_bytes()
+        return bool(self._unfilled) or self._channel.has_hidden_bytes()
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether something can be read within that time (or the connection ended)."""
@@ -353,6 +377,7 @@ class StreamConnection:
         """Ends the connection. Tensors that came through its shared memory stay valid. Idempotent."""
         self._closed = True
         self._channel.close()  # each step can be repeated: Ctrl-C may have cut the first attempt off
+        self._unfilled = []
         if self._arena is not None:
             self._arena.close()
         if self._slots is not None:
@@ -366,40 +391,6 @@ class StreamConnection:
             bytes_received=self.bytes_received,
             arena=self._arena.statistics() if self._arena is not None else None,
         )
-
-
-class _Parcel:
-    """The payload of one message, on its way out.
-
-    Attributes:
-        buffers: A place for the header, the body, and the bytes of tensors.
-        leases: Shared memory with the bytes of others.
-        num_bytes: Of the payload.
-    """
-
-    __slots__ = ("_owners", "buffers", "leases", "num_bytes")
-
-    def __init__(self, body: bytes) -> None:
-        self.buffers: list[Buffer] = [b"", body]
-        self.leases: list[Lease] = []
-        self.num_bytes = len(body)
-        self._owners: list[torch.Tensor] = []  # keeps the memory behind the buffers alive until it is written
-
-    def add(self, part: torch.Tensor) -> None:
-        """Adds the bytes of a dense tensor."""
-        view, owner = tensors.as_bytes(part)
-        self.buffers.append(view)
-        self.num_bytes += len(view)
-        self._owners.append(owner)
-
-    def descriptors(self) -> list[int]:
-        """Of the slots that the other side does not know yet."""
-        return [lease.fd for lease in self.leases if lease.fd is not None]
-
-    def close_descriptors(self) -> None:
-        """Once they have been sent."""
-        for descriptor in self.descriptors():
-            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +410,15 @@ def wait_readable(descriptor: int, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(max(0.0, timeout_s * 1000)))
+
+
+def _has_hung_up(descriptor: int, timeout_ms: int) -> bool:
+    """Whether the other side has closed its socket, or does so within that time; unread bytes do not hide it."""
+    if descriptor < 0:
+        return True
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    return bool(poller.poll(timeout_ms))
 
 
 def _num_bytes(buffer: Buffer) -> int:

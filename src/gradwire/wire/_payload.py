@@ -13,6 +13,7 @@ from gradwire.wire.tensors import iter_parts
 
 Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
+_NO_SLOTS = "a tensor in shared memory, which this connection does not have"
 _SMALL_BYTES = 64 << 10  # below this a copy is made without asking for memory first
 Segment = tuple[int, SlotRef | None]
 
@@ -54,16 +55,6 @@ class Memory(NamedTuple):
         memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
         return buffer
 
-    def shared(self, slot: SlotRef, num_bytes: int) -> Any:
-        """The buffer of a part in shared memory.
-
-        Raises:
-            DecodeError: The slot does not exist or is too small.
-        """
-        if self.map_slot is None:
-            raise DecodeError("a tensor in shared memory, which this connection does not have")
-        return self.map_slot(slot, num_bytes)
-
 
 def plan(message: Call | Reply) -> list[Segment]:
     """Size and place of every dense part, in order."""
@@ -83,9 +74,12 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
     buffers: list[Any] = []
     if not message.tensors:
         return Frame(message, body, buffers)
+    map_slot = memory.map_slot
     for num_bytes, slot in plan(message):
         if slot is not None:
-            buffers.append(memory.shared(slot, num_bytes))
+            if map_slot is None:
+                raise DecodeError(_NO_SLOTS)
+            buffers.append(map_slot(slot, num_bytes))
             continue
         if num_bytes < _SMALL_BYTES:
             buffers.append(bytearray(data[end : end + num_bytes]))
@@ -97,6 +91,9 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
 
 class Payload:
     """A frame whose header is checked and whose payload arrives in pieces.
+
+    Slots are mapped when the frame is complete, in order. So whoever finds one that its sender still fills knows that the
+    sender waits for nothing: it has written the whole frame.
 
     Attributes:
         target: The rest of the buffer that is being filled; None between segments.
@@ -113,7 +110,7 @@ class Payload:
         self._segments: list[Segment] = [(message.body_bytes, None), *plan(message)]
         self._next = 0  # segments before this one have a buffer
         if memory.map_slot is None and any(slot is not None for _, slot in self._segments):
-            raise DecodeError("a tensor in shared memory, which this connection does not have")
+            raise DecodeError(_NO_SLOTS)
 
     def fill(self, data: memoryview) -> tuple[int, Frame | None]:
         """Take bytes from the start of `data`: how many were used, and the frame if it is complete."""
@@ -140,7 +137,7 @@ class Payload:
         while self._next < len(self._segments):
             num_bytes, slot = self._segments[self._next]
             if num_bytes == 0 or slot is not None:
-                self._place(bytearray() if slot is None else self._memory.shared(slot, num_bytes))
+                self._place(bytearray())
             elif has_bytes:
                 buffer = self._memory.fresh(num_bytes) if self._next else bytearray(num_bytes)
                 self._place(buffer)
@@ -158,5 +155,9 @@ class Payload:
         self._next += 1
 
     def _finished(self) -> Frame | None:
-        is_complete = self.target is None and self._next == len(self._segments)
-        return Frame(self._message, self._body, self._buffers) if is_complete else None
+        if self.target is not None or self._next < len(self._segments):
+            return None
+        for index, (num_bytes, slot) in enumerate(self._segments[1:]):
+            if slot is not None and self._memory.map_slot is not None:
+                self._buffers[index] = self._memory.map_slot(slot, num_bytes)
+        return Frame(self._message, self._body, self._buffers)

@@ -49,6 +49,7 @@ __all__ = [
     "FLAG_PARAMETER",
     "FLAG_REQUIRES_GRAD",
     "LAYOUTS",
+    "address_of",
     "as_bytes",
     "copy_into",
     "describe",
@@ -181,6 +182,15 @@ def _address_of(part: torch.Tensor) -> int:
         return part.data_ptr()
     except RuntimeError as error:
         raise CannotSend(f"this tensor cannot be sent: {error}") from error
+
+
+def address_of(part: torch.Tensor) -> int:
+    """Where the bytes of a dense part lie in a row, or 0 if they do not.
+
+    Raises:
+        CannotSend: The part has no memory of its own.
+    """
+    return _address_of(part) if part.is_contiguous() else 0
 
 
 def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,0 +1,91 @@
+"""What one message carries, on its way out: bytes for the socket, and tensors in shared memory.
+
+Tensors of medium size are announced early: the frame leaves first, and their bytes are copied into their slots while the
+receiver wakes up and decodes it. The state of a slot says when its bytes are there (`Lease.mark_filled`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+import msgspec
+import torch
+
+from gradwire.config import MIB, Limits
+from gradwire.transports.arena import Lease, LendingArena
+from gradwire.transports.base import Buffer
+from gradwire.wire import tensors
+from gradwire.wire.messages import TensorMeta
+
+_MAX_LEASES = 64  # all may be new, and bring a descriptor each; the kernel takes 253 with one frame
+# Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
+_ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
+# At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
+# announcing saves (the time to decode a frame) is little beside it. With one core there is nothing to overlap.
+_ANNOUNCED_BYTES = MIB if _ORDERS_STORES and len(os.sched_getaffinity(0)) > 1 else 0
+
+
+class Parcel:
+    """The payload of one message.
+
+    Attributes:
+        buffers: The body, and the bytes of tensors.
+        leases: Shared memory with the bytes of others.
+        descriptors: Of the slots that the other side does not know yet.
+        num_bytes: Of the payload.
+    """
+
+    __slots__ = ("_num_announced", "_owners", "_unfilled", "buffers", "descriptors", "leases", "num_bytes")
+
+    def __init__(self, body: bytes) -> None:
+        self.buffers: list[Buffer] = [body]
+        self.leases: list[Lease] = []
+        self.descriptors: list[int] = []
+        self.num_bytes = len(body)
+        self._owners: list[torch.Tensor] = []  # keeps the memory behind addresses and buffers alive
+        self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
+        self._num_announced = 0  # bytes of these
+
+    def place(self, value: torch.Tensor, limits: Limits, arena: LendingArena | None, shared_from: int) -> TensorMeta:
+        """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
+
+        Raises:
+            CannotSend: The tensor cannot travel.
+        """
+        meta, parts = tensors.describe(value, limits)
+        # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change afterwards.
+        if arena is not None and meta.num_bytes >= shared_from and len(self.leases) < _MAX_LEASES:
+            lease = arena.lend(meta.num_bytes)
+            if lease is not None:
+                self._fill_or_announce(lease, parts[0])
+                msgspec.structs.force_setattr(meta, "slot", lease.slot)  # it was made for this message, in `describe`
+                return meta
+        for part in parts:
+            view, owner = tensors.as_bytes(part)
+            self.buffers.append(view)
+            self.num_bytes += len(view)
+            self._owners.append(owner)
+        return meta
+
+    def _fill_or_announce(self, lease: Lease, part: torch.Tensor) -> None:
+        self.leases.append(lease)
+        if lease.fd is not None:
+            self.descriptors.append(lease.fd)
+        num_announced = self._num_announced + lease.num_bytes
+        # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
+        address = tensors.address_of(part) if num_announced <= _ANNOUNCED_BYTES else 0
+        if address:
+            self._num_announced = num_announced
+            self._owners.append(part)
+            self._unfilled.append((lease, address))
+        else:
+            tensors.copy_into(part, lease.target)
+            lease.mark_filled()
+
+    def fill(self) -> None:
+        """Copies what was announced. No lock is held, so another thread may send its frame meanwhile."""
+        for lease, address in self._unfilled:
+            ctypes.memmove(lease.place.address, address, lease.num_bytes)
+            lease.mark_filled()
