@@ -174,6 +174,33 @@ def test_nothing_to_lend_for_no_bytes(pair: Pair) -> None:
     assert pair.arena.lend(0) is None
 
 
+def test_nothing_to_lend_for_no_bytes_where_a_slot_is_free(pair: Pair) -> None:
+    pair.send(PAGE)
+    assert pair.arena.lend(0) is None
+    assert pair.arena.statistics().num_refused == 1
+
+
+def test_slots_are_filled_when_their_sender_says_so(pair: Pair) -> None:
+    leases = [pair.lend(PAGE) for _ in range(3)]
+    received = [pair.receive(lease) for lease in leases]
+    assert not pair.slots.are_filled()
+    for lease in leases[1:]:
+        lease.mark_filled()
+    assert not pair.slots.are_filled()
+    leases[0].mark_filled()
+    assert pair.slots.are_filled()
+    received.clear()
+    assert pair.arena.statistics().num_lent == 0
+
+
+def test_a_closed_end_does_not_say_that_slots_are_filled(pair: Pair) -> None:
+    lease = pair.lend(PAGE)
+    pair.receive(lease)
+    pair.slots.close()
+    with pytest.raises(ConnectionClosed):
+        pair.slots.are_filled()
+
+
 # Limits
 
 

@@ -1,0 +1,380 @@
+"""Frames that arrive before their shared memory is filled: late bytes, none at all, and senders that end in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
+from gradwire.testing import ConnectionPair, local_agents, wait_until
+from gradwire.testing._pairs import (
+    ANYTHING,
+    Sender,
+    call_ids,
+    end_of,
+    receive_frames,
+    receive_tensors,
+    send_call,
+)
+from gradwire.transports import _parcel, arena, stream
+from gradwire.transports._parcel import Parcel
+from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.transports.unix import UnixListener, UnixTransport
+
+KIB, MIB = 1 << 10, 1 << 20
+DEADLINE_S = 20.0
+
+pytestmark = pytest.mark.skipif(not arena.is_available(), reason="needs sealed memfds")
+
+
+@pytest.fixture(autouse=True)
+def announcing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_parcel, "_ANNOUNCED_BYTES", MIB)  # also where there is one core
+
+
+@pytest.fixture
+def listener() -> Iterator[UnixListener]:
+    with tempfile.TemporaryDirectory(prefix="s-") as path:
+        made = UnixTransport(Path(path), StreamOptions()).listen("w")
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def pair(listener: UnixListener) -> Iterator[ConnectionPair]:
+    transport = UnixTransport(Path(listener.uri.removeprefix("unix://")).parent, StreamOptions())
+    near = transport.connect(listener.uri, time.monotonic() + DEADLINE_S)
+    far = listener.accept_nowait()
+    assert far is not None
+    with ConnectionPair(near, far) as made:
+        yield made
+
+
+class Copying:
+    """Stops every sender between its frame and the copy, until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        fill = Parcel.fill
+
+        def held(parcel: Parcel) -> None:
+            self.begun.set()
+            assert self.may_go_on.wait(DEADLINE_S)
+            fill(parcel)
+
+        monkeypatch.setattr(Parcel, "fill", held)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
+    made = Copying(monkeypatch)
+    yield made
+    made.may_go_on.set()
+
+
+def numbers(num_bytes: int, first: int = 0) -> torch.Tensor:
+    return torch.arange(first, first + num_bytes // 4, dtype=torch.int32)
+
+
+def read_in_vain(connection: StreamConnection) -> None:
+    """Until the frame is there but for its shared memory."""
+    wait_until(lambda: connection.read_nowait() == [], DEADLINE_S, "a frame")
+    assert connection.has_hidden_bytes()
+
+
+# Late bytes
+
+
+def test_a_frame_is_handed_out_when_its_bytes_are_there(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])) as sender:
+        read_in_vain(pair.far)
+        assert pair.far.read_nowait() == []
+        assert not sender.wait(0.0)  # it has captured nothing yet
+        copying.may_go_on.set()
+        (frame,) = receive_frames(pair.far, 1)
+    assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
+    assert not pair.far.has_hidden_bytes()
+
+
+def test_reading_in_vain_takes_no_time(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(64 * KIB)])):
+        read_in_vain(pair.far)
+        began = time.monotonic()
+        for _ in range(5):
+            assert pair.far.read_nowait() == []
+        assert time.monotonic() - began < 1.0
+        copying.may_go_on.set()
+        receive_frames(pair.far, 1)
+
+
+def test_frames_behind_it_keep_their_order(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        assert copying.begun.wait(DEADLINE_S)
+        send_call(pair.near, 2, b"body")  # the copy holds no lock
+        read_in_vain(pair.far)
+        send_call(pair.near, 3)
+        assert pair.far.read_nowait() == []
+        copying.may_go_on.set()
+        frames: list[stream.framing.Frame] = []
+        wait_until(lambda: frames.extend(pair.far.read_nowait() or ()) or len(frames) == 3, DEADLINE_S, "three frames")
+    assert call_ids(frames) == [1, 2, 3]
+
+
+def test_the_slot_counts_as_lent_and_is_used_again(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        read_in_vain(pair.far)
+        assert pair.near.statistics().arena.num_lent == 1
+        copying.may_go_on.set()
+        receive_frames(pair.far, 1)
+    assert pair.near.statistics().arena.num_lent == 0
+    for number in range(3):
+        send_call(pair.near, number, b"", [numbers(256 * KIB, number)])
+        assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB, number))
+    assert pair.near.statistics().arena.num_created == 1
+
+
+# Mixed frames
+
+
+def test_announced_copied_and_inline_parts_of_one_frame(pair: ConnectionPair) -> None:
+    values = [
+        numbers(256 * KIB),
+        numbers(16),
+        numbers(600 * KIB, 7),
+        numbers(512 * KIB, 9),  # beyond what is announced in one frame
+        torch.arange(300 * KIB, dtype=torch.uint8).view(-1, 64).t(),  # not in a row
+        torch.eye(400, dtype=torch.int64).to_sparse(),
+        numbers(4 * MIB),
+        torch.empty(0),
+        torch.ones(40_000, requires_grad=True),
+        torch.ones(40_000, dtype=torch.complex64).conj(),
+        torch.ones(100_000, dtype=torch.bool),
+    ]
+    for sender, receiver in pair.directions:
+        for number in range(3):
+            with Sender(partial(send_call, sender, number, b"body" * 1000, values)):
+                (frame,) = receive_frames(receiver, 1)
+            assert bytes(frame.body) == b"body" * 1000
+            assert all(
+                torch.equal(got.to_dense().resolve_conj(), sent.to_dense().resolve_conj())
+                for got, sent in zip(receive_tensors(frame), values, strict=True)
+            )
+
+
+def test_many_senders_with_bodies_larger_than_the_socket_takes(pair: ConnectionPair) -> None:
+    """A sender that waits for room on the socket has not filled its slot: nobody may wait for that instead of reading."""
+    num_senders, num_calls, body = 4, 12, bytes(1 * MIB)
+
+    def send_all(first: int) -> None:
+        for number in range(first, first + num_calls):
+            send_call(pair.near, number, body, [numbers(128 * KIB, number)])
+
+    senders = [Sender(partial(send_all, index * 100)) for index in range(num_senders)]
+    wrong, got, deadline = [], 0, time.monotonic() + DEADLINE_S
+    while got < num_senders * num_calls and time.monotonic() < deadline:
+        frames = pair.far.read_nowait()
+        if frames is None:
+            pair.far.wait_readable(0.1)
+        for frame in frames or ():
+            got += 1
+            (number,) = call_ids([frame])
+            wrong += [] if torch.equal(receive_tensors(frame)[0], numbers(128 * KIB, number)) else [number]
+    for sender in senders:
+        sender.join()
+    assert (got, wrong) == (num_senders * num_calls, [])
+
+
+def test_where_stores_are_not_ordered_bytes_go_first(
+    pair: ConnectionPair, copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_parcel, "_ANNOUNCED_BYTES", 0)
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        (frame,) = receive_frames(pair.far, 1)  # while the sender is held where it would copy
+        assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
+        copying.may_go_on.set()
+
+
+# Nothing leaves that may not be followed by its bytes
+
+
+class Foreign(torch.Tensor):
+    """Not known to the other side."""
+
+
+def test_what_cannot_be_sent_is_found_before_the_frame_leaves(pair: ConnectionPair) -> None:
+    before = pair.near.bytes_sent
+    with pytest.raises(CannotSend):
+        send_call(pair.near, 1, b"", [numbers(256 * KIB), torch.ones(2).as_subclass(Foreign)])
+    with pytest.raises(LimitExceeded):
+        send_call(pair.near, 1, b"", [numbers(64 * KIB)] * 5000)
+    assert pair.near.bytes_sent == before
+    assert pair.near.statistics().arena.num_lent == 0
+    send_call(pair.near, 2, b"", [numbers(256 * KIB)])
+    assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_copy_that_fails_ends_the_connection(
+    pair: ConnectionPair, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(parcel: Parcel) -> None:
+        raise error
+
+    monkeypatch.setattr(Parcel, "fill", fail)
+    with pytest.raises(error):
+        send_call(pair.near, 1, b"", [numbers(256 * KIB)])
+    assert pair.near.is_closed
+    frames: list[stream.framing.Frame] = []
+    assert isinstance(end_of(pair.far, frames), ConnectionLost)
+    assert frames == []
+
+
+# Ends
+
+
+def test_bytes_that_never_come_end_the_connection(
+    pair: ConnectionPair, copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_FILL_S", 0.05)
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        frames: list[stream.framing.Frame] = []
+        error = end_of(pair.far, frames)
+        assert isinstance(error, DecodeError)
+        assert "not filled" in str(error)
+        assert isinstance(end_of(pair.far, frames), DecodeError)  # and it stays so
+        copying.may_go_on.set()
+    assert frames == []
+
+
+def test_the_end_of_the_sender_is_noticed(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        read_in_vain(pair.far)
+        pair.near.close()
+        began = time.monotonic()
+        assert isinstance(end_of(pair.far), ConnectionLost)
+        assert time.monotonic() - began < 5.0
+        copying.may_go_on.set()
+
+
+def test_the_own_end_is_noticed(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        read_in_vain(pair.far)
+        pair.far.close()
+        assert isinstance(end_of(pair.far), ConnectionClosed)
+        copying.may_go_on.set()
+
+
+def test_what_was_filled_before_the_end_counts(pair: ConnectionPair, copying: Copying) -> None:
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
+        read_in_vain(pair.far)
+        copying.may_go_on.set()
+    pair.near.close()
+    (frame,) = receive_frames(pair.far, 1)
+    assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
+    assert isinstance(end_of(pair.far), ConnectionLost)
+
+
+SENDER = """
+import os, signal, sys, time, torch
+from pathlib import Path
+from gradwire.testing._pairs import ANYTHING, send_call
+from gradwire.transports import _parcel
+from gradwire.transports.stream import StreamOptions
+from gradwire.transports.unix import UnixTransport
+
+fill = _parcel.Parcel.fill
+def hit(parcel):
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    fill(parcel)
+_parcel.Parcel.fill = hit
+_parcel._ANNOUNCED_BYTES = 1 << 20
+near = UnixTransport(Path(sys.argv[1]).parent, StreamOptions()).connect("unix://" + sys.argv[1], time.monotonic() + 20)
+send_call(near, 1, b"", [torch.arange(65536, dtype=torch.int32)])
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start_sender(listener: UnixListener) -> Iterator[Callable[[str], tuple[int, StreamConnection]]]:
+    """Starts a process that sends one tensor, and is hit by a signal between the frame and the copy."""
+    processes: list[subprocess.Popen[bytes]] = []
+    connections: list[StreamConnection] = []
+
+    def start(signal_name: str) -> tuple[int, StreamConnection]:
+        path = listener.uri.removeprefix("unix://")
+        source = str(Path(gradwire.__file__).parents[1])
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SENDER, path, signal_name],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+            )
+        )
+        wait_until(
+            lambda: connections.extend(filter(None, [listener.accept_nowait()])) or connections, 60.0, "a connection"
+        )
+        connections[0].decoder.accept = ANYTHING
+        return processes[0].pid, connections[0]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+    for connection in connections:
+        connection.close()
+
+
+def test_a_sender_that_is_killed_in_between(start_sender: Callable[[str], tuple[int, StreamConnection]]) -> None:
+    _, far = start_sender("SIGKILL")
+    frames: list[stream.framing.Frame] = []
+    assert isinstance(end_of(far, frames), ConnectionLost)
+    assert frames == []
+
+
+def test_a_sender_that_is_stopped_in_between(start_sender: Callable[[str], tuple[int, StreamConnection]]) -> None:
+    pid, far = start_sender("SIGSTOP")
+    read_in_vain(far)
+    assert far.read_nowait() == []
+    os.kill(pid, signal.SIGCONT)
+    (frame,) = receive_frames(far, 1)
+    assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
+
+
+# Above the connection
+
+
+def echo(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def test_a_call_keeps_its_deadline_and_the_connection_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, fill = threading.Event(), threading.Event(), Parcel.fill
+
+    def hold_replies(parcel: Parcel) -> None:
+        if threading.current_thread().name.startswith("gradwire-b-"):
+            begun.set()
+            assert may_go_on.wait(DEADLINE_S)
+        fill(parcel)
+
+    monkeypatch.setattr(Parcel, "fill", hold_replies)
+    with local_agents(2, trust="code") as (first, _):
+        began = time.monotonic()
+        for number in range(2):  # the second one waits behind the first
+            with pytest.raises(RpcTimeout):
+                first.call("b", echo, (numbers(256 * KIB, number),), timeout_s=0.3)
+        assert begun.is_set()
+        assert time.monotonic() - began < 10.0
+        may_go_on.set()
+        assert torch.equal(first.call("b", echo, (numbers(256 * KIB, 2),)), numbers(256 * KIB, 2))
