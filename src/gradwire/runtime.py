@@ -17,12 +17,11 @@ from gradwire.rpc.worker import attachments, start_worker
 
 __all__ = ["attachments", "start_worker"]
 
-# Creation first: what the others put around a function hides that it is marked with `async_execution`.
 for _attach in (
-    gradwire.rref.creation.attach,
     gradwire.autograd.worker.attach,
     gradwire.autograd.autocast.attach,
     gradwire.rref.references.attach,
+    gradwire.rref.creation.attach,
 ):
     if _attach not in attachments:
         attachments.append(_attach)

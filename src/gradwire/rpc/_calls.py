@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from gradwire.errors import ConfigurationError
 
@@ -91,66 +92,45 @@ class PendingCall:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Special:
-    """What the layers above want of a call.
+class CallHolder(msgspec.Struct):
+    """Knows a call from before it is sent (Ctrl-C may hit before whoever starts it could return it), and what is special.
 
     Attributes:
+        call: The call, as it was last sent.
         notes: Travel with it, beside those of the interceptors.
         on_done: Runs in the thread that ends it; must not wait for anything.
-        is_watched: Whether the answer is read as soon as it is there; else by whoever waits for another answer of that
-            worker, or by the clock within a second or two.
+        is_watched: Whether the answer is read as soon as it is there; else by whoever waits for it or for another answer
+            of that worker, or by the clock within a second or two.
     """
 
-    notes: dict[str, Any]
-    on_done: Callable[[PendingCall], None]
-    is_watched: bool = True
+    call: PendingCall | None = None
+    notes: dict[str, Any] | None = None
+    on_done: Callable[[PendingCall], None] | None = None
+    is_watched: bool = False
 
 
-class CallHolder:
-    """Knows a call from before it is sent: Ctrl-C may hit before whoever starts it could return it."""
+class CallTable(dict[int, PendingCall]):
+    """The calls under way on one connection, by id. Whoever pops one may finish it."""
 
-    __slots__ = ("call",)
-
-    def __init__(self) -> None:
-        self.call: PendingCall | None = None
-
-
-class CallTable:
-    """The calls under way on one connection."""
-
-    def __init__(self) -> None:
-        self._pending: dict[int, PendingCall] = {}
-        self.reader: Any = None  # who can read the answers, for threads that wait; opaque here
-
-    def __len__(self) -> int:
-        return len(self._pending)
+    reader: Any = None  # who can read the answers, for threads that wait; opaque here
 
     def add(self, call: PendingCall) -> None:
         """A call is about to be sent."""
         call.table = self
-        self._pending[call.call_id] = call
-
-    def get(self, call_id: int) -> PendingCall | None:
-        """A call that is under way."""
-        return self._pending.get(call_id)
-
-    def pop(self, call_id: int) -> PendingCall | None:
-        """Takes a call out to finish it; None if somebody else did."""
-        return self._pending.pop(call_id, None)
+        self[call.call_id] = call
 
     def pop_all(self) -> list[PendingCall]:
         """Takes all calls out: the connection is gone."""
-        return [call for call_id in list(self._pending) if (call := self._pending.pop(call_id, None))]
+        return [call for call_id in list(self) if (call := self.pop(call_id, None))]
 
     def has_older_than(self, when: float) -> bool:
         """Whether a call is under way that was made before that time."""
-        return any(call.started < when for call in list(self._pending.values()))
+        return any(call.started < when for call in list(self.values()))
 
     def expire(self, now: float) -> tuple[list[PendingCall], float]:
         """Calls whose deadline has passed, each named once, and the earliest deadline of the others."""
         expired, earliest = [], _NO_DEADLINE
-        for call in list(self._pending.values()):
+        for call in list(self.values()):
             if call.is_expiring:
                 continue
             if call.deadline <= now:

@@ -26,14 +26,14 @@ from gradwire.errors import (
     RpcTimeout,
     TransportError,
 )
-from gradwire.rpc._calls import CallHolder, PendingCall, Special, check_timeout, new_call_id
+from gradwire.rpc._calls import CallHolder, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.codec import describe_function
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.local import LocalSource
 from gradwire.rpc.peer_table import To
-from gradwire.rpc.peers import OpenLane, Peer
+from gradwire.rpc.peers import OpenLane
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.messages import Call
 from gradwire.wire.objects import Packed
@@ -81,7 +81,7 @@ class Caller:
         """
         holder = CallHolder()
         try:
-            pending = self._start(to, function, args, kwargs, timeout_s, holder)
+            pending = self.start(to, function, args, kwargs, timeout_s, holder)
             try:
                 if not pending.is_done:
                     self.wait(pending)
@@ -114,7 +114,7 @@ class Caller:
         """
         future: CallFuture[Any] = CallFuture(self)
         try:
-            self._start(to, function, args, kwargs, timeout_s, future, future)
+            self.start(to, function, args, kwargs, timeout_s, future)
         except KeyboardInterrupt:
             if future.call is not None:
                 self._cancel_elsewhere(future.call)
@@ -128,88 +128,72 @@ class Caller:
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout_s: float | None,
-        special: Special,
+        holder: CallHolder | CallFuture[Any],
     ) -> PendingCall:
         """Starts a call on behalf of the layers above.
 
         Raises:
-            CannotSend, RpcTimeout, WorkerLost: As `submit`; `special.on_done` is not called then.
+            CannotSend, RpcTimeout, WorkerLost: As `submit`; `holder.on_done` is not called then.
         """
-        return self._start(to, function, args, kwargs, timeout_s, CallHolder(), special=special)
-
-    def _start(
-        self,
-        to: To,
-        function: Callable[..., Any] | str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        timeout_s: float | None,
-        holder: CallHolder | CallFuture[Any],
-        future: CallFuture[Any] | None = None,
-        special: Special | None = None,
-    ) -> PendingCall:
         agent = self._agent
         if agent.is_closed:
             raise _closed(agent)
         name = to if type(to) is str else agent.peers.name_of(to)
-        timeout_s = check_timeout(self.default_timeout_s if timeout_s is None else timeout_s)
+        if timeout_s is None:
+            timeout_s = self.default_timeout_s
+        if not 0.0 <= timeout_s < _NEVER:
+            timeout_s = check_timeout(timeout_s)
         if current_request() is not None:
             timeout_s = agent.server.time_left(timeout_s)
-        function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, name, self._shares_main(name))
+        peer = agent.peers.known(name)
+        lane = peer.lanes.get("calls") if peer is not None else None
+        shares_main = lane.shares_main if lane is not None else self._shares_main(name)
+        function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, name, shares_main)
         label = function_name or describe_function(function)
-        call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
-        call.future = future
-        if special is not None:
-            call.on_done = special.on_done
-        holder.call = call
+        holder.call = call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
+        call.future = holder if isinstance(holder, CallFuture) else None
+        call.on_done = holder.on_done
         self.num_made += 1
-        notes = special.notes if special is not None else None
         if name == agent.address.info.name:
-            self.local.start(call, function_name, packed, notes)
+            self.local.start(call, function_name, packed, holder.notes)
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         try:
-            call, lane = self._send_somehow(call, message, packed, holder, notes)
+            return self._send_somehow(lane, call, message, packed, holder)
         except Exception:  # after Ctrl-C the callee may have all of it
             if packed.trip is not None:
                 packed.trip.on_not_sent()
             raise
-        if future is not None or (special is not None and special.is_watched):
-            lane.reader.ensure_watched()
-        return call
 
     def _send_somehow(
         self,
+        lane: OpenLane | None,
         call: PendingCall,
         message: Call,
         packed: Packed,
         holder: CallHolder | CallFuture[Any],
-        notes: dict[str, Any] | None,
-    ) -> tuple[PendingCall, OpenLane]:
-        """Sends a call, over another connection if the first is closed here meanwhile; returns what was sent, and where."""
-        agent, is_noted = self._agent, False
-        while True:
-            lane = self._room_on(agent.peers.peer(call.worker), call)
-            if not is_noted and agent.codec.has_interest_in_calls():
-                envelope = Envelope("call", lane.address.info, call.function)
-                message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
-            if not is_noted and notes is not None:
-                message.notes = {**message.notes, **notes}
-            is_noted = True
-            if self._send(lane, call, message, packed):
-                return call, lane
+    ) -> PendingCall:
+        """Sends a call, over another connection if the first is closed here meanwhile; returns what was sent."""
+        agent = self._agent
+        lane = self._room_on(lane, call)
+        if agent.codec.has_interest_in_calls():
+            envelope = Envelope("call", lane.address.info, call.function)
+            message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
+        if holder.notes is not None:
+            message.notes = {**message.notes, **holder.notes}
+        while not self._send(lane, call, message, packed):
             if agent.is_closed:
                 raise _closed(agent)
             # Another one for each attempt: whoever ends the connection may be about to end the first.
-            call = call.again()
-            message.call_id, holder.call = call.call_id, call
+            holder.call = call = call.again()
+            message.call_id = call.call_id
+            lane = self._room_on(None, call)
+        if holder.is_watched:
+            lane.reader.ensure_watched()
+        return call
 
     def _shares_main(self, name: str) -> bool:
-        peer = self._agent.peers.known(name)
-        if peer is not None and (lane := peer.lanes.get("calls")) is not None:
-            return lane.shares_main
-        own = self._agent.address
-        return own.shares_main(self._agent.directory.find(name))
+        return self._agent.address.shares_main(self._agent.directory.find(name))
 
     def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
         """Sends a call; False if the connection was closed here before, so that another one is needed."""
@@ -225,14 +209,14 @@ class Caller:
             if hold_back and not lane.reader.will_flush:
                 lane.connection.flush(deadline)
         except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
-            is_ours = lane.calls.pop(call.call_id) is not None
+            is_ours = lane.calls.pop(call.call_id, None) is not None
             lane.reader.end(error)
             lane.peer.forget_lane(lane)  # it may have ended in the middle of a Ctrl-C
             return not is_ours and (call.future is not None or call.on_done is not None)  # those have been told
         except ConnectionLost as error:
             lane.reader.end(error)
             lane.peer.forget_lane(lane)
-            if lane.calls.pop(call.call_id) is not None:  # the lane had ended before the call was in its table
+            if lane.calls.pop(call.call_id, None) is not None:  # the lane had ended before the call was in its table
                 self.finish(call, None, lane.peer.lost(str(error), call))
         except TimeoutError as error:
             self._give_up_sending(lane, call)
@@ -248,13 +232,14 @@ class Caller:
         return True
 
     def _give_up_sending(self, lane: OpenLane, call: PendingCall) -> None:
-        lane.calls.pop(call.call_id)
+        lane.calls.pop(call.call_id, None)
         if lane.connection.is_closed:  # half of the message is out: the next call needs another connection
             lane.reader.end(ConnectionClosed("a message was cut off"))
 
-    def _room_on(self, peer: Peer, call: PendingCall) -> OpenLane:
-        """The calls lane, once it has room for one more call."""
-        lane = peer.lanes.get("calls") or peer.lane("calls", call.deadline)
+    def _room_on(self, lane: OpenLane | None, call: PendingCall) -> OpenLane:
+        """The calls lane, opened if it is not, once it has room for one more call."""
+        if lane is None:
+            lane = self._agent.peers.peer(call.worker).lane("calls", call.deadline)
         limit = self._agent.config.limits.calls_in_flight
         if len(lane.calls) >= limit:
             with self._agent.server.waiting():
@@ -291,7 +276,10 @@ class Caller:
 
     def wait_until(self, call: PendingCall, deadline: float) -> None:
         """As `wait`, but no longer than that; nobody gives the call up for it."""
-        with self._agent.server.waiting() if is_serving() else contextlib.nullcontext():
+        if is_serving():
+            with self._agent.server.waiting():
+                self._wait(call, deadline)
+        else:
             self._wait(call, deadline)
 
     @contextlib.contextmanager
@@ -314,9 +302,9 @@ class Caller:
             return call.is_done or call.is_answered
 
         reader = call.table.reader if call.table is not None else None
-        while not call.is_done and time.monotonic() < deadline:
+        while not call.is_done and (now := time.monotonic()) < deadline:
             # Past its own deadline the clock ends the call; until it has, look often.
-            until = min(max(call.deadline, time.monotonic() + 0.005), deadline)
+            until = min(max(call.deadline, now + 0.005), deadline)
             if call.is_answered or reader is None or not reader.read_until(is_over, until):
                 self._wait_for_others(call, until)
 
@@ -368,7 +356,7 @@ class Caller:
 
     def cancel(self, call: PendingCall) -> bool:
         """Gives a call up; the callee is told to drop it."""
-        if call.table is None or call.table.pop(call.call_id) is None:
+        if call.table is None or call.table.pop(call.call_id, None) is None:
             return False
         self._tell_to_drop(call, lambda phase: None)
         self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
@@ -421,7 +409,7 @@ class Caller:
         """The deadline of a call has passed: ask the callee how far it got, then end the call."""
 
         def end(phase: str) -> None:
-            if call.table is not None and call.table.pop(call.call_id) is not None:
+            if call.table is not None and call.table.pop(call.call_id, None) is not None:
                 now = time.monotonic()
                 self.finish(call, None, RpcTimeout(call.timeout_text(phase, now), call.worker, phase))
 

@@ -148,6 +148,10 @@ class CallFuture(InterruptibleFuture[T]):
         call: The call, from the moment before it is sent.
     """
 
+    # What `CallHolder` says of other calls.
+    notes = on_done = None
+    is_watched = True
+
     def __init__(self, keeper: CallKeeper) -> None:
         torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
         self._keeper = keeper

@@ -173,6 +173,7 @@ class Incoming:
             self._agent.on_connected(self.peer)
             self.connection.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_frame
+            self.reader.is_lingered_on = self.lane == "calls"
         self._is_welcome = handshake.is_open  # before the caller knows: another thread may read its end at once
         try:
             self.connection.send(answer, deadline=deadline)
@@ -192,7 +193,7 @@ class Incoming:
         if message.call_id == NOTICE_ID:
             self._agent.notices.received(self.info, frame)
             return
-        self.reader.is_lingered_on = True  # a call is often followed by the next
+        self.reader.is_lingered_on = self.lane == "calls"  # a call is often followed by the next
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)
         request.notes = message.notes
         self.last_call_id = max(self.last_call_id, message.call_id)

@@ -81,7 +81,7 @@ class LocalSource:
     def _finish(self, request: Request, value: Any, error: Exception | None) -> None:
         self.requests.pop(request.call_id, None)
         request.phase = "reply"
-        call = self.calls.pop(request.call_id)
+        call = self.calls.pop(request.call_id, None)
         if call is not None:
             self._agent.caller.finish(call, value, error)
 

@@ -76,6 +76,7 @@ class OpenLane:
         wants = self.calls.__len__ if kind == "calls" else _always
         self.reader = Reader(connection, self._agent.reactor, self._on_frame, self._on_end, wants)
         self.calls.reader = self.reader
+        self.reader.is_lingered_on = kind == "calls"
         self.goodbye: str | None = None
 
     def _on_frame(self, frame: Frame) -> None:
@@ -102,7 +103,7 @@ class OpenLane:
                 raise  # Ctrl-C: the call is still in its table, and a service thread gets the frame again
             error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
         try:
-            if self.calls.pop(message.call_id) is not None:
+            if self.calls.pop(message.call_id, None) is not None:
                 self._agent.caller.finish(call, value, error)
         except BaseException:  # Ctrl-C, maybe in a thread that reads for another one
             self._agent.reactor.run_soon(lambda: self._finish_again(call, value, error))

@@ -40,6 +40,8 @@ _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
 
+Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
+
 
 class Server:
     """Accepts connections and runs what arrives on them.
@@ -56,6 +58,7 @@ class Server:
         self._incoming: set[Incoming] = set()
         self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
         self._control: dict[str, Callable[..., Any]] = {}
+        self._keeper: tuple[str, Keep] | None = None
         self._next_stall_check = 0.0
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
@@ -67,6 +70,13 @@ class Server:
         It must not block. It may return a `torch.futures.Future` to answer later.
         """
         self._control[f"~{name}"] = handler
+
+    def register_keeper(self, name: str, keep: Keep) -> None:
+        """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
+
+        Interceptors do not see the note, and put what they want around the whole.
+        """
+        self._keeper = name, keep
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -160,7 +170,8 @@ class Server:
 
     def _has_worked(self) -> bool:
         """Whether any function that runs has used the processor since the last look; those that wait have not."""
-        before, self._ticks = self._ticks, {thread: cpu_ticks(thread) for thread in list(self._executing)}
+        numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
+        before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -200,16 +211,21 @@ class Server:
         if not is_wanted:
             request.source.requests.pop(request.call_id, None)
             return
-        outer, thread = current_request(), threading.get_native_id()
+        outer, thread, notes = current_request(), threading.get_ident(), request.notes
         set_current_request(request)
         self._executing[thread] = request
         try:
+            keeper = self._keeper if notes else None
+            kept = notes.pop(keeper[0], None) if keeper is not None else None
             function, args, kwargs = request.source.load(request)
-            if request.notes:
+            called = function
+            if keeper is not None and kept is not None:
+                called = keeper[1](request.source.info, request.function, kept, function)
+            if notes:
                 envelope = Envelope("call", request.source.info, request.function)
-                value = self.agent.codec.run(function, args, kwargs, envelope, request.notes)
+                value = self.agent.codec.run(called, args, kwargs, envelope, notes)
             else:
-                value = function(*args, **kwargs)
+                value = called(*args, **kwargs)
             del args, kwargs  # a tensor that only the arguments held is free before the reply is made
             if type(value) is Later:
                 self._answer_later(request, value.future)

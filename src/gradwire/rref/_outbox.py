@@ -12,6 +12,8 @@ import msgspec
 from gradwire.rref._actions import Accept, Delete, Message, Worker
 from gradwire.wire.messages import prepare
 
+_PATIENT = (Accept, Delete)  # nobody waits for these
+
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Messages that travel together.
@@ -55,7 +57,7 @@ class Outbox:
         if message.to in self._lost:
             return
         self._waiting.setdefault(message.to, []).append(message)
-        self.has_urgent = self.has_urgent or not isinstance(message, Accept | Delete)
+        self.has_urgent = self.has_urgent or not isinstance(message, _PATIENT)
 
     def take(self) -> list[Batch]:
         """Everything that has to be sent now."""

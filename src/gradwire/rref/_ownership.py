@@ -189,6 +189,8 @@ class Ownership(Holdings):
         if not is_known:
             return self._break([fork_id], "its owner does not have the value any more")
         fork.phase, fork.maker = ForkPhase.CONFIRMED, None
+        if fork.parent is None and fork.is_needed:
+            return []
         return [*self._tell_parent(fork_id), *self._delete_if_unneeded(fork_id)]
 
     def accepted(self, child: int, by: Worker) -> list[Action]:

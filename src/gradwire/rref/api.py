@@ -11,7 +11,7 @@ import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
 from gradwire.rpc import trips
-from gradwire.rpc._calls import PendingCall, Special
+from gradwire.rpc._calls import CallHolder, PendingCall
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture, copies_of
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
@@ -25,6 +25,8 @@ from gradwire.types import WorkerInfo
 from gradwire.wire.objects import register_plain_type
 
 T = TypeVar("T")
+
+_NEVER = float("inf")
 
 Backward = Callable[["RRef[Any]", int, bool], None]
 _backward: list[Backward] = []  # set by the layer above, which alone knows how
@@ -115,35 +117,32 @@ class RRef(Generic[T]):
             RRefError: This reference was deleted, or the value was never made.
             Exception: What the function raised that was to make it.
         """
-        if isinstance(self._state, Owned):
-            return self._wait(self._state, timeout)  # type: ignore[no-any-return]
-        if not self._state.is_used:
-            deadline = self._deadline(timeout)
-            early = self._take_early(self._state, deadline)
+        state = self._state
+        if isinstance(state, Owned):
+            return self._wait(state, timeout)  # type: ignore[no-any-return]
+        if not state.is_used:
+            deadline, call = self._deadline(timeout), state.call
+            if call is not None:
+                self._known.agent.caller.wait_until(call, deadline)
+            state.check()
+            early = state.use()
             if early is not None:
                 return early  # type: ignore[no-any-return]
-            if deadline < float("inf"):
-                timeout = deadline - time.monotonic()
+            if deadline < _NEVER:
+                timeout = self._time_left(timeout, deadline)
         return self._ask(operations.FETCH, (), timeout)  # type: ignore[no-any-return]
 
-    def _take_early(self, state: UserFork, deadline: float) -> Any:
-        """The value that came with the answer to the creation, once; None if it did not.
-
-        Raises:
-            RpcTimeout: There was no answer in time.
-            OwnerLost, RRefError: The reference leads nowhere.
+    def _time_left(self, timeout: float, deadline: float) -> float:
         """
-        call, began = state.call, time.monotonic()
-        if call is not None:
-            self._known.agent.caller.wait_until(call, deadline)
-            if time.monotonic() >= deadline:
-                text = f"{self!r}: its value was not made within {deadline - began:.3g} s (phase: run)"
-                name = state.owner.name
-                raise RpcTimeout(
-                    f"RPC ran for more than its time: {text} on worker {name}. Pass a larger timeout", name, "run"
-                )
-        state.check()
-        return state.use()
+        Raises:
+            RpcTimeout: None.
+        """
+        left = deadline - time.monotonic()
+        if left > 0:
+            return left
+        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        text, name = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run)", self.owner_name()
+        raise RpcTimeout(f"RPC ran for more than its time: {text} on worker {name}. Pass a larger timeout", name, "run")
 
     def local_value(self) -> T:
         """The value, on its owner.
@@ -281,7 +280,7 @@ class RRef(Generic[T]):
 
     def _deadline(self, timeout: float) -> float:
         seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
-        return time.monotonic() + seconds if seconds > 0 else float("inf")
+        return time.monotonic() + seconds if seconds > 0 else _NEVER
 
     def _prepare(self, args: Sequence[Any], timeout: float) -> tuple[str, tuple[Any, ...]]:
         """Whom to call, and with what."""
@@ -306,7 +305,7 @@ class RRef(Generic[T]):
                 self._state.check()  # why the value is not there may be known here by now
             raise
         if isinstance(self._state, UserFork) and not self._state.is_done:  # the answer to the creation is on its way
-            self._known.on_created(self._state, None)
+            self._known.on_created(self._state)
         return value
 
     def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
@@ -346,7 +345,8 @@ def remote(
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
     """
     known = references.here()
-    return create(known, known.agent.peers.name_of(to), func, args or (), kwargs, timeout)
+    name = to if type(to) is str else known.agent.peers.name_of(to)
+    return create(known, name, func, args or (), kwargs, timeout)
 
 
 def create(
@@ -360,32 +360,34 @@ def create(
 ) -> RRef[Any]:
     """Starts the call that makes a value, and returns a reference to it; `keep` lives until the call has ended."""
     agent = known.agent
-    state = known.make_here() if name == agent.info.name else known.create_fork(agent.peers.address_of(name))
+    is_here = name == agent.address.info.name
+    state = known.make_here() if is_here else known.create_fork(agent.peers.address_of(name))
     rref = RRef._of(known, state)
 
     def on_done(call: PendingCall) -> None:
         nonlocal keep
         keep = None
-        if isinstance(state, UserFork):
-            state.call = None
-            known.keep_early(state, call.value)
-            known.on_created(state, call.error)
-        elif call.error is not None:
-            state.fail(copies_of(call.error))
+        if isinstance(state, Owned):
+            if call.error is not None:
+                state.fail(copies_of(call.error))
+            return
+        state.call = None
+        if call.error is None:
+            known.on_created(state, call.value)
+        else:
+            known.on_failed(state, call.error)
 
-    note = Creates(state.rref_id, state.fork_id if isinstance(state, UserFork) else 0, known.own[1])
-    seconds = None if timeout < 0 else timeout
+    note = Creates(state.rref_id, 0 if isinstance(state, Owned) else state.fork_id, known.own[1])
+    holder = CallHolder(notes={NOTE: note}, on_done=on_done)
     try:
-        call = agent.caller.start(
-            name, function, args, kwargs, seconds, Special({NOTE: note}, on_done, is_watched=False)
-        )
-        if isinstance(state, UserFork):
+        call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
+        if not isinstance(state, Owned):
             state.call = call
             if call.is_done:  # before it was known here
                 state.call = None
     except BaseException as error:
-        if isinstance(state, UserFork):
-            known.on_created(state, error if isinstance(error, Exception) else RRefError("interrupted"))
+        if not isinstance(state, Owned):
+            known.on_failed(state, error if isinstance(error, Exception) else RRefError("interrupted"))
         raise
     return rref
 

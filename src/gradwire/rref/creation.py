@@ -18,10 +18,10 @@ import torch
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rref import references
 from gradwire.rref.operations import check_future
 from gradwire.rref.values import Owned
+from gradwire.types import WorkerInfo
 from gradwire.wire import failures
 from gradwire.wire.messages import prepare, read_note
 
@@ -45,24 +45,18 @@ class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     incarnation: int
 
 
-class CreationInterceptor(Interceptor):
+class Keeper:
     """Keeps the results of calls that come with a `Creates`."""
-
-    name = NOTE
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._known = references.of(agent)
 
-    def wants_calls(self) -> bool:
-        """None: `remote` attaches the note itself."""
-        return False
-
-    def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its result kept here."""
+    def keep(self, caller: WorkerInfo, name: str, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of a function, whose result is kept here."""
         message = read_note(note, Creates)
-        known = references.of(self._agent)
-        owned = known.begin_making(message.rref_id, message.fork_id, (envelope.peer.id, message.incarnation))
-        owned.label = envelope.function
+        owned = self._known.begin_making(message.rref_id, message.fork_id, (caller.id, message.incarnation))
+        owned.label = name
         return functools.partial(self._make, owned, function, message.fork_id != 0)
 
     def _make(self, owned: Owned, function: Callable[..., Any], is_wanted: bool, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +125,8 @@ _num_references = _count_of_one_variable()  # as seen from inside a function tha
 
 
 def attach(agent: Agent) -> None:
-    """Lets a new worker make values for others."""
-    agent.interceptors.append(CreationInterceptor(agent))
+    """Lets a new worker, which has references, make values for others."""
+    agent.server.register_keeper(NOTE, Keeper(agent).keep)
 
 
 def _done() -> InterruptibleFuture[None]:

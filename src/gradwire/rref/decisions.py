@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradwire.errors import OwnerLost, RRefError
-from gradwire.rref._actions import Action, Break, Delete, Fail, Free, Worker
+from gradwire.rref._actions import Action, Break, Delete, Fail, Free, Message, Worker
 from gradwire.rref._outbox import Outbox
 from gradwire.rref._ownership import Ownership
 from gradwire.rref.values import Owned, UserFork, describe
@@ -18,6 +18,8 @@ _log = logging.getLogger("gradwire")
 
 class Decisions:
     """What one worker knows of references. Use it inside ``with``: what is to be done is done when the lock is released.
+
+    Where nothing is to be done, `lock` alone is enough.
 
     Args:
         own: The worker.
@@ -37,13 +39,13 @@ class Decisions:
         self.owned: dict[int, Owned] = {}
         self.forks: dict[int, UserFork] = {}
         self.asked_at: dict[int, float] = {}
-        self._lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
+        self.lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
         self._effects: list[Callable[[], Any]] = []
         self._has_put = False
         self.on_put: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Decisions:
-        self._lock.acquire()
+        self.lock.acquire()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -51,7 +53,7 @@ class Decisions:
         if effects:
             self._effects = []
         self._has_put = False
-        self._lock.release()
+        self.lock.release()
         for effect in effects:
             effect()
         if has_put:
@@ -60,7 +62,10 @@ class Decisions:
     def do(self, actions: Iterable[Action]) -> None:
         """Queues messages, and what concerns this worker alone for when the lock is released."""
         for action in actions:
-            if isinstance(action, Free):
+            if isinstance(action, Delete):
+                self.forks.pop(action.fork_id, None)
+                self._put(action)
+            elif isinstance(action, Free):
                 owned = self.owned.pop(action.rref_id, None)
                 if owned is not None:
                     owned.is_freed = True
@@ -70,10 +75,11 @@ class Decisions:
             elif isinstance(action, Break):
                 self._break(action.fork_id, action.reason)
             else:
-                if isinstance(action, Delete):
-                    self.forks.pop(action.fork_id, None)
-                self.outbox.put(action)
-                self._has_put = True
+                self._put(action)
+
+    def _put(self, message: Message) -> None:
+        self.outbox.put(message)
+        self._has_put = True
 
     def later(self, effect: Callable[[], Any]) -> None:
         """Called when the lock is released."""
@@ -83,8 +89,8 @@ class Decisions:
         """The value of that id, which others know of."""
         owned = self.owned.get(rref_id)
         if owned is None:
-            owned = self.owned[rref_id] = Owned(rref_id)
-            owned.is_shared, owned.num_local = True, 0
+            owned = self.owned[rref_id] = Owned(rref_id, num_local=0)
+            owned.is_shared = True
         return owned
 
     def share(self, owned: Owned) -> None:

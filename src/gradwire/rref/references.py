@@ -118,7 +118,8 @@ class References:
         Raises:
             RRefError: That worker does not want it any more.
         """
-        with self._decisions as known:
+        known = self._decisions
+        with known.lock:
             if user == self.own or known.ownership.value_created(rref_id, fork_id, user):
                 return known.expect(rref_id)
         raise RRefError(f"nobody wants the value of reference {describe(rref_id)} any more")
@@ -170,25 +171,34 @@ class References:
     def create_fork(self, owner: WorkerAddress) -> UserFork:
         """A reference to a value that a call is going to make on another worker."""
         life = (owner.info.id, owner.incarnation)
-        fork = UserFork(self.new_id(), self.new_id(), owner.info, life, is_first=True)
-        with self._decisions as known:
+        known, fork = self._decisions, UserFork(self.new_id(), self.new_id(), owner.info, life, is_first=True)
+        with known.lock:
             known.forks[fork.fork_id] = fork
             known.ownership.fork_created(fork.rref_id, fork.fork_id, life)
         return fork
 
-    def on_created(self, fork: UserFork, error: Exception | None) -> None:
-        """The call that makes the value has ended."""
+    def on_created(self, fork: UserFork, value: Any = None) -> None:
+        """The owner has a value; `value` is a copy of it, if that came with the answer to the creation."""
+        if value is not None and not fork.is_used:
+            fork.early = value
+            self._early.append(fork)
+            if len(self._early) > _MAX_EARLY:  # only the latest are kept
+                with contextlib.suppress(IndexError):
+                    self._early.popleft().early = None
+        with self._decisions.lock:
+            actions = self._decisions.ownership.confirmed(fork.fork_id)
+        if actions:  # nobody needs it any more; messages may leave in any order, so the lock need not be kept
+            with self._decisions as known:
+                known.do(actions)
+        fork.confirm()
+
+    def on_failed(self, fork: UserFork, error: Exception) -> None:
+        """The call that was to make a value has failed."""
         with self._decisions as known:
-            if error is None:
-                known.do(known.ownership.confirmed(fork.fork_id))
-            else:
-                known.do(known.ownership.fork_failed(fork.fork_id, str(error)))
-                if known.ownership.phase_of(fork.fork_id) is None:
-                    known.forks.pop(fork.fork_id, None)
-        if error is None:
-            fork.confirm()
-        else:
-            fork.end(copies_of(error))
+            known.do(known.ownership.fork_failed(fork.fork_id, str(error)))
+            if known.ownership.phase_of(fork.fork_id) is None:
+                known.forks.pop(fork.fork_id, None)
+        fork.end(copies_of(error))
 
     def watch(self, fork: UserFork) -> None:
         """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""
@@ -196,16 +206,6 @@ class References:
         lane = peer.lanes.get("calls") if peer is not None else None
         if lane is not None and not fork.is_done:
             lane.reader.ensure_watched()
-
-    def keep_early(self, fork: UserFork, value: Any) -> None:
-        """The value of a reference came with the answer to its creation; only the latest are kept."""
-        if fork.is_used or value is None:
-            return
-        fork.early = value
-        self._early.append(fork)
-        if len(self._early) > _MAX_EARLY:
-            with contextlib.suppress(IndexError):
-                self._early.popleft().early = None
 
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
         """Who may still have to make the value of a reference that is about to be used.
@@ -393,4 +393,6 @@ def here() -> References:
         NotInitialized: This process is no worker.
     """
     request = current_request()
-    return of(request.source.server.agent if request is not None else current_agent())
+    agent = request.source.server.agent if request is not None else current_agent()
+    found: References = agent.extensions[_EXTENSION]
+    return found

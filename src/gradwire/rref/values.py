@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -26,13 +27,10 @@ _SLICE_S = 0.2
 class _Awaited:
     """Something that is done at some time, once, with an error or without."""
 
-    __slots__ = ("_waiters", "error", "is_done", "rref")
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.error: Callable[[], Exception] | None = None  # makes one for everybody who is told
-        self._waiters: list[Callable[[], None]] | None = None
-        self.rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has anything
+    is_done = False
+    error: Callable[[], Exception] | None = None  # makes one for everybody who is told
+    rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has anything
+    _waiters: list[Callable[[], None]] | None = None
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Calls back when it is done; at once if it is."""
@@ -61,16 +59,12 @@ class _Awaited:
                     text = f"RPC ran for more than its time: {what} (phase: run). Pass a larger timeout"
                     raise RpcTimeout(text, worker, "run")
 
-    def _finish(self, change: Callable[[], None]) -> bool:
+    def _tell_waiters(self) -> None:
+        """It is done, and nobody can come to wait any more."""
         with _lock:
-            if self.is_done:
-                return False
-            change()
-            self.is_done = True
             waiters, self._waiters = self._waiters, None
         for callback in waiters or ():
             callback()
-        return True
 
 
 class Owned(_Awaited):
@@ -84,36 +78,34 @@ class Owned(_Awaited):
         is_freed: Whether nobody can refer to it any more.
     """
 
-    __slots__ = ("is_freed", "is_shared", "label", "num_local", "rref_id", "value")
+    value: Any = None
+    label = ""
+    is_shared = is_freed = False
 
-    def __init__(self, rref_id: int, label: str = "") -> None:
-        super().__init__()
+    def __init__(self, rref_id: int, num_local: int = 1) -> None:
         self.rref_id = rref_id
-        self.label = label
-        self.value: Any = None
-        self.num_local = 1
-        self.is_shared = self.is_freed = False
+        self.num_local = num_local
 
     def free(self) -> None:
         """Nobody refers to it any more."""
-        text = f"the value of reference {describe(self.rref_id)} was freed: nobody referred to it any more"
-        self.value, self.error = None, lambda: RRefError(text)
+        self.value, self.error = None, functools.partial(_freed, self.rref_id)
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
-
-        def change() -> None:
-            self.value = value
-
-        return self._finish(change)
+        return self._end(value, None)
 
     def fail(self, error: Callable[[], Exception]) -> bool:
         """It will never be made; False if it had an outcome already."""
+        return self._end(None, error)
 
-        def change() -> None:
-            self.error = error
-
-        return self._finish(change)
+    def _end(self, value: Any, error: Callable[[], Exception] | None) -> bool:
+        with _lock:
+            if self.is_done:
+                return False
+            self.value, self.error, self.is_done = value, error, True
+        if self._waiters is not None:
+            self._tell_waiters()
+        return True
 
     def get(self) -> Any:
         """The value, once it is done.
@@ -142,19 +134,17 @@ class UserFork(_Awaited):
         is_used: Whether the value may have changed since: the reference was passed on, or a method called.
     """
 
-    __slots__ = ("call", "early", "fork_id", "is_first", "is_used", "owner", "owner_life", "phase", "rref_id", "type_")
+    phase = ForkPhase.PENDING
+    type_: Any = None
+    call: PendingCall | None = None
+    early: Any = None
 
     def __init__(self, rref_id: int, fork_id: int, owner: WorkerInfo, owner_life: Worker, is_first: bool) -> None:
-        super().__init__()
         self.rref_id = rref_id
         self.fork_id = fork_id
         self.owner = owner
         self.owner_life = owner_life
         self.is_first = is_first
-        self.phase = ForkPhase.PENDING
-        self.type_: Any = None
-        self.call: PendingCall | None = None
-        self.early: Any = None
         self.is_used = not is_first
 
     def use(self) -> Any:
@@ -163,22 +153,23 @@ class UserFork(_Awaited):
             early, self.early, self.is_used = self.early, None, True
         return early
 
-    def confirm(self) -> bool:
+    def confirm(self) -> None:
         """The owner knows of it."""
-
-        def change() -> None:
-            self.phase = ForkPhase.CONFIRMED
-
-        return self._finish(change)
+        with _lock:
+            if self.is_done:
+                return
+            self.phase, self.is_done = ForkPhase.CONFIRMED, True
+        if self._waiters is not None:
+            self._tell_waiters()
 
     def end(self, error: Callable[[], Exception]) -> None:
         """It leads nowhere any more."""
-
-        def change() -> None:
-            self.error, self.phase, self.early = error, ForkPhase.BROKEN, None
-
-        if not self._finish(change) and self.phase is not ForkPhase.BROKEN:
-            change()
+        with _lock:
+            if self.phase is ForkPhase.BROKEN:
+                return
+            self.error, self.phase, self.early, self.is_done = error, ForkPhase.BROKEN, None, True
+        if self._waiters is not None:
+            self._tell_waiters()
 
     def check(self) -> None:
         """
@@ -189,6 +180,10 @@ class UserFork(_Awaited):
         """
         if self.error is not None:
             raise self.error()
+
+
+def _freed(rref_id: int) -> RRefError:
+    return RRefError(f"the value of reference {describe(rref_id)} was freed: nobody referred to it any more")
 
 
 def describe(rref_id: int) -> str:

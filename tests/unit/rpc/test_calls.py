@@ -26,7 +26,7 @@ def test_whoever_takes_a_call_out_ends_it() -> None:
     assert call.table is table
     assert len(table) == 1
     assert table.pop(1) is call
-    assert table.pop(1) is None
+    assert table.pop(1, None) is None
     assert len(table) == 0
 
 
@@ -46,7 +46,7 @@ def test_threads_that_race_for_calls_get_each_once() -> None:
     def take(mine: list[PendingCall]) -> None:
         gate.wait(10)
         for number in range(2000):
-            call = table.pop(number)
+            call = table.pop(number, None)
             if call is not None:
                 mine.append(call)
         mine.extend(table.pop_all())
