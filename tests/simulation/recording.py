@@ -9,10 +9,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-
-from gradwire.autograd._backward_state import Exchange
+from typing import NamedTuple
 
 Steps = Generator[None, None, None]
+
+
+class Exchange(NamedTuple):
+    """A message that one worker has recorded."""
+
+    message_id: int
+    peer: int
+    is_send: bool
 
 
 class Kind(enum.Enum):

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 
 class Mode(enum.Enum):
@@ -32,17 +34,18 @@ class Mode(enum.Enum):
     FAST = "fast"
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(Protocol):
     """A recorded message: a send (this worker sent it) or a recv (it arrived here)."""
 
-    message_id: int
-    peer: int
-    is_send: bool
+    @property
+    def message_id(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def is_send(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
+class Introduction(msgspec.Struct, frozen=True):
     """What the first message of a pass to another worker says.
 
     Attributes:
@@ -54,8 +57,7 @@ class Introduction:
     expects: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(msgspec.Struct, frozen=True):
     """Sources that must run together.
 
     Attributes:
@@ -69,24 +71,21 @@ class Component:
     has_roots: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun."""
 
     peer: int
     message_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RunComponent:
+class RunComponent(msgspec.Struct, frozen=True):
     """Run the local engine from the roots (if the component has them) and these sends."""
 
     index: int
     sends: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Everything here is done; the root must hear from these workers, too.
 
     Attributes:
@@ -107,12 +106,6 @@ class ComponentPhase(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
-
-
-@dataclass(slots=True)
-class _Progress:
-    phase: ComponentPhase = ComponentPhase.WAITING
-    nothing: set[int] = field(default_factory=set)  # sends settled without a gradient
 
 
 class BackwardState:
@@ -149,7 +142,8 @@ class BackwardState:
             self._youngest[exchange.peer] = exchange.is_send
         self._unsettled = dict.fromkeys(self._sends)
         self._unfired = dict.fromkeys(self._recvs)
-        self._progress = [_Progress() for _ in components]
+        self._phases = [ComponentPhase.WAITING] * len(components)
+        self._nothing: dict[int, set[int]] = {}  # by component: sends settled without a gradient
         self._component_of = {send: index for index, item in enumerate(components) for send in item.sends}
         self._num_open = len(components)
         self._told: set[int] = set()
@@ -183,16 +177,15 @@ class BackwardState:
         """A message of the pass arrived: for each message id, whether it brings a gradient. Repeats do no harm."""
         actions: list[Action] = []
         self._heard.add(peer)
-        verdicts: dict[int, bool] = {}
         if introduction is not None:
             has = set(introduction.has)
-            verdicts = {send: False for send, to in self._sends.items() if to == peer and send not in has}
+            missed = {send: False for send, to in self._sends.items() if to == peer and send not in has}
             unknown = tuple(send for send in introduction.expects if send not in self._recvs)
             if unknown:
                 self._told.add(peer)
                 actions.append(Tell(peer, unknown))
-        verdicts.update(settled)
-        self._settle(verdicts, actions)
+            settled = {**missed, **settled}
+        self._settle(settled, actions)
         return self._and_report(actions)
 
     def recv_fired(self, recv: int) -> None:
@@ -235,6 +228,11 @@ class BackwardState:
         """Whether a recv of this pass has fired, or is not part of it."""
         return recv not in self._unfired
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing is left but the end of what runs: no message to come, and none to be sent but the report."""
+        return not (self._unsettled or self._unfired)
+
     def has_lost(self, peer: int) -> bool:
         """Whether a worker is done without: nothing is asked of it, and what it has to say was settled."""
         return peer in self._lost
@@ -265,7 +263,7 @@ class BackwardState:
     @property
     def phases(self) -> tuple[ComponentPhase, ...]:
         """Where each component is."""
-        return tuple(item.phase for item in self._progress)
+        return tuple(self._phases)
 
     def __repr__(self) -> str:
         phases = ", ".join(phase.value for phase in self.phases)
@@ -293,34 +291,35 @@ class BackwardState:
                 continue  # a repeat, or made after this worker joined: it can have no part in the loss
             index = self._component_of[send]
             if not has_gradient:
-                self._progress[index].nothing.add(send)
+                self._nothing.setdefault(index, set()).add(send)
             touched[index] = None
         for index in touched:
             self._review(index, actions)
 
     def _review(self, index: int, actions: list[Action]) -> None:
         """Something changed for a component: may it run, need it not run at all, are some of its recvs cut off?"""
-        component, progress = self._components[index], self._progress[index]
-        if progress.phase is not ComponentPhase.WAITING:
+        if self._phases[index] is not ComponentPhase.WAITING:
             return  # the run picks up by itself what is settled later
-        live = [send for send in component.sends if send not in progress.nothing]
-        if not live and not component.has_roots:
-            self._finish(index, actions)
-            return
-        if progress.nothing:
+        component = self._components[index]
+        live, nothing = component.sends, self._nothing.get(index)
+        if nothing:
+            live = tuple(send for send in component.sends if send not in nothing)
+            if not live and not component.has_roots:
+                self._finish(index, actions)
+                return
             reached = self._reached_by(index, live)
             self._answer_nothing((recv for recv in component.recvs if recv not in reached), actions)
-            if progress.phase is not ComponentPhase.WAITING:
+            if self._phases[index] is not ComponentPhase.WAITING:
                 return  # one of those was a message to itself, whose send is in this very component: decided meanwhile
-            live = [send for send in live if send not in progress.nothing]
+            live = tuple(send for send in live if send not in nothing)
         if component.has_roots or live[-1] not in self._unsettled:
-            progress.phase = ComponentPhase.RUNNING
-            actions.append(RunComponent(index, tuple(live)))
+            self._phases[index] = ComponentPhase.RUNNING
+            actions.append(RunComponent(index, live))
 
     def _finish(self, index: int, actions: list[Action]) -> None:
-        if self._progress[index].phase is ComponentPhase.DONE:
+        if self._phases[index] is ComponentPhase.DONE:
             return
-        self._progress[index].phase = ComponentPhase.DONE
+        self._phases[index] = ComponentPhase.DONE
         self._num_open -= 1
         self._answer_nothing(self._components[index].recvs, actions)
 

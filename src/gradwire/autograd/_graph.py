@@ -46,6 +46,8 @@ class LocalGraph:
             self._walk(source)
         self.components: list[Component] = []
         self.leaves: list[list[torch.Tensor]] = []
+        self.direct: list[list[torch.Tensor] | None] = []
+        self._component_of: dict[int, int] = {}  # by the first of its sources
         self._collect()
 
     def _walk(self, source: int) -> None:
@@ -86,32 +88,30 @@ class LocalGraph:
 
     def _collect(self) -> None:
         groups: dict[int, list[int]] = {}
-        for source in range(len(self._starts)):
-            if source != _ROOTS or self._starts[_ROOTS]:
-                groups.setdefault(self._find(source), []).append(source)
-        self.direct = [self._leaves_behind(sources) for sources in groups.values()]
-        self._component_of = {head: index for index, head in enumerate(groups)}
-        for sources in groups.values():
-            leaves: dict[int, torch.Tensor] = {}
-            for source in sources:
+        for source in range(0 if self._starts[_ROOTS] else 1, len(self._starts)):
+            groups.setdefault(self._find(source), []).append(source)
+        for head, sources in groups.items():
+            self._component_of[head] = len(self.components)
+            leaves, recvs = self._leaves[head], self._recvs[head]
+            for source in sources[1:]:
                 leaves.update(self._leaves[source])
+                recvs += self._recvs[source]
+            has_roots = head == _ROOTS
+            sends = tuple([self._send_ids[source - 1] for source in (sources[1:] if has_roots else sources)])
+            self.components.append(Component(sends, frozenset(recvs), has_roots))
             self.leaves.append(list(leaves.values()))
-            self.components.append(
-                Component(
-                    tuple(self._send_ids[source - 1] for source in sources if source != _ROOTS),
-                    frozenset(recv for source in sources for recv in self._recvs[source]),
-                    _ROOTS in sources,
-                )
-            )
+            is_one_send = len(sources) == 1 and not has_roots
+            self.direct.append(self._leaves_behind(self._starts[head][0]) if is_one_send else None)
 
-    def _leaves_behind(self, sources: Sequence[int]) -> list[torch.Tensor] | None:
-        """For a component that is one send of leaves without hooks, those leaves: there is nothing to run for it."""
-        if len(sources) != 1 or sources[0] == _ROOTS:
-            return None
-        nodes = [node for node, _ in self._starts[sources[0]][0].next_functions]
-        if any(type(node) is not AccumulateGrad or has_hooks(node.variable) for node in nodes):
-            return None
-        return [node.variable for node in nodes]
+    @staticmethod
+    def _leaves_behind(send: Node) -> list[torch.Tensor] | None:
+        """Of a send of nothing but leaves without hooks, those leaves: there is nothing to run for it."""
+        found = []
+        for node, _ in send.next_functions:
+            if type(node) is not AccumulateGrad or has_hooks(node.variable):
+                return None
+            found.append(node.variable)
+        return found
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the wanted tensors that a component reaches, each once."""

@@ -19,37 +19,33 @@ class Termination:
     """
 
     def __init__(self, root: int) -> None:
-        self._reports: dict[int, frozenset[int]] = {}
+        self._participants = {root}
+        self._reported: set[int] = set()
         self._absent: set[int] = set()
-        self._root = root
 
     def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
         """A participant is done; whether everybody is, and the pass is right. Repeats do no harm."""
-        self._reports.setdefault(worker, frozenset(peers))
+        if worker not in self._reported:
+            self._reported.add(worker)
+            self._participants.add(worker)
+            self._participants.update(peers)
         self._absent.update(absent)
         return not self.missing and not self.mistaken
 
     @property
     def participants(self) -> frozenset[int]:
         """Everybody known to take part: those who have reported, too, that nobody has named yet."""
-        seen = {self._root, *self._reports}
-        todo = list(seen)
-        while todo:
-            for peer in self._reports.get(todo.pop(), ()):
-                if peer not in seen:
-                    seen.add(peer)
-                    todo.append(peer)
-        return frozenset(seen)
+        return frozenset(self._participants)
 
     @property
-    def mistaken(self) -> frozenset[int]:
+    def mistaken(self) -> set[int]:
         """Lost workers that somebody took to have no part, while others had to do with them: the pass must fail."""
-        return self.participants & self._absent
+        return self._participants & self._absent
 
     @property
-    def missing(self) -> frozenset[int]:
+    def missing(self) -> set[int]:
         """Those who have not reported yet."""
-        return self.participants - self._reports.keys()
+        return self._participants - self._reported
 
 
 class WaitingSend(msgspec.Struct, frozen=True):

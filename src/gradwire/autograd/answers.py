@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
+from gradwire.autograd.context import RESULT, DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.messages import NO_ID, GradientItem
 from gradwire.errors import AutogradError
 from gradwire.types import WorkerInfo
 
-_NO_SITE = CallSite(None, 0)
-
 
 def pack_answer(
     context: DistAutogradContext, recv: RecordedRecv, gradients: Gradients, recorded_id: int = NO_ID
 ) -> tuple[GradientItem, list[torch.Tensor]]:
-    """The gradients of a recv, at least one of them defined; recorded as a send of their own under that id, if given."""
+    """The gradients of a recv, if any are defined; recorded as a send of their own under that id, if given."""
     present = [gradient for gradient in gradients if gradient is not None]
-    defined = tuple(gradient is not None for gradient in gradients)
+    if not present:
+        return GradientItem(recv.message_id), present
+    if len(present) == len(gradients):
+        defined = (True,) * len(present)
+    else:
+        defined = tuple([gradient is not None for gradient in gradients])
     recorded: tuple[int, ...] = ()
     if recorded_id != NO_ID:
         recorded = tuple(number for number, gradient in enumerate(present) if gradient.requires_grad)
         if recorded:
             chosen = [present[number] for number in recorded]
-            context.record_send(recorded_id, recv.peer, f"the gradient of {recv.function}", chosen, _NO_SITE)
+            context.record_send(recorded_id, recv.peer, f"the gradient of {recv.function}", chosen, RESULT)
         else:
             recorded_id = NO_ID
     item = GradientItem(recv.message_id, defined, recorded_id, recorded)
-    return item, [gradient.detach() for gradient in present]
+    return item, [gradient.detach() if gradient.requires_grad else gradient for gradient in present]
 
 
 def unpack_answers(

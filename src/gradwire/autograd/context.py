@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
 
-from gradwire.autograd._backward_state import Exchange
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.errors import AutogradError, UnknownContext
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.guards import Group, Guarded
     from gradwire.autograd.passes import BackwardPass
 
-_PACKAGE = "gradwire"
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class CallSite(msgspec.Struct, frozen=True):
@@ -31,20 +30,20 @@ class CallSite(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.code is None:
-            return "unknown line"
-        return f"{PurePath(self.code.co_filename).name}:{self.line}, in {self.code.co_name}"
+            return "its result"
+        return f"{os.path.basename(self.code.co_filename)}:{self.line}, in {self.code.co_name}"
+
+
+RESULT = CallSite(None, 0)
+"""What a function returned was sent by no line of anybody's code."""
 
 
 def find_call_site() -> CallSite:
     """The innermost line outside of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
-            return CallSite(frame.f_code, frame.f_lineno)
-        if frame.f_back is None:
-            break
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return CallSite(None, 0)
+    return CallSite(frame.f_code, frame.f_lineno) if frame is not None else RESULT
 
 
 class RecordedSend:
@@ -58,6 +57,7 @@ class RecordedSend:
     """
 
     __slots__ = ("_metadata", "function", "message_id", "output", "peer", "site")
+    is_send = True
 
     def __init__(
         self, message_id: int, peer: int, function: str, site: CallSite, tensors: Sequence[torch.Tensor]
@@ -113,6 +113,7 @@ class RecordedRecv(msgspec.Struct, frozen=True):
     peer: int
     function: str
     node: Any
+    is_send: ClassVar[bool] = False
 
 
 class DistAutogradContext:
@@ -132,7 +133,7 @@ class DistAutogradContext:
         self.changed = threading.Condition(self.lock)  # told when a pass is decided or the context released
         self.sends: dict[int, RecordedSend] = {}
         self.recvs: dict[int, RecordedRecv] = {}
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[RecordedSend | RecordedRecv] = []  # in the order in which they were made
         self.known_workers: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, BackwardPass] = {}
@@ -151,11 +152,11 @@ class DistAutogradContext:
     def record_send(
         self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
     ) -> None:
-        """Records tensors that leave in a message."""
+        """Records tensors that leave in a message; the site is the caller's line unless given."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
         with self.lock:
             self.sends[message_id] = send
-            self.exchanges.append(Exchange(message_id, peer, is_send=True))
+            self.exchanges.append(send)
             self.known_workers.add(peer)
 
     def record_recv(
@@ -163,9 +164,10 @@ class DistAutogradContext:
     ) -> tuple[torch.Tensor, ...]:
         """Records tensors that arrived in a message; returns those to use in their place."""
         outputs = make_recv(self.context_id, message_id, tensors)
+        recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn)
         with self.lock:
-            self.recvs[message_id] = RecordedRecv(message_id, peer, function, outputs[0].grad_fn)
-            self.exchanges.append(Exchange(message_id, peer, is_send=False))
+            self.recvs[message_id] = recv
+            self.exchanges.append(recv)
             self.known_workers.add(peer)
         return outputs
 

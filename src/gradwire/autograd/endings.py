@@ -146,7 +146,7 @@ class Endings:
                 return False
             if current.is_undecided and not has_last_word:
                 return False
-            current.phase, current.error = phase, error
+            current.phase, current.error, current.is_over = phase, error, True
             if phase is PassPhase.COMMITTED and current.joins_context and not context.released:
                 with torch.set_grad_enabled(current.options.create_graph):
                     for leaf, gradient in current.gradients.items():
@@ -156,8 +156,7 @@ class Endings:
             context.passes.pop(current.pass_id, None)
             context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
             context.changed.notify_all()
-            current.settled.notify_all()
-            current.ended.notify_all()
+            current.wake()
         return True
 
     def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:

@@ -150,32 +150,37 @@ class DistEngine:
         for action in actions:
             if isinstance(action, Tell):
                 items = tuple(GradientItem(message_id) for message_id in action.message_ids)
-                self._attempt(current, "telling others", functools.partial(self._post, current, action.peer, items))
+                self._attempt(current, "telling others", self._post, action.peer, items)
             elif isinstance(action, RunComponent):
                 runs.append(action)
             else:
-                self._report(current, action)
+                self._attempt(current, "reporting to the root", self._report, action)
         for run in runs[1:]:  # components run side by side
             self._agent.reactor.run_soon(functools.partial(self._run, current, run))
         if runs:
             self._run(current, runs[0])
 
     def _run(self, current: BackwardPass, action: RunComponent) -> None:
-        def run() -> None:
-            current.run(action)
-            with current.lock:
-                if current.is_over:
-                    return
-                actions = current.state.component_finished(action.index)
-                current.wake_gates()  # a message to oneself that has no gradient is settled without one
+        self._attempt(current, "running the local backward", self._run_component, action)
+
+    def _run_component(self, current: BackwardPass, action: RunComponent) -> None:
+        current.run(action)
+        with current.lock:
+            if current.is_over:
+                return
+            actions = current.state.component_finished(action.index)
+            current.wake_gates()  # a message to oneself that has no gradient is settled without one
+            lane, current.lane_to_flush = current.lane_to_flush, None
+        try:
             self._perform(current, actions)
+        finally:
+            if lane is not None:
+                self._agent.notices.flush(lane, current.deadline)
 
-        self._attempt(current, "running the local backward", run)
-
-    def _attempt(self, current: BackwardPass, operation: str, step: Callable[[], None]) -> None:
+    def _attempt(self, current: BackwardPass, operation: str, step: Callable[..., None], *args: Any) -> None:
         """Does something for a pass; what goes wrong ends the pass."""
         try:
-            step()
+            step(current, *args)
         except PassDropped:
             pass
         except BaseException as error:  # SystemExit, too, must not leave anybody waiting
@@ -183,20 +188,20 @@ class DistEngine:
             if isinstance(error, KeyboardInterrupt):
                 raise
 
-    def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients) -> None:
+    def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients, is_last: bool) -> None:
         """A recv was reached by the local engine."""
-        with current.lock:
-            has_lost = current.state.has_lost(recv.peer)
-        if all(gradient is None for gradient in gradients):
+        has_lost = current.state.has_lost(recv.peer)
+        recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
+        item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
+        if not tensors:
             if not has_lost and recv.peer not in self.lost:
-                self._post(current, recv.peer, (GradientItem(recv.message_id),))
+                self._post(current, recv.peer, (item,))
             return
         if has_lost:  # even if it lives after all: what it would send back was settled without it
             peer = self._agent.peers.peer(self.prober.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
-        recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
-        item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
-        self._post(current, recv.peer, (item,), tensors)
+        # The report is about to follow; if it goes the same way, the two travel together.
+        self._post(current, recv.peer, (item,), tensors, hold_back=is_last and recv.peer == creator_of(current.pass_id))
 
     def _post(
         self,
@@ -204,6 +209,8 @@ class DistEngine:
         peer: int,
         items: tuple[GradientItem, ...],
         tensors: Sequence[torch.Tensor] = (),
+        *,
+        hold_back: bool = False,
     ) -> None:
         with current.lock:
             if current.is_over:
@@ -212,38 +219,33 @@ class DistEngine:
             if peer not in current.introduced:
                 current.introduced.add(peer)
                 introduction = current.state.introduction_to(peer)
-            current.counters.num_sent += 1
+            current.num_sent += 1
             if peer != self._own:
                 current.last_peer = peer
-        note = PropagateGradients(
-            current.context.context_id,
-            current.pass_id,
-            current.options,
-            items,
-            (introduction.has, introduction.expects) if introduction is not None else None,
-        )
+        opening = (introduction.has, introduction.expects) if introduction is not None else None
+        note = PropagateGradients(current.context.context_id, current.pass_id, current.options, items, opening)
         if peer == self._own:
             # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
             values = [tensor.clone() for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
+            to, deadline = self.prober.name_of(peer), current.deadline
+            lane = self._agent.notices.send(to, "autograd.propagate", note, tensors, deadline, hold_back=hold_back)
+            if hold_back:
+                current.lane_to_flush = lane
 
     def _report(self, current: BackwardPass, report: Report) -> None:
-        def step() -> None:
-            current.run_hooks()
-            with current.lock:
-                if current.is_over:
-                    return
-                current.phase = PassPhase.DONE
-            root = creator_of(current.pass_id)
-            if root == self._own:
-                self._take_report(current, self._own, report)
-            else:
-                note = ReportDone(current.context.context_id, current.pass_id, report.peers, report.absent)
-                self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
-
-        self._attempt(current, "reporting to the root", step)
+        current.run_hooks()
+        with current.lock:
+            if current.is_over:
+                return
+            current.phase = PassPhase.DONE
+        root = creator_of(current.pass_id)
+        if root == self._own:
+            self._take_report(current, self._own, report)
+        else:
+            note = ReportDone(current.context.context_id, current.pass_id, report.peers, report.absent)
+            self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
 
     # -- what arrives ----------------------------------------------------------------------------------------------------
 
@@ -253,27 +255,26 @@ class DistEngine:
             return
         self.heard_of(sender)
         current = self._find_or_join(message, sender)
-        if current is None:
-            return
+        if current is not None:
+            self._attempt(current, f"taking gradients from {sender.name}", self._take, sender, message, tensors)
 
-        def step() -> None:
-            answers = unpack_answers(current.context, sender, message.items, tensors)
-            with current.lock:
-                if current.is_over:
-                    return
-                actions = [] if current.is_joined else current.join((sender.id,), self.lost)
-                current.counters.num_received += 1
-                settled = {
-                    message_id: gradients is not None
-                    for message_id, gradients in answers.items()
-                    if current.accept(message_id, sender.id, gradients)
-                }
-                introduction = Introduction(*message.introduction) if message.introduction is not None else None
-                actions += current.state.message_received(sender.id, introduction, settled)
-                current.wake_gates()
-            self._perform(current, actions)
-
-        self._attempt(current, f"taking gradients from {sender.name}", step)
+    def _take(
+        self, current: BackwardPass, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]
+    ) -> None:
+        answers = unpack_answers(current.context, sender, message.items, tensors)
+        with current.lock:
+            if current.is_over:
+                return
+            actions = [] if current.is_joined else current.join((sender.id,), self.lost)
+            current.num_received += 1
+            settled = {}
+            for message_id, gradients in answers.items():
+                if current.accept(message_id, sender.id, gradients):
+                    settled[message_id] = gradients is not None
+            introduction = Introduction(*message.introduction) if message.introduction is not None else None
+            actions += current.state.message_received(sender.id, introduction, settled)
+            current.wake_gates()
+        self._perform(current, actions)
 
     def _find_or_join(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
         """The pass a message belongs to, begun here if need be; None if it is over."""

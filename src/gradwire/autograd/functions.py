@@ -68,7 +68,7 @@ class SendFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.message_id = message_id
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False  # what set_materialize_grads does
         return torch.empty(0)
 
     @staticmethod
@@ -85,7 +85,7 @@ class RecvFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.context_id = context_id
         ctx.message_id = message_id
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tuple(tensors)
 
     @staticmethod
@@ -143,7 +143,8 @@ def make_recv(context_id: int, message_id: int, tensors: Sequence[torch.Tensor])
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_recv(context_id, message_id, tensors)
-    plain = [tensor.detach() for tensor in tensors]  # no parameters, and no leaves that require grad
+    # No parameters, and no leaves that require grad.
+    plain = [tensor.requires_grad_(False) if type(tensor) is torch.Tensor else tensor.detach() for tensor in tensors]
     outputs: tuple[torch.Tensor, ...] = _apply_recv(ANCHOR, context_id, message_id, plain)
     return outputs
 

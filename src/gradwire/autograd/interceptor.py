@@ -10,6 +10,7 @@ import torch
 
 from gradwire.autograd import ambient, anomalies, sharing
 from gradwire.autograd.container import DistAutogradContainer
+from gradwire.autograd.context import RESULT
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall
 from gradwire.errors import DecodeError, UnknownContext
@@ -59,7 +60,8 @@ class AutogradInterceptor(Interceptor):
         message_id = NO_ID
         if recorded:
             message_id = self._container.new_message_id()
-            context.record_send(message_id, peer, envelope.function, recorded)
+            site = RESULT if envelope.kind == "reply" else None
+            context.record_send(message_id, peer, envelope.function, recorded, site)
         elif envelope.kind == "reply":
             return None
         return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())

@@ -10,10 +10,11 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from gradwire.autograd import anomalies, guards
 from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode, RunComponent
@@ -30,6 +31,7 @@ from gradwire.rpc.incoming import while_waiting
 
 if TYPE_CHECKING:
     from gradwire.autograd.watching import Watch
+    from gradwire.rpc.peers import OpenLane
 
 _HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handle; nobody reads it
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
@@ -68,13 +70,7 @@ class Roots:
     follow_up: FollowUp | None = None
 
 
-@dataclass(slots=True)
-class Counters:
-    """For the stall probe."""
-
-    num_sent: int = 0
-    num_received: int = 0
-    gates: set[int] = field(default_factory=set)  # sends that a run stands still for
+_NO_ROOTS = Roots()
 
 
 class BackwardPass:
@@ -85,7 +81,7 @@ class BackwardPass:
         pass_id: Carries the root's rank.
         context: Whose pass it is; its lock is held by the caller.
         options: What the root asked for.
-        fire: Called with a recv that was reached, and its gradients.
+        fire: Called with a recv that was reached, its gradients, and whether the report is all that will follow.
         make_watch: Makes what looks after the pass while somebody waits.
         roots: On the root only.
     """
@@ -96,7 +92,7 @@ class BackwardPass:
         pass_id: int,
         context: DistAutogradContext,
         options: PassOptions,
-        fire: Callable[[BackwardPass, RecordedRecv, Gradients], None],
+        fire: Callable[[BackwardPass, RecordedRecv, Gradients, bool], None],
         make_watch: Callable[[BackwardPass], Watch],
         roots: Roots | None = None,
     ) -> None:
@@ -105,11 +101,11 @@ class BackwardPass:
         self.context = context
         self.options = options
         self._fire = fire
-        self._roots = roots or Roots()
+        self._roots = roots or _NO_ROOTS
         self.lock = threading.Lock()  # guards everything below
-        self.settled = threading.Condition(self.lock)  # told when a send is settled that a run stands still for
-        self.ended = threading.Condition(self.lock)  # told when the pass is decided
+        self._moved: threading.Condition | None = None  # made by who waits, for its gate or for the end
         self.phase = PassPhase.RUNNING
+        self.is_over = False
         self.deadline = time.monotonic() + options.timeout_s
         self.sends: dict[int, RecordedSend] = dict(context.sends)
         self.recvs: dict[int, RecordedRecv] = dict(context.recvs)
@@ -118,7 +114,9 @@ class BackwardPass:
         self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}
         self._arrived: dict[int, Gradients] = {}
-        self.counters = Counters()
+        self.lane_to_flush: OpenLane | None = None  # the last gradient waits there for the report
+        self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
+        self.gates: set[int] = set()  # sends that a run stands still for
         self.termination = Termination(own) if roots is not None else None
         self.error: BaseException | None = None
         self.graph: LocalGraph
@@ -143,11 +141,6 @@ class BackwardPass:
     def follow_up(self) -> FollowUp | None:
         """What follows the pass, if that is known here."""
         return self._roots.follow_up
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was decided."""
-        return self.phase in (PassPhase.COMMITTED, PassPhase.ABORTED)
 
     @property
     def is_open(self) -> bool:
@@ -207,18 +200,33 @@ class BackwardPass:
             self._take_directly(direct, action)
             return
         component, roots = self.graph.components[action.index], self._roots
-        with self.lock:
-            waiting = [send for send in action.sends if not self.state.is_settled(send)]
-            ready = [send for send in action.sends if send not in waiting]
-        outputs = [self.sends[send].output for send in ready]
+        outputs: list[torch.Tensor | GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        waiting = [(send, self.sends[send].output) for send in action.sends if not self.state.is_settled(send)]
         if waiting:
+            # The nodes of all sends take part: a recv that none of their gradients reaches must not wait for the gates.
             self.graph.make_room_below()
-            outputs.append(make_gates([(send, self.sends[send].output) for send in waiting]))
-        gradients: list[torch.Tensor] = [_HANDLE_GRADIENT] * len(outputs)
+            known = {send for send, _ in waiting}
+            outputs += [self.sends[send].output for send in action.sends if send not in known]
+            outputs.append(make_gates(waiting))
+            gradients += [_HANDLE_GRADIENT] * len(outputs)
+        else:
+            for send in action.sends:
+                self._add_settled(send, outputs, gradients)
         if component.has_roots:
             outputs += roots.tensors
             gradients += roots.gradients
         self._run_engine(outputs, gradients, self._inputs_of(action.index))
+
+    def _add_settled(
+        self, send: int, outputs: list[torch.Tensor | GradientEdge], gradients: list[torch.Tensor]
+    ) -> None:
+        """What came for a send goes straight to where its tensors came from: its node has nothing to do."""
+        edges: Any = self.sends[send].output.grad_fn.next_functions  # type: ignore[union-attr]
+        for (node, number), gradient in zip(edges, self.gradients_of(send), strict=True):
+            if gradient is not None:
+                outputs.append(GradientEdge(node, number))
+                gradients.append(gradient)
 
     def _take_directly(self, leaves: Sequence[torch.Tensor], action: RunComponent) -> None:
         """What came for a send of leaves is their gradient."""
@@ -240,7 +248,10 @@ class BackwardPass:
         return [] if self.options.skips_leaves else leaves
 
     def _run_engine(
-        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: list[torch.Tensor]
+        self,
+        outputs: Sequence[torch.Tensor | GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        inputs: list[torch.Tensor],
     ) -> None:
         options = self.options
         with running(self), anomalies.detecting(options.detects_anomalies), self._saving():
@@ -280,7 +291,8 @@ class BackwardPass:
             if self.state.has_fired(message_id):
                 return
             self.state.recv_fired(message_id)
-        self._fire(self, recv, gradients)
+            is_last = self.state.is_ending
+        self._fire(self, recv, gradients, is_last)
 
     def gradients_of(self, message_id: int) -> Gradients:
         """What came for a send; all None if it was settled with nothing."""
@@ -295,24 +307,29 @@ class BackwardPass:
         with self.lock:
             if not self.is_over and self.state.is_settled(message_id):
                 return
-            self.counters.gates.add(message_id)
+            self.gates.add(message_id)
         try:
-            if not self._wait_until(lambda: self.state.is_settled(message_id), self.settled):
+            if not self._wait_until(lambda: self.state.is_settled(message_id)):
                 raise PassDropped
         finally:
             with self.lock:
-                self.counters.gates.discard(message_id)
+                self.gates.discard(message_id)
 
     def wake_gates(self) -> None:
         """Something was settled; under `lock`. Nobody is woken for nothing: that costs more than a small run."""
-        if self.counters.gates:
-            self.settled.notify_all()
+        if self.gates:
+            self.wake()
+
+    def wake(self) -> None:
+        """Something happened that threads here wait for; under `lock`."""
+        if self._moved is not None:
+            self._moved.notify_all()
 
     def wait_over(self) -> None:
         """Blocks until the pass is decided."""
-        self._wait_until(lambda: False, self.ended)
+        self._wait_until(lambda: False)
 
-    def _wait_until(self, is_true: Callable[[], bool], told: threading.Condition) -> bool:
+    def _wait_until(self, is_true: Callable[[], bool]) -> bool:
         """Blocks, and looks after the pass meanwhile; False if the pass is over. The condition is asked under `lock`."""
         with while_waiting():
             while True:
@@ -322,7 +339,8 @@ class BackwardPass:
                     pass
                 with self.lock:
                     if not self.is_over and not is_true():
-                        told.wait(watch.pause_s())
+                        self._moved = self._moved or threading.Condition(self.lock)
+                        self._moved.wait(watch.pause_s())
                     if self.is_over:
                         self._watch = None  # it holds the pass: the two would stay until the garbage collector comes
                         return False
@@ -340,7 +358,7 @@ class BackwardPass:
     def forget(self) -> None:
         """Drops what the pass held; under `lock`."""
         self._arrived.clear()
-        self._roots = Roots()
+        self._roots = _NO_ROOTS
         self._watch = self.error = None  # both lead back to the pass
         self.gradients = {}
         if self.is_joined:
@@ -351,7 +369,7 @@ class BackwardPass:
     @property
     def _num_running(self) -> int:
         """Runs that do not stand still; one that has not begun yet, or whose gate is open, waits only for its thread."""
-        num_standing = sum(not self.state.is_settled(gate) for gate in self.counters.gates)
+        num_standing = sum(not self.state.is_settled(gate) for gate in self.gates)
         return self.state.phases.count(ComponentPhase.RUNNING) - num_standing
 
     def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
@@ -359,11 +377,10 @@ class BackwardPass:
         with self.lock:
             if not self.is_joined:
                 return PassSnapshot(worker)
-            counters = self.counters
             waiting = []
             for message_id in self.state.unsettled:
                 send = self.sends[message_id]
-                is_gate = message_id in counters.gates
+                is_gate = message_id in self.gates
                 waiting.append(
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
@@ -372,8 +389,8 @@ class BackwardPass:
                 not self.is_over,
                 self.state.has_reported,
                 self._num_running,
-                counters.num_sent,
-                counters.num_received,
+                self.num_sent,
+                self.num_received,
                 tuple(waiting),
                 self.state.peers,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -11,7 +12,6 @@ from gradwire.autograd._backward_state import (
     BackwardState,
     Component,
     ComponentPhase,
-    Exchange,
     Introduction,
     Mode,
     Report,
@@ -20,6 +20,12 @@ from gradwire.autograd._backward_state import (
 )
 
 OWN, B, C = 0, 1, 2
+
+
+class Exchange(NamedTuple):
+    message_id: int
+    peer: int
+    is_send: bool
 
 
 def sent(message_id: int, peer: int = B) -> Exchange:

@@ -60,7 +60,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
         thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
         thread.start()
         assert entered.wait(10)
-        wait_until(lambda: bool(pass_of(trio[0], ctx).counters.gates) == is_gated, 20.0, "that a stands at its gate")
+        wait_until(lambda: bool(pass_of(trio[0], ctx).gates) == is_gated, 20.0, "that a stands at its gate")
         explanation = ctx.explain()
         gate.set()
         thread.join(20)
