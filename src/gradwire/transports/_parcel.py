@@ -75,7 +75,7 @@ class Parcel:
             self.descriptors.append(lease.fd)
         num_announced = self._num_announced + lease.num_bytes
         # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
-        address = tensors.address_of(part) if num_announced <= _ANNOUNCED_BYTES else 0
+        address = tensors.address_of(part) if num_announced <= _ANNOUNCED_BYTES and part.is_contiguous() else 0
         if address:
             self._num_announced = num_announced
             self._owners.append(part)

@@ -58,13 +58,7 @@ class Memory(NamedTuple):
 
 def plan(message: Call | Reply) -> list[Segment]:
     """Size and place of every dense part, in order."""
-    segments: list[Segment] = []
-    for meta in message.tensors:
-        if meta.layout or meta.device:
-            segments += [(part.num_bytes, part.slot) for part in iter_parts(meta)]
-        else:
-            segments.append((meta.num_bytes, meta.slot))
-    return segments
+    return [(part.num_bytes, part.slot) for meta in message.tensors for part in iter_parts(meta)]
 
 
 def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offset: int, memory: Memory) -> Frame:
@@ -75,17 +69,19 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
     if not message.tensors:
         return Frame(message, body, buffers)
     map_slot = memory.map_slot
-    for num_bytes, slot in plan(message):
-        if slot is not None:
-            if map_slot is None:
-                raise DecodeError(_NO_SLOTS)
-            buffers.append(map_slot(slot, num_bytes))
-            continue
-        if num_bytes < _SMALL_BYTES:
-            buffers.append(bytearray(data[end : end + num_bytes]))
-        else:
-            buffers.append(memory.copy(data, end, num_bytes))
-        end += num_bytes
+    for meta in message.tensors:
+        for part in iter_parts(meta) if meta.layout or meta.device else (meta,):
+            num_bytes, slot = part.num_bytes, part.slot
+            if slot is not None:
+                if map_slot is None:
+                    raise DecodeError(_NO_SLOTS)
+                buffers.append(map_slot(slot, num_bytes))
+                continue
+            if num_bytes < _SMALL_BYTES:
+                buffers.append(bytearray(data[end : end + num_bytes]))
+            else:
+                buffers.append(memory.copy(data, end, num_bytes))
+            end += num_bytes
     return Frame(message, body, buffers)
 
 

@@ -168,29 +168,25 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     num_bytes = owner.nbytes
     if num_bytes == 0:
         return memoryview(b""), owner
-    address = _address_of(owner)
+    address = address_of(owner)
     if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
         owner = owner.clone()
-        address = _address_of(owner)
+        address = address_of(owner)
     if num_bytes <= _COPY_UP_TO:
         return _copy_at(address, num_bytes), owner
     return _memory_at(address, num_bytes, _PyBUF_READ), owner
 
 
-def _address_of(part: torch.Tensor) -> int:
-    try:
-        return part.data_ptr()
-    except RuntimeError as error:
-        raise CannotSend(f"this tensor cannot be sent: {error}") from error
-
-
 def address_of(part: torch.Tensor) -> int:
-    """Where the bytes of a dense part lie in a row, or 0 if they do not.
+    """Where the bytes of a contiguous part begin; 0 for zeros that were never written down.
 
     Raises:
         CannotSend: The part has no memory of its own.
     """
-    return _address_of(part) if part.is_contiguous() else 0
+    try:
+        return part.data_ptr()
+    except RuntimeError as error:
+        raise CannotSend(f"this tensor cannot be sent: {error}") from error
 
 
 def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
@@ -203,7 +199,7 @@ def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
     if target.nbytes != num_bytes:
         raise ValueError(f"copy_into: the part has {num_bytes} bytes and the target {target.nbytes}")
     if 0 < num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous():
-        address = _address_of(part)
+        address = address_of(part)
         if address:
             ctypes.memmove(target.data_ptr(), address, num_bytes)  # a third of what two views and a copy cost
             return
