@@ -87,6 +87,7 @@ class Change:
         self._groups = [*groups, everything]
         self._own = groups
         self._everything = everything
+        self._is_under_way = False
 
     def wait(self) -> None:
         """The step wants to begin."""
@@ -100,13 +101,19 @@ class Change:
 
     def begin(self) -> bool:
         """Begins, if nobody is in the way."""
-        if self._everything.num_readers or any(group.num_readers or group.num_changers for group in self._own):
+        if self._everything.num_readers:
             return False
+        for group in self._own:
+            if group.num_readers or group.num_changers:
+                return False
+        self._is_under_way = True
         for group in self._groups:
             group.num_changers += 1
         return True
 
     def end(self) -> None:
-        """The step is over."""
-        for group in self._groups:
-            group.num_changers -= 1
+        """The step is over, if it has begun."""
+        if self._is_under_way:
+            self._is_under_way = False
+            for group in self._groups:
+                group.num_changers -= 1

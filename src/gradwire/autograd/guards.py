@@ -13,7 +13,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +24,10 @@ from gradwire.errors import ConfigurationError
 
 Mode = Literal["snapshot", "serialize", "hogwild"]
 
-changed = threading.Condition()  # guards the tables below, all Turns and all users; told when somebody may go on
+_MODES = get_args(Mode)
+
+lock = threading.RLock()  # guards the tables below, all Turns and all users
+changed = threading.Condition(lock)  # told when somebody may go on
 _guarded: dict[int, Guarded] = {}  # by id of the parameter
 _by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
 _gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
@@ -79,14 +82,15 @@ class Guarded:
     Attributes:
         group: What it was guarded with.
         cell: Its memory.
-        users: Contexts on this worker that have used it and have not stepped since.
+        users: Contexts on this worker that have used its memory and have not stepped since. The list is replaced, never
+            changed, so it may be looked at without the lock.
     """
 
     __slots__ = ("_address", "_ref", "cell", "group", "users")
 
     def __init__(self, param: torch.Tensor, group: Group) -> None:
         self.group = group
-        self.users: weakref.WeakSet[DistAutogradContext] = weakref.WeakSet()
+        self.users: list[weakref.ref[DistAutogradContext]] = []
         self._ref = weakref.ref(param, functools.partial(_forget, id(param)))
         self.cell = Cell(self._ref)
         self._address = 0
@@ -120,12 +124,21 @@ class Guarded:
         """Whether this is that parameter's."""
         return self._ref() is param
 
+    def users_except(self, own: Container[int]) -> list[weakref.ref[DistAutogradContext]]:
+        """The users that are not over, but for some, by the ids of their contexts."""
+        return [
+            user
+            for user in self.users
+            if (context := user()) is not None and context.released is None and context.context_id not in own
+        ]
+
     def move(self, param: torch.Tensor) -> None:
         """Gives the parameter new memory with the same values; the old one stays as it is."""
         before = self.cell
         param.data = param.data.clone()  # first: whoever finds it at its old address has found its old cell before
         before.leave(param._version)
         self.cell = Cell(self._ref)
+        self.users = []  # what they saw is safe
         self.locate(param)
 
 
@@ -134,15 +147,15 @@ def check_mode(mode: str) -> None:
     Raises:
         ConfigurationError: There is no such mode.
     """
-    if mode not in get_args(Mode):
-        raise ConfigurationError(f"concurrency must be one of {', '.join(get_args(Mode))}, not {mode!r}")
+    if mode not in _MODES:
+        raise ConfigurationError(f"concurrency must be one of {', '.join(_MODES)}, not {mode!r}")
 
 
 def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
     """See `gradwire.autograd.sharing.guard`."""
     check_mode(mode)
     group = Group(mode)
-    with changed:
+    with lock:
         while _gone:
             _gone.popleft().leave()
         for param in params:
@@ -159,6 +172,19 @@ def find(param: torch.Tensor) -> Guarded | None:
     """What is known about a parameter."""
     known = _guarded.get(id(param))
     return known if known is not None and known.is_of(param) else None
+
+
+def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded]]:
+    """What is known about parameters; those that nobody guarded are from now on, as ``"snapshot"``."""
+    todo = list(params)
+    with lock:
+        found = [(param, item) for param in todo if (item := find(param)) is not None]
+        if len(found) != len(todo):
+            guard(todo, "snapshot")
+            return find_all(todo)
+        for param, item in found:
+            item.locate(param)
+    return found
 
 
 def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable
 
 from gradwire.autograd._turns import Change
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import EVERYTHING, Group, changed
+from gradwire.autograd.guards import EVERYTHING, Group, changed, lock
 from gradwire.errors import RpcTimeout
 from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.rpc.serving import cpu_ticks
@@ -31,7 +31,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_readers: set[Call] = set()  # calls that read something now; guarded by `changed`
+_readers: set[Call] = set()  # calls that read something now; guarded by `lock`
 
 
 class Call:
@@ -46,7 +46,7 @@ class Call:
     def __init__(self, context: DistAutogradContext | None) -> None:
         self.context = context
         self._wanted: set[Group] = set()
-        self._groups: set[Group] = set()  # guarded by `changed`
+        self._groups: set[Group] = set()  # guarded by `lock`
         self._request = current_request()
         self._thread = threading.get_native_id()
         self._ticks = (0, 0.0)  # processor time when it was looked at, and when that was
@@ -76,23 +76,27 @@ class Call:
         """
         if group in self._groups or EVERYTHING in self._groups:
             return
-        began, deadline = time.monotonic(), deadline_here()
-        with changed:
-            while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
-                if time.monotonic() >= deadline:
-                    raise late("another trainer's step on these parameters has not ended")
-                changed.wait(_SLICE_S)
+        with lock:
+            if not group.turns.can_read(is_patient=not self._groups):
+                self._wait_readable(group)
             group.turns.num_readers += 1
             self._groups.add(group)
             self._wanted.add(group)
             self._ticks = (0, 0.0)
             _readers.add(self)
 
+    def _wait_readable(self, group: Group) -> None:
+        began, deadline = time.monotonic(), deadline_here()
+        while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
+            if time.monotonic() >= deadline:
+                raise late("another trainer's step on these parameters has not ended")
+            changed.wait(_SLICE_S)
+
     def let_go(self) -> None:
         """Steps may go on."""
         if not self._groups:
             return
-        with changed:
+        with lock:
             for group in self._groups:
                 group.turns.num_readers -= 1
                 if group.turns.num_pending:
@@ -106,19 +110,18 @@ class Call:
             for group in self._wanted:
                 self.read(group)
 
-    @contextlib.contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Surrounds a step of the call itself, which would wait for itself otherwise."""
+    def pause(self) -> None:
+        """The call itself makes a step, which would wait for it otherwise."""
         self.let_go()
         if self._request is not None:
             self._request.held = None
-        try:
-            yield
-        finally:
-            if self._request is not None:
-                self._request.held = self
-            if self.is_current:
-                self.take_back()
+
+    def go_on(self) -> None:
+        """That step is over."""
+        if self._request is not None:
+            self._request.held = self
+        if self.is_current:
+            self.take_back()
 
     def has_slept(self, now: float) -> bool:
         """Whether its thread has used no processor for a while, since it was first looked at."""
@@ -134,32 +137,48 @@ def call_of_thread() -> Call | None:
     return call if call is not None and call.is_current else None
 
 
-@contextlib.contextmanager
-def changing(groups: Collection[Group]) -> Iterator[None]:
+class changing:
     """Surrounds a change; nobody reads the groups meanwhile, nor changes them.
+
+    Args:
+        groups: What is changed.
 
     Raises:
         RpcTimeout: Calls that use them, or another step, have not ended in time.
     """
-    call = _local.call
-    change = Change([group.turns for group in groups], EVERYTHING.turns)
-    with call.pausing() if call is not None else contextlib.nullcontext():
-        _begin(change)
+
+    __slots__ = ("_call", "_change")
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._change = Change([group.turns for group in groups], EVERYTHING.turns)
+        self._call = _local.call
+
+    def __enter__(self) -> None:
+        if self._call is not None:
+            self._call.pause()
         try:
-            yield
-        finally:
-            with changed:
-                change.end()
+            _begin(self._change)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with lock:
+                self._change.end()
                 changed.notify_all()
+        finally:
+            if self._call is not None:
+                self._call.go_on()
 
 
 def _begin(change: Change) -> None:
-    deadline = deadline_here()
-    with changed:
+    with lock:
         if change.begin():
             return
         change.wait()
     try:
+        deadline = deadline_here()
         with while_waiting(), changed:
             while not change.begin():
                 if time.monotonic() >= deadline:
@@ -167,7 +186,7 @@ def _begin(change: Change) -> None:
                 changed.wait(_SLICE_S)
                 _let_sleepers_go()
     finally:
-        with changed:
+        with lock:
             change.stop_waiting()
             changed.notify_all()
 

@@ -11,6 +11,7 @@ than by such a step is an error, as always.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,16 +43,14 @@ class saving:
 
     def __init__(self, context: DistAutogradContext, on_use: Callable[[Group], None] | None = None) -> None:
         self._ours = context, on_use
-        # What is saved keeps these functions alive: were they to know the context, it would keep itself.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> None:
         self._outer = _local.context, _local.on_use
         _local.context, _local.on_use = self._ours
-        self._hooks.__enter__()
+        _hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+        _hooks.__exit__(*error)
         _local.context, _local.on_use = self._outer
 
 
@@ -80,10 +79,10 @@ def _find(tensor: torch.Tensor) -> Sequence[tuple[Guarded, Cell]]:
 def _note(context: DistAutogradContext, guarded: Guarded) -> None:
     if _local.on_use is not None:
         _local.on_use(guarded.group)
-    if guarded not in context.used:
-        with guards.changed:
-            context.used.add(guarded)
-            guarded.users.add(context)
+    user = weakref.ref(context)
+    if user not in guarded.users:
+        with guards.lock:
+            guarded.users = [*guarded.users_except(()), user]
 
 
 def unpack(saved: Saved) -> torch.Tensor:
@@ -101,3 +100,7 @@ def unpack(saved: Saved) -> torch.Tensor:
             "Steps of optimizers must be made with gradwire.optim or inside gradwire.autograd.sharing.stepping"
         )
     return tensor
+
+
+# What is saved keeps these functions alive: were they to know the context, it would keep itself.
+_hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)

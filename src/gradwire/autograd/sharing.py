@@ -25,7 +25,7 @@ import torch
 
 from gradwire.autograd import guards
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import EVERYTHING, Group, Guarded, Mode, changed, check_mode
+from gradwire.autograd.guards import EVERYTHING, Group, Mode, changed, check_mode, lock
 from gradwire.autograd.reading import Call, call_of_thread, changing, deadline_here, late
 from gradwire.autograd.saving import saving
 from gradwire.errors import RpcTimeout
@@ -77,8 +77,7 @@ def mode_of(param: torch.Tensor) -> Mode | None:
     return found.group.mode if found is not None else None
 
 
-@contextlib.contextmanager
-def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iterator[None]:
+class stepping:
     """Surrounds whatever changes parameters in place, such as the step of an optimizer: one at a time.
 
     Parameters that nobody guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
@@ -90,19 +89,42 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
     Raises:
         RpcTimeout: Calls that use the parameters, or another step, have not ended in time.
     """
-    own, todo = set(context_ids), list(params)
-    guards.guard(todo, "snapshot")
-    found = [(param, item) for param in todo if (item := guards.find(param)) is not None]
-    groups = {item.group for _, item in found}
-    with changing(groups):
-        for param, item in found:
-            if item.group.mode != "hogwild" and _has_others(item, own):
-                item.move(param)
-        yield
-        _forget_users(found, own)
-    for group in groups:
-        if group.turns.holder in own:
-            _end_turn(group, group.turns.holder)
+
+    __slots__ = ("_changing", "_found", "_groups", "_own")
+
+    def __init__(self, params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> None:
+        self._own = frozenset(context_ids)
+        self._found = guards.find_all(params)
+        self._groups = {item.group for _, item in self._found}
+        self._changing = changing(self._groups)
+
+    def __enter__(self) -> None:
+        self._changing.__enter__()
+        try:
+            for param, item in self._found:
+                if item.users and item.group.mode != "hogwild" and item.users_except(self._own):
+                    item.move(param)
+        except BaseException:
+            self._changing.__exit__()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._forget_users()
+        finally:
+            self._changing.__exit__()
+        if kind is None:
+            for group in self._groups:
+                if group.turns.holder in self._own:
+                    _end_turn(group, group.turns.holder)
+
+    def _forget_users(self) -> None:
+        """Contexts that have stepped need what they saw no more; as in one process, backward after it is an error."""
+        with lock:
+            for _, item in self._found:
+                if item.users:
+                    item.users = item.users_except(self._own)
 
 
 @contextlib.contextmanager
@@ -200,12 +222,14 @@ class recording:
         self._saving = saving(context, self._call.read)
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self._call)
+        self._call.__enter__()
+        try:
             if self._function not in _announcing:
                 self._call.read(EVERYTHING)
             self._saving.__enter__()
-            undo.pop_all()
+        except BaseException:
+            self._call.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -250,7 +274,7 @@ class using:
 
 def _wait_turn(group: Group, context: DistAutogradContext) -> None:
     turns, context_id = group.turns, context.context_id
-    with changed:
+    with lock:
         if turns.ask_turn(context_id) and group in context.turns:
             return
     if group not in context.turns:
@@ -267,24 +291,9 @@ def _wait_turn(group: Group, context: DistAutogradContext) -> None:
 
 
 def _end_turn(group: Group, context_id: int) -> None:
-    with changed:
+    with lock:
         group.turns.end_turn(context_id)
         changed.notify_all()
-
-
-def _has_others(guarded: Guarded, own: set[int]) -> bool:
-    with changed:
-        users = guarded.users
-        return bool(users) and any(user.released is None and user.context_id not in own for user in users)
-
-
-def _forget_users(found: Iterable[tuple[torch.Tensor, Guarded]], own: set[int]) -> None:
-    """Contexts that have stepped need what they saw no more; as in one process, backward after the step is an error."""
-    with changed:
-        for item in [item for _, item in found if item.users]:
-            for user in [user for user in item.users if user.context_id in own or user.released is not None]:
-                item.users.discard(user)
-                user.used.discard(item)
 
 
 def _describe(context_id: int) -> str:
