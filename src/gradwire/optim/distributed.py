@@ -23,6 +23,7 @@ from gradwire.autograd.norms import clip_factor, total_norm
 from gradwire.errors import OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
+from gradwire.optim._watched import is_watched
 from gradwire.optim.contexts import Contexts, check_contexts, is_over
 from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import LocalOptimizer
@@ -62,7 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._log = OptionLog()
         self._step_ids = itertools.count()
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
-        self._edits = EditLog()
+        self._edits = EditLog(is_over)
         self._commits: dict[tuple[int, ...], tuple[int, Set[int]]] = {}  # passes that the next step tells owners of
         self._sharded: list[ShardedParameter] = []
         self._parts: dict[str, PartOf] = {}  # what parameters are parts of, by name
@@ -123,12 +124,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerStepFailed: Some owners did not step; says who did.
             OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
+        if is_watched(self):
+            self._step_watched(context_id, **({} if timeout == UNSET_RPC_TIMEOUT else {"timeout": timeout}))
+        else:
+            self._step(context_id, timeout=timeout)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not put its wrapper around it: see `_step_watched`
+
+    def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
         prepare_step(self._sharded)
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
-        edits = self._edits_of(contexts)
+        edits = self._edits.of(contexts)
         self._remember(contexts, step_id)
         args_for = self._step_args(step_id, contexts, edits, *self._commits.pop(contexts, (0, ())))
         answers = ask_all(self._owners.values(), "step", args_for, timeout)
@@ -138,6 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise _step_failed(answers)
         del self._unfinished[contexts]
         self._edits.drop(contexts)  # not before: a repeated step needs them
+
+    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _step_args(
         self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
@@ -151,7 +162,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def args_for(owner: Owner) -> Sequence[Any]:
             options = self._log.everything() if owner.name in behind else changes
-            return step_id, contexts, options, edits, pass_id if pass_id and owner.rank in ranks else 0
+            args = [step_id, contexts, options, edits, pass_id if pass_id and owner.rank in ranks else 0]
+            while not args[-1]:  # what is not there need not be told
+                args.pop()
+            return args
 
         return args_for
 
@@ -160,8 +174,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return _StepAfterBackward(self, check_contexts(context_id))
 
     def _remember(self, contexts: tuple[int, ...], step_id: int) -> None:
-        for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
-            del self._unfinished[known]
+        if self._unfinished:
+            for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
+                del self._unfinished[known]
         self._unfinished[contexts] = step_id
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -186,7 +201,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerError: The norm is not finite, and that is an error; or an owner did not answer.
         """
         contexts, norm_type = check_contexts(context_id), float(norm_type)
-        edits = self._edits_of(contexts)
+        edits = self._edits.of(contexts)
         answers = self._ask("norms", lambda _: (contexts, edits, norm_type), UNSET_RPC_TIMEOUT)
         found = {
             name: norm
@@ -203,18 +218,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clamps the gradients of contexts between that value and its negative, for the next step of the same contexts."""
         self._edit(check_contexts(context_id), CLAMP, float(clip_value))
 
-    def _edits_of(self, contexts: tuple[int, ...]) -> Sequence[Edit]:
-        self._edits.forget(is_over)
-        return self._edits.of(contexts)
-
     def _edit(self, contexts: tuple[int, ...], kind: str, number: float) -> None:
-        self._edits.forget(is_over)
         if (kind, number) != (SCALE, 1.0):
             self._edits.add(contexts, (kind, number))
 
     def _are_finite(self, contexts: tuple[int, ...]) -> bool:
         """Whether all gradients on all owners are."""
-        edits = self._edits_of(contexts)
+        edits = self._edits.of(contexts)
         return all(self._ask("is_finite", lambda _: (contexts, edits), UNSET_RPC_TIMEOUT).values())
 
     # -- groups ------------------------------------------------------------------------------------------------------------

@@ -37,9 +37,14 @@ def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
 
 
 class EditLog:
-    """What is to be done to the gradients of contexts when they are next used."""
+    """What is to be done to the gradients of contexts when they are next used.
 
-    def __init__(self) -> None:
+    Args:
+        is_over: Whether a context is: its edits are dropped.
+    """
+
+    def __init__(self, is_over: Callable[[int], bool]) -> None:
+        self._is_over = is_over
         self._edits: dict[tuple[int, ...], tuple[Edit, ...]] = {}
 
     def of(self, contexts: tuple[int, ...]) -> tuple[Edit, ...]:
@@ -48,8 +53,11 @@ class EditLog:
         Raises:
             ConfigurationError: Some of them were edited together with others.
         """
+        if not self._edits:
+            return ()
+        self._forget()
         found = self._edits.get(contexts, ())
-        if not found and self._edits:
+        if not found:
             for others in self._edits:
                 if not set(others).isdisjoint(contexts):
                     raise ConfigurationError(
@@ -66,7 +74,6 @@ class EditLog:
         """They were used: what comes next is as the passes left it."""
         self._edits.pop(contexts, None)
 
-    def forget(self, is_over: Callable[[int], bool]) -> None:
-        """Drops the edits of contexts that are over."""
-        for contexts in [key for key in self._edits if any(is_over(item) for item in key)]:
+    def _forget(self) -> None:
+        for contexts in [key for key in self._edits if any(self._is_over(item) for item in key)]:
             del self._edits[contexts]

@@ -15,6 +15,7 @@ from gradwire.autograd.norms import are_finite, norm_of
 from gradwire.errors import CallCancelled, ConfigurationError, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
+from gradwire.optim._watched import quick_step
 from gradwire.optim.edits import Edit, edited
 from gradwire.optim.states import NamedState
 from gradwire.rpc.incoming import current_request
@@ -44,7 +45,8 @@ class LocalOptimizer:
     def __init__(
         self, optimizer_class: type[Any], groups: Sequence[OwnedGroup], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        self._lock = threading.Lock()  # guards everything below: one operation at a time
+        # Guards everything below: one operation at a time.
+        self._alone = sharing.Held(threading.Lock(), "this optimizer has been busy")
         self._names: dict[torch.Tensor, str] = {}
         self._numbers: list[int] = []
         self._memory = StepMemory()
@@ -52,6 +54,7 @@ class LocalOptimizer:
         is_plain = len(found) == 1 and set(found[0]) == {"params"}  # some classes know no groups
         self._is_torchs = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
         self._optimizer = optimizer_class(found[0]["params"] if is_plain else found, *args, **kwargs)
+        self._torch_step = quick_step(self._optimizer) if self._is_torchs else self._optimizer.step
 
     def __repr__(self) -> str:
         return f"<LocalOptimizer: {type(self._optimizer).__name__} of {len(self._names)} parameters>"
@@ -84,7 +87,7 @@ class LocalOptimizer:
 
     def add_groups(self, groups: Sequence[OwnedGroup]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
         """More groups; returns what `describe` does."""
-        with self._alone():
+        with self._alone:
             first = groups[0][0]
             try:
                 for group in groups:
@@ -96,7 +99,7 @@ class LocalOptimizer:
 
     def remove_groups(self, first: int) -> None:
         """Groups from that number on are not wanted: another worker could not add its part of them."""
-        with self._alone():
+        with self._alone:
             self._remove_groups(first)
 
     def _remove_groups(self, first: int) -> None:
@@ -112,8 +115,8 @@ class LocalOptimizer:
         self,
         step_id: int,
         context_ids: Sequence[int],
-        options: dict[int, dict[str, Any]],
-        edits: Sequence[Edit],
+        options: dict[int, dict[str, Any]] | None = None,
+        edits: Sequence[Edit] = (),
         pass_id: int = 0,
     ) -> int:
         """Steps with the gradients of some contexts, unless that was done already.
@@ -130,8 +133,9 @@ class LocalOptimizer:
         """
         if pass_id:
             _take_commit(context_ids[0], pass_id)
-        with self._alone():
-            self._set_options(options)  # first: whoever repeats a step may have more to say
+        with self._alone:
+            if options:  # first: whoever repeats a step may have more to say
+                self._set_options(options)
             done = self._memory.find(step_id)
             if done is not None:
                 return done
@@ -143,12 +147,12 @@ class LocalOptimizer:
             return len(table)
 
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
-        with sharing.stepping(list(table), context_ids), sharing.lending_grads():
+        with sharing.stepping(table, context_ids), sharing.lending_grads():
             before = [(parameter, parameter.grad) for parameter in self._names]
             try:
                 for parameter in self._names:
                     parameter.grad = table.get(parameter)
-                self._optimizer.step()
+                self._torch_step()
             finally:
                 for parameter, gradient in before:
                     parameter.grad = gradient
@@ -172,14 +176,11 @@ class LocalOptimizer:
             return table
         return {leaf: gradient.clone() for leaf, gradient in table.items()}
 
-    def _alone(self) -> sharing.Held:
-        return sharing.Held(self._lock, "this optimizer has been busy")
-
     # -- gradients -------------------------------------------------------------------------------------------------------
 
     def norms(self, context_ids: Sequence[int], edits: Sequence[Edit], norm_type: float) -> list[Norms]:
         """The norms of all gradients, with the names of the parameters; one tensor for each dtype."""
-        with self._alone():
+        with self._alone:
             found: dict[torch.dtype, tuple[list[str], list[torch.Tensor]]] = {}
             for leaf, gradient in self._gather(context_ids, edits).items():
                 norm = norm_of(gradient, norm_type)
@@ -190,19 +191,19 @@ class LocalOptimizer:
 
     def is_finite(self, context_ids: Sequence[int], edits: Sequence[Edit]) -> bool:
         """Whether all gradients are finite."""
-        with self._alone():
+        with self._alone:
             return are_finite(self._gather(context_ids, edits).values())
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears ``.grad`` of the parameters; contexts are left alone."""
-        with self._alone(), sharing.lending_grads():  # another trainer's step may have lent them its gradients
+        with self._alone, sharing.lending_grads():  # another trainer's step may have lent them its gradients
             self._optimizer.zero_grad(set_to_none)
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def named_state(self) -> NamedState:
         """State of the parameters that have any, by their names: tensors and plain values."""
-        with self._alone():
+        with self._alone:
             state = self._optimizer.state
             return {name: dict(state[leaf]) for leaf, name in self._names.items() if state.get(leaf)}
 
@@ -217,7 +218,7 @@ class LocalOptimizer:
             raise ConfigurationError(
                 f"no parameter here is called {', '.join(unknown)}; there are {list(self._names.values())}"
             )
-        with self._alone():
+        with self._alone:
             packed = self._optimizer.state_dict()
             numbers = dict(zip(_flat(self._optimizer), _flat(packed), strict=True))
             packed["state"] = {numbers[leaf]: state[name] for leaf, name in self._names.items() if name in state}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,21 +23,18 @@ class Owner:
         name: Its name.
         optimizer: What it does for the optimizer.
         is_behind: Whether it may have missed a change of options.
+        rank: Its rank.
+        is_here: Whether that is the worker that runs this.
     """
 
     name: str
     optimizer: RRef[LocalOptimizer]
     is_behind: bool = False
+    rank: int = field(init=False)
+    is_here: bool = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-        return self.optimizer.owner().id
-
-    @property
-    def is_here(self) -> bool:
-        """Whether that is the worker that runs this."""
-        return self.optimizer.is_owner()
+    def __post_init__(self) -> None:
+        self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
 
     def start(self, operation: str, args: Sequence[Any], timeout_s: float) -> CallFuture[Any]:
         """Begins an operation on another worker."""
@@ -82,11 +80,13 @@ def ask_all(
     them, comes last.
     """
     answers = Answers({}, {})
-    *others, last = sorted(owners, key=lambda owner: owner.is_here) or (None,)
+    *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
     if last is None:
         return answers
     started: list[tuple[Owner, CallFuture[Any]]] = []
-    with torch.no_grad():  # these calls have no part in any graph
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    try:
         for owner in others:
             try:
                 started.append((owner, owner.start(operation, args_for(owner), timeout_s)))
@@ -95,4 +95,6 @@ def ask_all(
         answers.take(last, lambda: last.run(operation, args_for(last), timeout_s))
         for owner, future in started:
             answers.take(owner, future.wait)
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
     return answers
