@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import DecodeError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.wire.messages import prepare, read_note
+from gradwire.wire.messages import prepare
 
 NOTE: Final = "autocast"
 
@@ -37,6 +37,7 @@ class AutocastInterceptor(Interceptor):
     """Attaches the caller's autocast to calls, and runs what is called under it."""
 
     name = NOTE
+    note_type = Autocast
 
     def wants_calls(self) -> bool:
         """Calls made under autocast."""
@@ -57,9 +58,12 @@ class AutocastInterceptor(Interceptor):
         """The function, under the caller's autocast.
 
         Raises:
-            DecodeError: The note is none of these.
+            DecodeError: It is for a device or a dtype that is not known here.
         """
-        message = _parse(note)
+        message: Autocast = note
+        unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
+        if unknown:
+            raise DecodeError(f"autocast is not known for {unknown}")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -69,14 +73,6 @@ class AutocastInterceptor(Interceptor):
                 return function(*args, **kwargs)
 
         return run
-
-
-def _parse(note: Any) -> Autocast:
-    message = read_note(note, Autocast)
-    unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
-    if unknown:
-        raise DecodeError(f"autocast is not known for {unknown}")
-    return message
 
 
 def attach(agent: Agent) -> None:

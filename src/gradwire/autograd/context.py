@@ -130,7 +130,7 @@ class DistAutogradContext:
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
         self.lock = threading.Lock()  # guards everything below
-        self.changed = threading.Condition(self.lock)  # told when a pass is decided or the context released
+        self._changed: threading.Condition | None = None  # made by who waits; told when a pass or the context is over
         self.sends: dict[int, RecordedSend] = {}
         self.recvs: dict[int, RecordedRecv] = {}
         self.exchanges: list[RecordedSend | RecordedRecv] = []  # in the order in which they were made
@@ -194,12 +194,22 @@ class DistAutogradContext:
 
     def on_released(self, where: str) -> None:
         """The context is over."""
-        with self.changed:
+        with self.lock:
             self.released = where
-            self.changed.notify_all()
+            self.wake()
             callbacks, self._at_end = self._at_end, []
         for callback in callbacks:
             callback()
+
+    def wait_changed(self, seconds: float) -> None:
+        """Waits until a pass is decided, or the context released, or so long; under `lock`."""
+        self._changed = self._changed or threading.Condition(self.lock)
+        self._changed.wait(seconds)
+
+    def wake(self) -> None:
+        """A pass was decided; under `lock`."""
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def check_alive(self) -> None:
         """Raises if the context is over.

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradwire.autograd.gradients import add_gradient
 from gradwire.autograd.messages import AbortPass, CommitPass
 from gradwire.autograd.passes import BackwardPass, PassPhase
@@ -148,14 +146,13 @@ class Endings:
                 return False
             current.phase, current.error, current.is_over = phase, error, True
             if phase is PassPhase.COMMITTED and current.joins_context and not context.released:
-                with torch.set_grad_enabled(current.options.create_graph):
-                    for leaf, gradient in current.gradients.items():
-                        add_gradient(context.gradients, leaf, gradient)
+                for leaf, gradient in current.gradients.items():
+                    add_gradient(context.gradients, leaf, gradient, current.options.create_graph)
             if not current.is_root:
                 current.forget()
             context.passes.pop(current.pass_id, None)
             context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
-            context.changed.notify_all()
+            context.wake()
             current.wake()
         return True
 

@@ -64,6 +64,7 @@ class DistEngine:
     def __init__(self, agent: Agent, container: DistAutogradContainer) -> None:
         self._agent = agent
         self._container = container
+        self._own = container.worker
         self.lost: set[int] = set()
         self.num_passes = 0
         self.prober = Prober(agent, container, self.lost)
@@ -75,10 +76,6 @@ class DistEngine:
         notices.register("autograd.commit", self._on_commit)
         notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
-
-    @property
-    def _own(self) -> int:
-        return self._container.worker
 
     def heard_of(self, worker: WorkerInfo) -> None:
         """A worker is connected, maybe again."""

@@ -28,15 +28,19 @@ def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
     return gradient
 
 
-def add_gradient(table: GradientTable, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds to what a table has for a leaf, out of place: others may hold what was there."""
-    known = table.get(leaf)
-    if known is None:
-        table[leaf] = gradient
-    elif known.layout is not torch.strided and gradient.layout is torch.strided:
-        table[leaf] = gradient + known  # dense + sparse works, sparse + dense does not
-    else:
-        table[leaf] = known + gradient
+def add_gradient(table: GradientTable, leaf: torch.Tensor, gradient: torch.Tensor, is_recorded: bool = False) -> None:
+    """Adds to what a table has for a leaf, out of place: others may hold what was there.
+
+    The sum is recorded or not, whatever the grad mode of the thread that happens to add.
+    """
+    num_known, known = len(table), table.setdefault(leaf, gradient)
+    if len(table) > num_known:
+        return
+    with torch.set_grad_enabled(is_recorded):
+        if known.layout is not torch.strided and gradient.layout is torch.strided:
+            table[leaf] = gradient + known  # dense + sparse works, sparse + dense does not
+        else:
+            table[leaf] = known + gradient
 
 
 def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tensor]) -> None:

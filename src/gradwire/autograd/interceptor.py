@@ -16,7 +16,6 @@ from gradwire.autograd.messages import NO_ID, RecordedCall
 from gradwire.errors import DecodeError, UnknownContext
 from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.wire.messages import read_note
 
 _NOTHING = contextlib.nullcontext()
 
@@ -31,6 +30,7 @@ class AutogradInterceptor(Interceptor):
     """
 
     name = "autograd"
+    note_type = RecordedCall
 
     def __init__(
         self, container: DistAutogradContainer, engine: DistEngine, ask_to_be_told: Callable[[int], None]
@@ -45,10 +45,8 @@ class AutogradInterceptor(Interceptor):
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
         """Records a send for tensors that require grad, in calls made with grad mode on and in replies."""
-        if envelope.kind == "call":
-            context_id = ambient.current_context_id()
-        else:  # whatever the mode of the thread that happens to send the reply
-            context_id = read_note(envelope.note, RecordedCall).context_id
+        # A reply is recorded whatever the mode of the thread that happens to send it.
+        context_id = ambient.current_context_id() if envelope.kind == "call" else envelope.note.context_id
         context, peer = self._container.find(context_id), envelope.peer.id
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         if context is None or not context.touch(peer):
@@ -73,7 +71,7 @@ class AutogradInterceptor(Interceptor):
             DecodeError: The note does not fit the message.
             UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
         """
-        message = read_note(note, RecordedCall)
+        message: RecordedCall = note
         if message.released and self._container.find(message.context_id) is not None:
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
@@ -101,7 +99,7 @@ class AutogradInterceptor(Interceptor):
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The called function runs in the caller's context."""
-        message = read_note(note, RecordedCall)
+        message: RecordedCall = note
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with ambient.inside(message.context_id), self._recording(message, envelope.function):

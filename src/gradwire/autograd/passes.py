@@ -71,6 +71,7 @@ class Roots:
 
 
 _NO_ROOTS = Roots()
+_NOTHING = contextlib.nullcontext()
 
 
 class BackwardPass:
@@ -236,10 +237,9 @@ class BackwardPass:
         self._add([(leaf, gradient) for leaf, gradient in pairs if gradient is not None and id(leaf) in wanted])
 
     def _add(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds up, whatever the grad mode of the thread that happens to do it."""
-        with self.lock, torch.set_grad_enabled(self.options.create_graph):
+        with self.lock:
             for leaf, gradient in found:
-                add_gradient(self.gradients, leaf, gradient)
+                add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
 
     def _inputs_of(self, index: int) -> list[torch.Tensor]:
         wanted, leaves = self._roots.inputs, self.graph.leaves[index]
@@ -254,7 +254,7 @@ class BackwardPass:
         inputs: list[torch.Tensor],
     ) -> None:
         options = self.options
-        with running(self), anomalies.detecting(options.detects_anomalies), self._saving():
+        with running(self), self._surroundings():
             # What torch.autograd.grad calls, without its checks: they take longer than a small graph.
             results = _run_backward(
                 tuple(outputs),
@@ -271,11 +271,16 @@ class BackwardPass:
             found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
         self._add(found)
 
-    def _saving(self) -> contextlib.AbstractContextManager[object]:
-        """A recorded pass saves what the forward pass saved: aliases of shared parameters."""
-        if self.options.create_graph and guards.has_any():
-            return saving(self.context)
-        return contextlib.nullcontext()
+    def _surroundings(self) -> contextlib.AbstractContextManager[object]:
+        """Anomaly mode; and a recorded pass saves what the forward pass saved: aliases of shared parameters."""
+        is_saving = self.options.create_graph and guards.has_any()
+        if not (is_saving or self.options.detects_anomalies):
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        stack.enter_context(anomalies.detecting(self.options.detects_anomalies))
+        if is_saving:
+            stack.enter_context(saving(self.context))
+        return stack
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
         """The engine reached a recv: its gradients go to whoever sent the message."""

@@ -101,7 +101,7 @@ class DistAutograd:
                 while context.has_undecided_pass:
                     if time.monotonic() > deadline:
                         raise RpcTimeout("a backward pass is done here, but its root does not say that it is over")
-                    context.changed.wait(_SLICE_S)
+                    context.wait_changed(_SLICE_S)
         with context.lock:
             context.check_alive()
             return dict(context.gradients)

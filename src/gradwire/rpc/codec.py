@@ -17,7 +17,7 @@ from gradwire.rpc.trips import Trip
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import objects, tensors
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Reply
+from gradwire.wire.messages import Call, Reply, read_note
 
 
 class Codec:
@@ -174,7 +174,7 @@ class Codec:
             if call_notes is not None:
                 if interceptor.name not in call_notes:
                     continue
-                envelope = envelope._replace(note=call_notes[interceptor.name])
+                envelope = Envelope(envelope.kind, envelope.peer, envelope.function, call_notes[interceptor.name])
             elif not interceptor.wants_calls():
                 continue
             note = interceptor.outgoing(envelope, values)
@@ -183,11 +183,16 @@ class Codec:
         return notes
 
     def incoming(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Lets the interceptors see a message that arrived."""
+        """Lets the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
+
+        Raises:
+            DecodeError: A note is not of the type that its interceptor wants.
+        """
         if notes:
             for interceptor in self._interceptors:
                 if interceptor.name in notes:
-                    values = list(interceptor.incoming(envelope, notes[interceptor.name], values))
+                    note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)
+                    values = list(interceptor.incoming(envelope, note, values))
         return values
 
     def run(

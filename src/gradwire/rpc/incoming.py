@@ -130,6 +130,7 @@ class Incoming:
         self.opened = time.monotonic()
         self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.is_current)
         self.peer: WorkerAddress | None = None
+        self.info: WorkerInfo  # who calls; since the handshake
         self.lane = ""
         self._is_welcome = False  # the caller knows that it is let in; one that gave up before is not dead
         self.shares_main = False
@@ -143,12 +144,6 @@ class Incoming:
     def __repr__(self) -> str:
         who = self.peer.info.name if self.peer else "somebody"
         return f"<Incoming {self.lane or 'half-open'} from {who}, {len(self.requests)} requests>"
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Who calls."""
-        assert self.peer is not None
-        return self.peer.info
 
     @property
     def is_half_open(self) -> bool:
@@ -168,6 +163,7 @@ class Incoming:
             return
         if handshake.is_open:
             self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
+            self.info = self.peer.info
             self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
             self._agent.on_connected(self.peer)

@@ -12,14 +12,15 @@ question to each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import torch
 
 from gradwire.types import WorkerInfo
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True):
     """What an interceptor is told about a message.
 
     Attributes:
@@ -36,9 +37,16 @@ class Envelope(NamedTuple):
 
 
 class Interceptor:
-    """Base class: does nothing. Notes must be plain data (they are part of the message's header)."""
+    """Base class: does nothing. Notes must be plain data or msgspec structs: they are part of the message's header.
+
+    Attributes:
+        name: Its notes travel under this name.
+        note_type: What its notes are checked against when they arrive, before it sees them. A type of its own must have been
+            given to `gradwire.wire.messages.prepare`; with `Any`, plain data comes as plain data.
+    """
 
     name = "interceptor"
+    note_type: ClassVar[Any] = Any
 
     def wants_calls(self) -> bool:
         """Whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""

@@ -200,18 +200,21 @@ def prepare(*kinds: Any) -> None:
         _note_decoders[kind] = msgspec.msgpack.Decoder(kind)
 
 
+prepare(Any)
+
+
 def read_note(note: Note, kind: type[N]) -> N:
-    """A note that arrived, checked.
+    """A note that arrived, checked; what is no longer as it came is returned as it is.
 
     Raises:
         DecodeError: It is not of that kind.
     """
-    if type(note) is kind:  # from this worker to itself
+    if type(note) is not msgspec.Raw:  # from this worker to itself, or read before
         found: N = note
         return found
     try:
         return _note_decoders[kind].decode(note)  # type: ignore[no-any-return]
     except RecursionError as error:
         raise DecodeError(f"a {kind.__name__} that is nested too deeply") from error
-    except (ValueError, OverflowError, TypeError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
+    except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
         raise DecodeError(f"not a valid {kind.__name__}: {error}") from error

@@ -178,8 +178,9 @@ def test_whoever_waits_for_a_context_is_told_of_its_release() -> None:
     seen: list[str | None] = []
 
     def wait() -> None:
-        with context.changed:
-            context.changed.wait_for(lambda: context.released, 10)
+        with context.lock:
+            if not context.released:
+                context.wait_changed(10)
         seen.append(context.released)
 
     thread = threading.Thread(target=wait, name="waits")
