@@ -59,7 +59,7 @@ class Slots(Generic[R]):
         """A function ended: the request that gets its slot."""
         self._num_running -= 1
         self._num_finished += 1
-        return self._next()
+        return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
         """A running function begins to wait for a call: the request that gets its slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
 from gradwire.rpc import trips
-from gradwire.rpc._calls import CallHolder, PendingCall
-from gradwire.rpc.futures import CallFuture, InterruptibleFuture, copies_of
+from gradwire.rpc._calls import CallHolder
+from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
 from gradwire.rref import operations, references
@@ -53,19 +54,13 @@ class RRef(Generic[T]):
         known = references.here()
         owned = Owned(known.new_id())
         owned.set(value)
-        self._attach(known, owned)
+        self._known, self._is_closed, self._state = known, False, owned
 
     @classmethod
     def _of(cls, known: References, state: Owned | UserFork) -> RRef[Any]:
         made = cls.__new__(cls)
-        made._attach(known, state)
+        made._known, made._is_closed, made._state = known, False, state
         return made
-
-    def _attach(self, known: References, state: Owned | UserFork) -> None:
-        self._known = known
-        self._is_closed = False
-        state.rref = weakref.ref(self)
-        self._state = state
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
@@ -124,7 +119,8 @@ class RRef(Generic[T]):
             deadline, call = self._deadline(timeout), state.call
             if call is not None:
                 self._known.agent.caller.wait_until(call, deadline)
-            state.check()
+            if state.error is not None:
+                raise state.error()
             early = state.use()
             if early is not None:
                 return early  # type: ignore[no-any-return]
@@ -264,6 +260,7 @@ class RRef(Generic[T]):
             raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
         if trip.cargo is None:
             trip.cargo = {}
+        state.rref = weakref.ref(self)  # should it come back, it is this one again
         owner = state.owner_life if isinstance(state, UserFork) else known.own
         if trip.peer == known.agent.info.name:
             if isinstance(state, Owned):
@@ -362,32 +359,16 @@ def create(
     agent = known.agent
     is_here = name == agent.address.info.name
     state = known.make_here() if is_here else known.create_fork(agent.peers.address_of(name))
+    state.keeps = keep
     rref = RRef._of(known, state)
-
-    def on_done(call: PendingCall) -> None:
-        nonlocal keep
-        keep = None
-        if isinstance(state, Owned):
-            if call.error is not None:
-                state.fail(copies_of(call.error))
-            return
-        state.call = None
-        if call.error is None:
-            known.on_created(state, call.value)
-        else:
-            known.on_failed(state, call.error)
-
-    note = Creates(state.rref_id, 0 if isinstance(state, Owned) else state.fork_id, known.own[1])
-    holder = CallHolder(notes={NOTE: note}, on_done=on_done)
+    note = Creates(state.rref_id, state.fork_id, known.own[1])
+    holder = CallHolder(notes={NOTE: note}, on_done=functools.partial(known.on_answered, state))
     try:
-        call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
-        if not isinstance(state, Owned):
-            state.call = call
-            if call.is_done:  # before it was known here
-                state.call = None
+        state.call = call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
+        if call.is_done:  # before it was known here
+            state.call = None
     except BaseException as error:
-        if not isinstance(state, Owned):
-            known.on_failed(state, error if isinstance(error, Exception) else RRefError("interrupted"))
+        known.on_failed(state, error if isinstance(error, Exception) else RRefError("interrupted"))
         raise
     return rref
 
@@ -425,7 +406,9 @@ def _reference_to(known: References, state: Owned | UserFork) -> RRef[Any]:
     """The reference that this worker's own code has; a new one if it has none. The state was counted for it already."""
     rref = state.rref() if state.rref is not None else None
     if rref is None or rref._is_closed:
-        return RRef._of(known, state)
+        rref = RRef._of(known, state)
+        state.rref = weakref.ref(rref)
+        return rref
     if isinstance(state, Owned):
         known.hold(state, -1)
     return rref

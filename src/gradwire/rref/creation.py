@@ -99,16 +99,17 @@ def is_unshared(value: Any) -> bool:
     kind = type(value)
     if kind is not torch.Tensor:
         return kind in _CONSTANT
-    if sys.getrefcount(value) > _num_references or value.requires_grad or value._base is not None:
-        return False
     if (
-        value.layout is not torch.strided
-        or value.device.type != "cpu"
-        or value.numel() * value.element_size() > _EARLY_BYTES
+        sys.getrefcount(value) > _num_references
+        or value.requires_grad
+        or not value.is_cpu
+        or value.layout is not torch.strided
+        or value.nbytes > _EARLY_BYTES
     ):
         return False
     storage = value.untyped_storage()
-    # Two: the tensor and the variable above. Memory of others (numpy's, a buffer's) cannot be resized.
+    # Two: the tensor and the variable above; a view's memory has what it is a view of besides. Memory of others (numpy's,
+    # a buffer's) cannot be resized.
     return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.resizable() and not storage.is_shared()
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from gradwire.errors import OwnerLost, RpcTimeout, RRefError
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._ids import COUNTER_BITS, first_counter
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
@@ -177,14 +178,22 @@ class References:
             known.ownership.fork_created(fork.rref_id, fork.fork_id, life)
         return fork
 
-    def on_created(self, fork: UserFork, value: Any = None) -> None:
-        """The owner has a value; `value` is a copy of it, if that came with the answer to the creation."""
-        if value is not None and not fork.is_used:
-            fork.early = value
-            self._early.append(fork)
-            if len(self._early) > _MAX_EARLY:  # only the latest are kept
-                with contextlib.suppress(IndexError):
-                    self._early.popleft().early = None
+    def on_answered(self, state: Owned | UserFork, call: PendingCall) -> None:
+        """The call that makes a value has ended; a copy of a small value came with the answer from elsewhere."""
+        state.call = state.keeps = None
+        if call.error is not None:
+            self.on_failed(state, call.error)
+        elif isinstance(state, UserFork):
+            if call.value is not None and not state.is_used:
+                state.early = call.value
+                self._early.append(state)
+                if len(self._early) > _MAX_EARLY:  # only the latest are kept
+                    with contextlib.suppress(IndexError):
+                        self._early.popleft().early = None
+            self.on_created(state)
+
+    def on_created(self, fork: UserFork) -> None:
+        """The owner has the value."""
         with self._decisions.lock:
             actions = self._decisions.ownership.confirmed(fork.fork_id)
         if actions:  # nobody needs it any more; messages may leave in any order, so the lock need not be kept
@@ -192,13 +201,16 @@ class References:
                 known.do(actions)
         fork.confirm()
 
-    def on_failed(self, fork: UserFork, error: Exception) -> None:
+    def on_failed(self, state: Owned | UserFork, error: Exception) -> None:
         """The call that was to make a value has failed."""
+        if isinstance(state, Owned):
+            state.fail(copies_of(error))
+            return
         with self._decisions as known:
-            known.do(known.ownership.fork_failed(fork.fork_id, str(error)))
-            if known.ownership.phase_of(fork.fork_id) is None:
-                known.forks.pop(fork.fork_id, None)
-        fork.end(copies_of(error))
+            known.do(known.ownership.fork_failed(state.fork_id, str(error)))
+            if known.ownership.phase_of(state.fork_id) is None:
+                known.forks.pop(state.fork_id, None)
+        state.end(copies_of(error))
 
     def watch(self, fork: UserFork) -> None:
         """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""

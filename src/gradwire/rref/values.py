@@ -29,7 +29,10 @@ class _Awaited:
 
     is_done = False
     error: Callable[[], Exception] | None = None  # makes one for everybody who is told
-    rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has anything
+    rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has travelled
+    fork_id = 0  # of a reference to a value elsewhere
+    call: PendingCall | None = None  # the one that makes the value, while it is under way
+    keeps: Any = None  # what must live until that call has ended
     _waiters: list[Callable[[], None]] | None = None
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -92,17 +95,20 @@ class Owned(_Awaited):
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
-        return self._end(value, None)
-
-    def fail(self, error: Callable[[], Exception]) -> bool:
-        """It will never be made; False if it had an outcome already."""
-        return self._end(None, error)
-
-    def _end(self, value: Any, error: Callable[[], Exception] | None) -> bool:
         with _lock:
             if self.is_done:
                 return False
-            self.value, self.error, self.is_done = value, error, True
+            self.value, self.is_done = value, True
+        if self._waiters is not None:
+            self._tell_waiters()
+        return True
+
+    def fail(self, error: Callable[[], Exception]) -> bool:
+        """It will never be made; False if it had an outcome already."""
+        with _lock:
+            if self.is_done:
+                return False
+            self.error, self.is_done = error, True
         if self._waiters is not None:
             self._tell_waiters()
         return True
@@ -129,14 +135,12 @@ class UserFork(_Awaited):
         phase: Where it is.
         is_first: Whether the value was made for it.
         type_: The value's type, once it was asked for.
-        call: The one that makes the value, while it is under way.
         early: The value, if it came with the answer to that call.
         is_used: Whether the value may have changed since: the reference was passed on, or a method called.
     """
 
     phase = ForkPhase.PENDING
     type_: Any = None
-    call: PendingCall | None = None
     early: Any = None
 
     def __init__(self, rref_id: int, fork_id: int, owner: WorkerInfo, owner_life: Worker, is_first: bool) -> None:
