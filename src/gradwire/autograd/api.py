@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -133,11 +133,12 @@ def backward(
 
 
 def _follow_up_of(optimizer: Any, context_id: int) -> FollowUp:
-    if not isinstance(optimizer, FollowsBackward):
+    follow: Callable[[int], FollowUp] | None = getattr(optimizer, "follow_backward", None)
+    if follow is None:
         raise ConfigurationError(
             f"backward steps a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call its step()"
         )
-    return optimizer.follow_backward(context_id)
+    return follow(context_id)
 
 
 def grad(

@@ -16,7 +16,7 @@ from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.errors import AutogradError, UnknownContext
 
 if TYPE_CHECKING:
-    from gradwire.autograd.guards import Group, Guarded
+    from gradwire.autograd.guards import Group
     from gradwire.autograd.passes import BackwardPass
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -123,8 +123,7 @@ class DistAutogradContext:
         gradients: By leaf tensor; what committed passes have gathered.
         passes: Those that are not over.
         known_workers: Ranks of the workers this one exchanged messages with inside the context.
-        used: Shared parameters of this worker that were used in it; `gradwire.autograd.guards` looks after it.
-        turns: Groups of them that it has had a turn with.
+        turns: Groups of shared parameters that it has had a turn with.
     """
 
     def __init__(self, context_id: int) -> None:
@@ -140,7 +139,6 @@ class DistAutogradContext:
         self.ended_passes: dict[int, bool] = {}  # whether they were committed; their late messages are ignored
         self.released: str | None = None  # where it was released
         self._at_end: list[Callable[[], None]] = []
-        self.used: set[Guarded] = set()
         self.turns: set[Group] = set()
 
     def __repr__(self) -> str:

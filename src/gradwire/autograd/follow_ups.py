@@ -12,7 +12,7 @@ Whoever is going to be told something anyway is told with it that the pass is co
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from gradwire.autograd.messages import CommitPass
 
@@ -31,7 +31,6 @@ class FollowUp(Protocol):
         """
 
 
-@runtime_checkable
 class FollowsBackward(Protocol):
     """What `backward` can be given to go on with: an optimizer."""
 

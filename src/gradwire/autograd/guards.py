@@ -178,7 +178,7 @@ def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded
     """What is known about parameters; those that nobody guarded are from now on, as ``"snapshot"``."""
     todo = list(params)
     with lock:
-        found = [(param, item) for param in todo if (item := find(param)) is not None]
+        found = [(param, item) for param in todo if (item := _guarded.get(id(param))) is not None and item.is_of(param)]
         if len(found) != len(todo):
             guard(todo, "snapshot")
             return find_all(todo)

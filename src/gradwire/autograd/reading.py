@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
 
 from gradwire.autograd._turns import Change
 from gradwire.autograd.context import DistAutogradContext
@@ -137,46 +136,42 @@ def call_of_thread() -> Call | None:
     return call if call is not None and call.is_current else None
 
 
-class changing:
-    """Surrounds a change; nobody reads the groups meanwhile, nor changes them.
+def begin(change: Change) -> Call | None:
+    """Waits until nobody reads or changes the groups, and begins to change them.
 
-    Args:
-        groups: What is changed.
+    Returns:
+        The call that this thread serves, for `end`: it reads nothing meanwhile.
 
     Raises:
-        RpcTimeout: Calls that use them, or another step, have not ended in time.
+        RpcTimeout: Calls that use the groups, or another step, have not ended in time.
     """
-
-    __slots__ = ("_call", "_change")
-
-    def __init__(self, groups: Iterable[Group]) -> None:
-        self._change = Change([group.turns for group in groups], EVERYTHING.turns)
-        self._call = _local.call
-
-    def __enter__(self) -> None:
-        if self._call is not None:
-            self._call.pause()
-        try:
-            _begin(self._change)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            with lock:
-                self._change.end()
-                changed.notify_all()
-        finally:
-            if self._call is not None:
-                self._call.go_on()
+    call = _local.call
+    if call is not None:
+        call.pause()
+    try:
+        with lock:
+            if change.begin():
+                return call
+            change.wait()
+        _wait_begun(change)
+    except BaseException:
+        end(change, call)
+        raise
+    return call
 
 
-def _begin(change: Change) -> None:
-    with lock:
-        if change.begin():
-            return
-        change.wait()
+def end(change: Change, call: Call | None) -> None:
+    """The change is over."""
+    try:
+        with lock:
+            change.end()
+            changed.notify_all()
+    finally:
+        if call is not None:
+            call.go_on()
+
+
+def _wait_begun(change: Change) -> None:
     try:
         deadline = deadline_here()
         with while_waiting(), changed:

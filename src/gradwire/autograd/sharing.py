@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd import guards
+from gradwire.autograd import guards, reading
+from gradwire.autograd._turns import Change
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import EVERYTHING, Group, Mode, changed, check_mode, lock
-from gradwire.autograd.reading import Call, call_of_thread, changing, deadline_here, late
+from gradwire.autograd.reading import Call, call_of_thread, deadline_here, late
 from gradwire.autograd.saving import saving
 from gradwire.errors import RpcTimeout
 from gradwire.rpc._ids import creator_of
@@ -90,41 +91,40 @@ class stepping:
         RpcTimeout: Calls that use the parameters, or another step, have not ended in time.
     """
 
-    __slots__ = ("_changing", "_found", "_groups", "_own")
+    __slots__ = ("_call", "_change", "_found", "_own", "_turns")
 
     def __init__(self, params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> None:
         self._own = frozenset(context_ids)
         self._found = guards.find_all(params)
-        self._groups = {item.group for _, item in self._found}
-        self._changing = changing(self._groups)
+        self._turns = {item.group.turns for _, item in self._found}
+        self._change = Change(self._turns, EVERYTHING.turns)
 
     def __enter__(self) -> None:
-        self._changing.__enter__()
+        self._call = reading.begin(self._change)
         try:
             for param, item in self._found:
                 if item.users and item.group.mode != "hogwild" and item.users_except(self._own):
                     item.move(param)
         except BaseException:
-            self._changing.__exit__()
+            reading.end(self._change, self._call)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._forget_users()
+                self._on_stepped()
         finally:
-            self._changing.__exit__()
-        if kind is None:
-            for group in self._groups:
-                if group.turns.holder in self._own:
-                    _end_turn(group, group.turns.holder)
+            reading.end(self._change, self._call)
 
-    def _forget_users(self) -> None:
-        """Contexts that have stepped need what they saw no more; as in one process, backward after it is an error."""
+    def _on_stepped(self) -> None:
+        """The contexts need what they saw no more; as in one process, backward after the step is an error."""
         with lock:
             for _, item in self._found:
                 if item.users:
                     item.users = item.users_except(self._own)
+            for turns in self._turns:
+                if turns.holder in self._own:
+                    turns.end_turn(turns.holder)
 
 
 @contextlib.contextmanager

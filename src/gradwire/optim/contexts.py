@@ -19,14 +19,15 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
         UnknownContext: One was released, or never existed here.
     """
     found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
-    if not found or [item for item in found if not isinstance(item, int) or isinstance(item, bool)]:
-        raise ConfigurationError(
-            f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
-        )
+    for item in found or (None,):
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ConfigurationError(
+                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
+            )
     if len(set(found)) != len(found):
         raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
-    container = worker.here().container
-    return tuple([container.retrieve(item).context_id for item in found])
+    retrieve = worker.here().container.retrieve
+    return tuple([retrieve(item).context_id for item in found])
 
 
 def is_over(context_id: int) -> bool:

@@ -133,12 +133,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
-        prepare_step(self._sharded)
+        if self._sharded:
+            prepare_step(self._sharded)
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
         edits = self._edits.of(contexts)
-        self._remember(contexts, step_id)
+        if self._unfinished:
+            self._forget_unfinished()
+        self._unfinished[contexts] = step_id
         args_for = self._step_args(step_id, contexts, edits, *self._commits.pop(contexts, (0, ())))
         answers = ask_all(self._owners.values(), "step", args_for, timeout)
         for name in answers.values:
@@ -155,14 +158,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> Callable[[Owner], Sequence[Any]]:
         """What each owner is told; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
-        behind = {owner.name for owner in self._owners.values() if owner.is_behind}
-        for owner in self._owners.values():  # before the log says they were told: whatever ends the step, they hear it
-            owner.is_behind = True
-        self._log.note(changes)
+        behind = [owner.name for owner in self._owners.values() if owner.is_behind]
+        if changes:
+            for (
+                owner
+            ) in self._owners.values():  # before the log says they were told: whatever ends the step, they hear it
+                owner.is_behind = True
+            self._log.note(changes)
 
         def args_for(owner: Owner) -> Sequence[Any]:
             options = self._log.everything() if owner.name in behind else changes
-            args = [step_id, contexts, options, edits, pass_id if pass_id and owner.rank in ranks else 0]
+            args = [step_id, contexts, pass_id if pass_id and owner.rank in ranks else 0, options, edits]
             while not args[-1]:  # what is not there need not be told
                 args.pop()
             return args
@@ -173,11 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """For ``backward(..., optimizer=self)``: the step of a context, which tells owners that the pass is committed."""
         return _StepAfterBackward(self, check_contexts(context_id))
 
-    def _remember(self, contexts: tuple[int, ...], step_id: int) -> None:
-        if self._unfinished:
-            for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
-                del self._unfinished[known]
-        self._unfinished[contexts] = step_id
+    def _forget_unfinished(self) -> None:
+        for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
+            del self._unfinished[known]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -115,18 +115,18 @@ class LocalOptimizer:
         self,
         step_id: int,
         context_ids: Sequence[int],
+        pass_id: int = 0,
         options: dict[int, dict[str, Any]] | None = None,
         edits: Sequence[Edit] = (),
-        pass_id: int = 0,
     ) -> int:
         """Steps with the gradients of some contexts, unless that was done already.
 
         Args:
             step_id: Rises from step to step.
             context_ids: Their gradients are added up.
+            pass_id: A pass in the first context that is committed hereby, if it is not 0.
             options: What has changed, by group.
             edits: What is done to the gradients first.
-            pass_id: A pass in the first context that is committed hereby, if it is not 0.
 
         Returns:
             How many parameters had a gradient.
@@ -142,7 +142,9 @@ class LocalOptimizer:
             if (request := current_request()) is not None and request.is_dropped:
                 raise CallCancelled("the step was given up while it waited; nothing has changed")
             table = self._gather(context_ids, edits)
-            self._step(self._lent(table, edits), context_ids)
+            if not edits and not self._is_torchs:  # it may change them; edited ones are nobody else's
+                table = {leaf: gradient.clone() for leaf, gradient in table.items()}
+            self._step(table, context_ids)
             self._memory.add(step_id, len(table))
             return len(table)
 
@@ -169,12 +171,6 @@ class LocalOptimizer:
                 if leaf in self._names:
                     add_gradient(table, leaf, gradient.detach() if gradient.requires_grad else gradient)
         return edited(table, edits) if edits else table
-
-    def _lent(self, table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
-        """What parameters are lent: torch's classes leave gradients as they are, and edited ones are nobody else's."""
-        if edits or self._is_torchs:
-            return table
-        return {leaf: gradient.clone() for leaf, gradient in table.items()}
 
     # -- gradients -------------------------------------------------------------------------------------------------------
 

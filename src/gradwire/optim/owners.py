@@ -59,12 +59,12 @@ class Answers:
         self.values.update(others.values)
         self.failed.update(others.failed)
 
-    def take(self, owner: Owner, wait: Callable[[], Any]) -> None:
+    def take(self, name: str, future: CallFuture[Any]) -> None:
         """Waits for an answer."""
         try:
-            self.values[owner.name] = wait()
+            self.values[name] = future.wait()
         except Exception as error:
-            self.failed[owner.name] = error
+            self.failed[name] = error
 
     def explain(self) -> str:
         """One line for each failure."""
@@ -92,9 +92,12 @@ def ask_all(
                 started.append((owner, owner.start(operation, args_for(owner), timeout_s)))
             except Exception as error:
                 answers.failed[owner.name] = error
-        answers.take(last, lambda: last.run(operation, args_for(last), timeout_s))
+        try:
+            answers.values[last.name] = last.run(operation, args_for(last), timeout_s)
+        except Exception as error:
+            answers.failed[last.name] = error
         for owner, future in started:
-            answers.take(owner, future.wait)
+            answers.take(owner.name, future)
     finally:
         torch._C._set_grad_enabled(was_enabled)
     return answers
