@@ -236,6 +236,31 @@ def test_hooks_run_around_every_step(cluster: Cluster) -> None:
     assert seen == ["before", "after", "before"]
 
 
+def test_hooks_see_and_change_what_step_was_given(cluster: Cluster) -> None:
+    here, there = worlds(cluster)
+    seen: list[Any] = []
+
+    def choose(_: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((args[0] is there.optimizer, len(args), kwargs))
+        return args, {"timeout": 20.0}
+
+    there.optimizer.register_step_pre_hook(choose)
+    there.optimizer.register_step_post_hook(lambda _, args, kwargs: seen.append(kwargs))
+    there.step(batches(0))
+    here.step(batches(0))
+    assert seen == [(True, 2, {}), {"timeout": 20.0}]
+    assert_same(there.values(), here.values())
+
+
+def test_a_profiler_sees_steps(cluster: Cluster) -> None:
+    _, there = worlds(cluster)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        there.step(batches(0))
+    names = {event.key for event in profile.key_averages()}
+    assert "Optimizer.step#DistributedOptimizer.step" in names
+    assert any(name.startswith("Optimizer.step#") and "Distributed" not in name for name in names)  # this worker's part
+
+
 def test_modules_pairs_and_local_parameters(cluster: Cluster) -> None:
     remote = cluster.workers[0].call(make_module)
     local = torch.nn.Sequential(torch.nn.Linear(2, 2), gw.nn.RemoteModule("worker1", torch.nn.Linear, (2, 3)))

@@ -56,6 +56,22 @@ def test_gradients_for_what_was_seen(name: str) -> None:
     assert not torch.equal(torch.autograd.grad(later, weight)[0], expected)
 
 
+def test_what_was_seen_is_kept_once() -> None:
+    """However many steps others make while a context lives; what it uses afterwards is kept again."""
+    weight, context = make_weight(), DistAutogradContext(1)
+    results, expected = [], []
+    for _ in range(2):
+        expected += torch.autograd.grad(USES["itself"](weight), weight)
+        results.append(run(context, USES["itself"], weight))
+        before = weight.data_ptr()
+        step(weight, 2)
+        moved = weight.data_ptr()
+        step(weight, 2)
+        assert before != moved == weight.data_ptr()
+    found = [torch.autograd.grad(result, weight)[0] for result in results]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", USES)
 def test_gradients_of_gradients(name: str) -> None:
     weight, use = make_weight(), USES[name]
