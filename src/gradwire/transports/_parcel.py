@@ -1,12 +1,11 @@
 """What one message carries, on its way out: bytes for the socket, and tensors in shared memory.
 
 Tensors of medium size are announced early: the frame leaves first, and their bytes are copied into their slots while the
-receiver wakes up and decodes it. The state of a slot says when its bytes are there (`Lease.mark_filled`).
+receiver wakes up and decodes it. The state of a slot says when its bytes are there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 
@@ -19,6 +18,7 @@ from gradwire.transports.base import Buffer
 from gradwire.wire import tensors
 from gradwire.wire.messages import TensorMeta
 
+_COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
 _MAX_LEASES = 64  # all may be new, and bring a descriptor each; the kernel takes 253 with one frame
 # Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
 _ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
@@ -37,7 +37,7 @@ class Parcel:
         num_bytes: Of the payload.
     """
 
-    __slots__ = ("_num_announced", "_owners", "_unfilled", "buffers", "descriptors", "leases", "num_bytes")
+    __slots__ = ("_num_shared", "_owners", "_unfilled", "buffers", "descriptors", "leases", "num_bytes")
 
     def __init__(self, body: bytes) -> None:
         self.buffers: list[Buffer] = [body]
@@ -46,7 +46,7 @@ class Parcel:
         self.num_bytes = len(body)
         self._owners: list[torch.Tensor] = []  # keeps the memory behind addresses and buffers alive
         self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
-        self._num_announced = 0  # bytes of these
+        self._num_shared = 0  # bytes of all leases
 
     def place(self, value: torch.Tensor, limits: Limits, arena: LendingArena | None, shared_from: int) -> TensorMeta:
         """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
@@ -73,19 +73,20 @@ class Parcel:
         self.leases.append(lease)
         if lease.fd is not None:
             self.descriptors.append(lease.fd)
-        num_announced = self._num_announced + lease.num_bytes
         # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
-        address = tensors.address_of(part) if num_announced <= _ANNOUNCED_BYTES and part.is_contiguous() else 0
-        if address:
-            self._num_announced = num_announced
-            self._owners.append(part)
-            self._unfilled.append((lease, address))
-        else:
+        is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
+        address = tensors.address_of(part) if is_simple else 0
+        self._num_shared += lease.num_bytes
+        if not address:
             tensors.copy_into(part, lease.target)
             lease.mark_filled()
+        elif self._num_shared > _ANNOUNCED_BYTES:
+            lease.fill(address)
+        else:
+            self._owners.append(part)
+            self._unfilled.append((lease, address))
 
     def fill(self) -> None:
         """Copies what was announced. No lock is held, so another thread may send its frame meanwhile."""
         for lease, address in self._unfilled:
-            ctypes.memmove(lease.place.address, address, lease.num_bytes)
-            lease.mark_filled()
+            lease.fill(address)

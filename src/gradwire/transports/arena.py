@@ -5,7 +5,7 @@ while it may be needed again.
 
     sender: LendingArena                                receiver: BorrowedSlots
       lend(n), send SlotRef (+ fd once)          ->       add_fd(fd) once, map_slot(ref, n)
-      copy, mark_filled(), before or after it    ->       are_filled(), before anybody sees the buffer
+      fill(address), before or after it          ->       are_filled(), before anybody sees the buffer
                                                           ... the tensor is used in place, then freed
       lend(m) finds the byte at 0                <-       state byte := 0, in the shared page itself
 
@@ -24,6 +24,7 @@ tensor, say) has to be copied out first. `BufferPool` is the same idea for tenso
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -95,7 +96,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     Attributes:
         slot: What the receiver needs to know, for the tensor's metadata.
-        place: The slot itself, to copy into; whoever has done so says `mark_filled`.
+        place: The slot itself.
         num_bytes: What was asked for.
         fd: Descriptor to send along, for a new slot only. It is the caller's, who closes it once the frame has left
             (`cancel` closes it, too). An arena that is closed meanwhile leaves it alone, or another file could travel
@@ -109,8 +110,13 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def target(self) -> torch.Tensor:
-        """Exactly the bytes asked for, one-dimensional ``uint8``."""
+        """Exactly the bytes asked for, one-dimensional ``uint8``, to copy into where `fill` cannot."""
         return self.place.memory[PAGE : PAGE + self.num_bytes]
+
+    def fill(self, address: int) -> None:
+        """Copy the bytes that lie there, and tell the receiver."""
+        ctypes.memmove(self.place.address, address, self.num_bytes)  # a third of what two views and their copy cost
+        self.place.state.value = LENT
 
     def mark_filled(self) -> None:
         """Tell the receiver that the bytes are there."""

@@ -68,7 +68,6 @@ _PyBUF_READ: Final = 0x100
 _copy_at: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _copy_at.restype = ctypes.py_object
 _copy_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-_COPY_IN_PARALLEL_FROM: Final = 8 << 20  # from here on torch's copy pays, which uses several cores
 _COPY_UP_TO: Final = 4096  # a copy is cheaper than a memoryview, and small frames are joined anyway
 
 
@@ -198,11 +197,6 @@ def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
     num_bytes = part.nbytes
     if target.nbytes != num_bytes:
         raise ValueError(f"copy_into: the part has {num_bytes} bytes and the target {target.nbytes}")
-    if 0 < num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous():
-        address = address_of(part)
-        if address:
-            ctypes.memmove(target.data_ptr(), address, num_bytes)  # a third of what two views and a copy cost
-            return
     if num_bytes:
         try:
             target.view(part.dtype).view(part.shape).copy_(part)
