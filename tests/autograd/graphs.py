@@ -225,6 +225,30 @@ def forwarded_untouched(x: Tensor, y: Tensor) -> Tensor:
     return (call(FIRST, pass_untouched, [SECOND, THIRD], x) + call(FIRST, echo, y) * x).sum()
 
 
+def three_ways(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return layer(x), layer(x, "second"), x * 3
+
+
+def product_of(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return layer(a * b + c, "product")
+
+
+def handed_on(x: Tensor, y: Tensor) -> Tensor:
+    """What came goes on to another worker untouched: some of it twice, some not at all, some beside a leaf."""
+    one, two, _ = call(FIRST, three_ways, x)
+    result = call(SECOND, product_of, one, two, one)
+    return call(THIRD, product_of, y, result, y).sum()
+
+
+def handed_on_watched(x: Tensor, y: Tensor) -> Tensor:
+    """As before, but hooks change the gradients on their way, and one is kept."""
+    one, two, _ = call(FIRST, three_ways, x)
+    one.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+    two.retain_grad()
+    result = call(SECOND, product_of, one, two, one)
+    return call(THIRD, product_of, y, result, y).sum()
+
+
 def changed_in_place(x: Tensor, y: Tensor) -> Tensor:
     result = call(FIRST, change_in_place, x * 2)
     result.mul_(y)
@@ -284,6 +308,8 @@ USED: list[Graph] = [
     chain_of_30,
     nested,
     forwarded_untouched,
+    handed_on,
+    handed_on_watched,
     changed_in_place,
     large_in_place,
     to_oneself,

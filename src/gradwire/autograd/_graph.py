@@ -8,7 +8,7 @@ sum of the pass, once.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,17 @@ from gradwire.autograd._backward_state import Component
 from gradwire.autograd.functions import AccumulateGrad, RecvNode
 
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on what it is
+Target = torch.Tensor | tuple[int, int]
+"""Where a gradient goes: a leaf, or one of the tensors that came in a message, by its id and the tensor's number."""
+
+
+class Recv(Protocol):
+    """A message that arrived, as the graph sees it."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks want to see its gradients here."""
+
 
 _ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made
 
@@ -31,10 +42,11 @@ class LocalGraph:
     Attributes:
         components: Sources that must run together, with the recvs they reach.
         leaves: For each component, the leaf tensors it reaches.
-        direct: For each component that is nothing but a send of leaves, those, in the order of the message; else None.
+        direct: For each component that is one send with nothing to compute behind it, where its tensors came from, in the
+            order of the message; None for all others.
     """
 
-    def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Collection[int]) -> None:
+    def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Mapping[int, Recv]) -> None:
         self._starts: list[list[Node]] = [list(roots), *([node] for node in sends.values())]
         self._send_ids = list(sends)
         self._context_recvs = context_recvs
@@ -46,7 +58,7 @@ class LocalGraph:
             self._walk(source)
         self.components: list[Component] = []
         self.leaves: list[list[torch.Tensor]] = []
-        self.direct: list[list[torch.Tensor] | None] = []
+        self.direct: list[list[Target] | None] = []
         self._component_of: dict[int, int] = {}  # by the first of its sources
         self._collect()
 
@@ -101,16 +113,20 @@ class LocalGraph:
             self.components.append(Component(sends, frozenset(recvs), has_roots))
             self.leaves.append(list(leaves.values()))
             is_one_send = len(sources) == 1 and not has_roots
-            self.direct.append(self._leaves_behind(self._starts[head][0]) if is_one_send else None)
+            self.direct.append(self._targets_of(self._starts[head][0]) if is_one_send else None)
 
-    @staticmethod
-    def _leaves_behind(send: Node) -> list[torch.Tensor] | None:
-        """Of a send of nothing but leaves without hooks, those leaves: there is nothing to run for it."""
-        found = []
-        for node, _ in send.next_functions:
-            if type(node) is not AccumulateGrad or has_hooks(node.variable):
+    def _targets_of(self, send: Node) -> list[Target] | None:
+        """Where a send's tensors came from, if that is nothing but leaves and other messages, and no hook wants to look."""
+        found: list[Target] = []
+        for node, number in send.next_functions:
+            kind = type(node)
+            if kind is AccumulateGrad and not has_hooks(node.variable):
+                found.append(node.variable)
+                continue
+            recv = self._context_recvs.get(node.message_id) if kind is RecvNode else None
+            if recv is None or recv.is_watched:
                 return None
-            found.append(node.variable)
+            found.append((node.message_id, number))
         return found
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -107,13 +108,22 @@ class RecordedRecv(msgspec.Struct, frozen=True):
         peer: Rank of the sender.
         function: The called function, or the one whose result it is.
         node: The gradient function of the received tensors.
+        outputs: Those tensors; the graph must not keep them.
     """
 
     message_id: int
     peer: int
     function: str
     node: Any
+    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
     is_send: ClassVar[bool] = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants to see the gradients of the received tensors here: hooks, or `Tensor.retain_grad`."""
+        if self.node.is_watched:
+            return True
+        return any((tensor := output()) is not None and tensor.retains_grad for output in self.outputs)
 
 
 class DistAutogradContext:
@@ -162,7 +172,7 @@ class DistAutogradContext:
     ) -> tuple[torch.Tensor, ...]:
         """Records tensors that arrived in a message; returns those to use in their place."""
         outputs = make_recv(self.context_id, message_id, tensors)
-        recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn)
+        recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn, tuple(map(weakref.ref, outputs)))
         with self.lock:
             self.recvs[message_id] = recv
             self.exchanges.append(recv)

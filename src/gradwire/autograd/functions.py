@@ -114,6 +114,33 @@ class Gate(torch.autograd.Function):
         return nothing
 
 
+class _Hooks:
+    """Notes on the node of a recv that hooks were registered there: then it takes the engine to run them.
+
+    Torch registers hooks on a tensor that is no leaf at the tensor's node, through one of these.
+    """
+
+    is_watched = False
+
+    def _register_hook_dict(self, tensor: torch.Tensor) -> None:
+        self.is_watched = True
+        super()._register_hook_dict(tensor)  # type: ignore[misc]
+
+    def register_hook(self, hook: Any) -> Any:
+        self.is_watched = True
+        return super().register_hook(hook)  # type: ignore[misc]
+
+    def register_prehook(self, hook: Any) -> Any:
+        self.is_watched = True
+        return super().register_prehook(hook)  # type: ignore[misc]
+
+
+def _with_hooks(kind: Any) -> Any:
+    return type(kind.__name__, (_Hooks, kind), {})
+
+
+RecvFunction._backward_cls = _with_hooks(RecvFunction._backward_cls)
+
 # Function.apply first looks for functorch's transforms, which take no part here; that doubles its cost.
 _apply_send: Any = super(torch.autograd.Function, SendFunction).apply
 _apply_recv: Any = super(torch.autograd.Function, RecvFunction).apply

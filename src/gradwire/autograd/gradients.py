@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 
 from gradwire.errors import AutogradError
 
 GradientTable = dict[torch.Tensor, torch.Tensor]
+K = TypeVar("K")
 
 _NUM_LOCKS = 256
 _HOOK_S = 60.0
@@ -28,7 +30,7 @@ def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
     return gradient
 
 
-def add_gradient(table: GradientTable, leaf: torch.Tensor, gradient: torch.Tensor, is_recorded: bool = False) -> None:
+def add_gradient(table: dict[K, torch.Tensor], leaf: K, gradient: torch.Tensor, is_recorded: bool = False) -> None:
     """Adds to what a table has for a leaf, out of place: others may hold what was there.
 
     The sum is recorded or not, whatever the grad mode of the thread that happens to add.

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradwire.autograd import anomalies, guards
 from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode, RunComponent
-from gradwire.autograd._graph import LocalGraph
+from gradwire.autograd._graph import LocalGraph, Target
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
 from gradwire.autograd.follow_ups import FollowUp
@@ -197,7 +197,7 @@ class BackwardPass:
             Exception: Whatever a node or a hook raised.
         """
         direct = self.graph.direct[action.index]
-        if direct is not None:
+        if direct is not None and self._roots.inputs is None:  # those may be what passes through
             self._take_directly(direct, action)
             return
         component, roots = self.graph.components[action.index], self._roots
@@ -229,12 +229,24 @@ class BackwardPass:
                 outputs.append(GradientEdge(node, number))
                 gradients.append(gradient)
 
-    def _take_directly(self, leaves: Sequence[torch.Tensor], action: RunComponent) -> None:
-        """What came for a send of leaves is their gradient."""
+    def _take_directly(self, targets: Sequence[Target], action: RunComponent) -> None:
+        """What came for a send is the gradient of leaves, and of tensors that came from others and went on untouched."""
         wanted = {id(leaf) for leaf in self._inputs_of(action.index)}
-        found = self.gradients_of(action.sends[0])
-        pairs = zip(leaves, found, strict=True)
-        self._add([(leaf, gradient) for leaf, gradient in pairs if gradient is not None and id(leaf) in wanted])
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        passed_on: dict[int, dict[int, torch.Tensor]] = {}
+        for target, gradient in zip(targets, self.gradients_of(action.sends[0]), strict=True):
+            if gradient is None:
+                continue
+            if isinstance(target, tuple):
+                message_id, number = target
+                add_gradient(passed_on.setdefault(message_id, {}), number, gradient, self.options.create_graph)
+            elif id(target) in wanted:
+                found.append((target, gradient))
+        if found:
+            self._add(found)
+        for message_id, gradients in passed_on.items():
+            numbers = range(len(self.recvs[message_id].outputs))
+            self.fire(self.context.context_id, message_id, [gradients.get(number) for number in numbers])
 
     def _add(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from gradwire.autograd._graph import LocalGraph, has_hooks
+from gradwire.autograd.context import RecordedRecv
 from gradwire.autograd.functions import AccumulateGrad, RecvNode, make_recv, make_send
 
 CONTEXT = 1
@@ -26,8 +28,24 @@ def hooked_leaf() -> torch.Tensor:
     return found
 
 
+class Came:
+    """A message that arrived."""
+
+    def __init__(self, outputs: tuple[torch.Tensor, ...] = ()) -> None:
+        self._recv = RecordedRecv(0, 0, "f", outputs[0].grad_fn, tuple(map(weakref.ref, outputs))) if outputs else None
+
+    @property
+    def is_watched(self) -> bool:
+        return self._recv is not None and self._recv.is_watched
+
+
+CAME: dict[int, Came] = {}
+
+
 def recv(message_id: int, num_tensors: int = 1) -> tuple[torch.Tensor, ...]:
-    return make_recv(CONTEXT, message_id, [torch.ones(()) for _ in range(num_tensors)])
+    outputs = make_recv(CONTEXT, message_id, [torch.ones(()) for _ in range(num_tensors)])
+    CAME[message_id] = Came(outputs)
+    return outputs
 
 
 def walk(
@@ -38,7 +56,7 @@ def walk(
     for name, values in sends.items():
         tensors = values if isinstance(values, tuple) else (values,)
         nodes[int(name[1:])] = make_send(int(name[1:]), tensors).grad_fn
-    return LocalGraph([root.grad_fn for root in roots], nodes, recvs)
+    return LocalGraph([root.grad_fn for root in roots], nodes, {item: CAME.get(item) or Came() for item in recvs})
 
 
 def sources_of(graph: LocalGraph) -> list[tuple[bool, tuple[int, ...]]]:
@@ -184,6 +202,33 @@ class TestDirectLeaves:
         assert graph.direct[1] is not None
         assert list(map(id, graph.direct[1])) == [id(one), id(two), id(one)]
         assert graph.direct[2] is None
+
+    def test_what_came_and_goes_on_untouched(self) -> None:
+        weight, (_, second), (other,) = leaf(), recv(1, 2), recv(2)
+        graph = walk(recvs=[1, 2], s3=(second, weight, other, second))
+        assert graph.direct[0] == [(1, 1), weight, (2, 0), (1, 1)]
+        assert graph.components[0].recvs == {1, 2}
+        changed = recv(1)[0].mul_(2)
+        assert walk(recvs=[1], s3=changed).direct == [None]
+        assert walk(s3=recv(1)[0]).direct == [None]  # of another context: the engine says what is wrong
+
+    @pytest.mark.parametrize("watch", ["hook", "dropped", "node", "before the node", "retained"])
+    def test_not_if_somebody_watches_what_came(self, watch: str) -> None:
+        (value,) = recv(1)
+        node: Any = value.grad_fn
+        sent = make_send(2, [value]).grad_fn
+        assert LocalGraph([], {2: sent}, CAME).direct == [[(1, 0)]]
+        if watch in ("hook", "dropped"):
+            value.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        elif watch == "node":
+            node.register_hook(lambda *_: None)
+        elif watch == "before the node":
+            node.register_prehook(lambda *_: None)
+        else:
+            value.retain_grad()
+        if watch == "dropped":
+            del value
+        assert LocalGraph([], {2: sent}, CAME).direct == [None]
 
     def test_not_with_hooks_or_company(self) -> None:
         weight, (value,) = hooked_leaf(), recv(1)
