@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from gradwire.rref._actions import Worker
 from gradwire.rref._ownership import Ownership
@@ -16,8 +18,8 @@ def frozen(thing: Any) -> Any:
         return frozenset((key, frozen(value)) for key, value in thing.items())
     if isinstance(thing, set):
         return frozenset(thing)
-    if hasattr(thing, "__dataclass_fields__"):
-        return tuple(frozen(getattr(thing, name)) for name in thing.__dataclass_fields__)
+    if isinstance(thing, msgspec.Struct):
+        return tuple(frozen(getattr(thing, name)) for name in thing.__struct_fields__)
     return thing
 
 

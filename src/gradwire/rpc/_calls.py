@@ -30,41 +30,23 @@ PHASE_TEXT: Final = {
 }
 
 
-class PendingCall:
+class PendingCall(msgspec.Struct, eq=False):
     """One call, from the moment it is made until it has a result or an error."""
 
-    __slots__ = (
-        "call_id",
-        "deadline",
-        "error",
-        "function",
-        "future",
-        "is_answered",
-        "is_done",
-        "is_expiring",
-        "on_done",
-        "started",
-        "table",
-        "value",
-        "waiter",
-        "worker",
-    )
-
-    def __init__(self, call_id: int, worker: str, function: str, started: float, timeout_s: float) -> None:
-        self.call_id = call_id
-        self.worker = worker
-        self.function = function
-        self.started = started
-        self.deadline = started + timeout_s if timeout_s > 0 else _NO_DEADLINE
-        self.is_done = False
-        self.is_answered = False  # the answer is here; only its callbacks are still to run
-        self.is_expiring = False
-        self.value: Any = None
-        self.error: Exception | None = None
-        self.on_done: Callable[[PendingCall], None] | None = None  # runs in the thread that finishes the call
-        self.future: Any = None
-        self.waiter: Any = None  # a lock that the finishing thread releases, made by a thread that waits
-        self.table: CallTable | None = None
+    call_id: int
+    worker: str
+    function: str
+    started: float
+    deadline: float
+    on_done: Callable[[PendingCall], None] | None = None  # runs in the thread that finishes the call
+    future: Any = None
+    is_done: bool = False
+    is_answered: bool = False  # the answer is here; only its callbacks are still to run
+    is_expiring: bool = False
+    value: Any = None
+    error: Exception | None = None
+    waiter: Any = None  # a lock that the finishing thread releases, made by a thread that waits
+    table: CallTable | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
@@ -72,9 +54,8 @@ class PendingCall:
 
     def again(self) -> PendingCall:
         """The same call with another id, for another attempt to send it."""
-        call = PendingCall(new_call_id(), self.worker, self.function, self.started, 0.0)
-        call.deadline, call.future, call.on_done = self.deadline, self.future, self.on_done
-        return call
+        call_id = new_call_id()
+        return PendingCall(call_id, self.worker, self.function, self.started, self.deadline, self.on_done, self.future)
 
     def mark_done(self) -> None:
         """It has its result or error: wakes the thread that waits."""

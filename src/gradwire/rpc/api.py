@@ -178,7 +178,8 @@ def rpc_sync(
         RemoteCallFailed: The function raised something whose type is not known here.
         Exception: What the function raised, as its own type.
     """
-    return current_agent().caller.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    agent = _agent or current_agent()
+    return agent.caller.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
 
 
 def rpc_async(
@@ -196,9 +197,8 @@ def rpc_async(
         RpcTimeout: No connection, or no room on it, before the deadline.
         WorkerLost: The worker cannot be reached.
     """
-    future = current_agent().caller.submit(
-        to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout
-    )
+    agent = _agent or current_agent()
+    future = agent.caller.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
     future_list = getattr(_thread_local_var, "future_list", None)
     if future_list is not None:
         future_list.append(future)

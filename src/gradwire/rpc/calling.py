@@ -61,6 +61,7 @@ class Caller:
         self.local = LocalSource(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
+        self._max_in_flight = agent.config.limits.calls_in_flight
         self._completing: set[PendingCall] = set()  # answered, and their callbacks run or are about to
 
     def call(
@@ -150,9 +151,10 @@ class Caller:
         shares_main = lane.shares_main if lane is not None else self._shares_main(name)
         function_name, packed = agent.codec.pack_call(function, args, kwargs or {}, name, shares_main)
         label = function_name or describe_function(function)
-        holder.call = call = PendingCall(new_call_id(), name, label, time.monotonic(), timeout_s)
-        call.future = holder if isinstance(holder, CallFuture) else None
-        call.on_done = holder.on_done
+        now, future = time.monotonic(), holder if isinstance(holder, CallFuture) else None
+        deadline = now + timeout_s if timeout_s > 0 else _NEVER
+        call = PendingCall(new_call_id(), name, label, now, deadline, holder.on_done, future)
+        holder.call = call
         self.num_made += 1
         if name == agent.address.info.name:
             self.local.start(call, function_name, packed, holder.notes)
@@ -175,7 +177,8 @@ class Caller:
     ) -> PendingCall:
         """Sends a call, over another connection if the first is closed here meanwhile; returns what was sent."""
         agent = self._agent
-        lane = self._room_on(lane, call)
+        if lane is None or len(lane.calls) >= self._max_in_flight:
+            lane = self._room_on(call)
         if agent.codec.has_interest_in_calls():
             envelope = Envelope("call", lane.address.info, call.function)
             message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
@@ -187,7 +190,7 @@ class Caller:
             # Another one for each attempt: whoever ends the connection may be about to end the first.
             holder.call = call = call.again()
             message.call_id = call.call_id
-            lane = self._room_on(None, call)
+            lane = self._room_on(call)
         if holder.is_watched:
             lane.reader.ensure_watched()
         return call
@@ -198,7 +201,8 @@ class Caller:
     def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
         """Sends a call; False if the connection was closed here before, so that another one is needed."""
         try:
-            lane.calls.add(call)
+            call.table = lane.calls
+            lane.calls[call.call_id] = call
             self._agent.reactor.expect(min(call.deadline, call.started + _SWEEP_S))
             if lane.reader.is_reading and lane.reader.is_cut_off():
                 raise ConnectionClosed("reading was interrupted")
@@ -236,14 +240,12 @@ class Caller:
         if lane.connection.is_closed:  # half of the message is out: the next call needs another connection
             lane.reader.end(ConnectionClosed("a message was cut off"))
 
-    def _room_on(self, lane: OpenLane | None, call: PendingCall) -> OpenLane:
+    def _room_on(self, call: PendingCall) -> OpenLane:
         """The calls lane, opened if it is not, once it has room for one more call."""
-        if lane is None:
-            lane = self._agent.peers.peer(call.worker).lane("calls", call.deadline)
-        limit = self._agent.config.limits.calls_in_flight
-        if len(lane.calls) >= limit:
+        lane = self._agent.peers.peer(call.worker).lane("calls", call.deadline)
+        if len(lane.calls) >= self._max_in_flight:
             with self._agent.server.waiting():
-                lane.wait_for_room(call, limit)
+                lane.wait_for_room(call, self._max_in_flight)
         return lane
 
     def control(
@@ -255,8 +257,9 @@ class Caller:
             WorkerLost, RpcTimeout: It could not even be sent.
         """
         packed = self._agent.codec.pack_control(args)
-        call = PendingCall(new_call_id(), to, f"~{operation}", time.monotonic(), timeout_s)
-        call.on_done = on_done
+        now = time.monotonic()
+        deadline = now + timeout_s if timeout_s > 0 else _NEVER
+        call = PendingCall(new_call_id(), to, f"~{operation}", now, deadline, on_done)
         message = Call(call.call_id, call.function, timeout_s, packed.codec, len(packed.body))
         while not self._send(self._agent.peers.peer(to).lane("control", call.deadline), call, message, packed):
             if self._agent.is_closed:

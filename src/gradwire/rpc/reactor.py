@@ -133,13 +133,18 @@ class Reactor:
         self._busy.discard(watched)
         _busy_here.discard(watched)
 
-    def may_linger(self) -> bool:
-        """Whether the calling thread may stay with its connection; one thread at a time may."""
-        return self._linger.acquire(False)
+    def begin_lingering(self, watched: Watched) -> bool:
+        """A reader has run what it read; whether the thread may stay with its connection, as one thread at a time may."""
+        if not self._linger.acquire(False):
+            return False
+        self._busy.discard(watched)
+        _busy_here.discard(watched)
+        return True
 
-    def end_lingering(self) -> None:
+    def end_lingering(self, watched: Watched) -> None:
         """The thread goes on, or back to epoll."""
         self._linger.release()
+        self.enter(watched)
 
     def expect(self, when: float) -> None:
         """The sweep is wanted at that time at the latest."""

@@ -169,14 +169,12 @@ class Reader:
         connection, reactor = self._connection, self._reactor
         if num_read != 1 or connection.has_hidden_bytes():
             return connection.read_nowait()
-        if not (self.is_lingered_on and self._wants_reading() and reactor.may_linger()):
+        if not (self.is_lingered_on and self._wants_reading() and reactor.begin_lingering(self)):
             return None
-        reactor.leave(self)
         try:
             return connection.read_nowait() if self._wait_readable(_LINGER_S) else None
         finally:
-            reactor.end_lingering()
-            reactor.enter(self)
+            reactor.end_lingering(self)
 
     def _wait_readable(self, timeout_s: float) -> bool:
         """Whether something can be read within that time; only for the holder.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gradwire.rref._actions import Worker
 from gradwire.rref._mourning import Mourning
@@ -20,8 +21,7 @@ class ForkPhase(enum.Enum):
     BROKEN = "broken"
 
 
-@dataclass(slots=True)
-class Fork:
+class Fork(msgspec.Struct):
     """A reference that this worker has to another one's value."""
 
     rref_id: int
@@ -34,17 +34,15 @@ class Fork:
     maker: Worker | None = None  # whose call makes the value, while that may not have arrived
 
 
-@dataclass(slots=True)
-class Value:
+class Value(msgspec.Struct):
     """A value that this worker owns."""
 
-    holders: dict[int, Worker] = field(default_factory=dict)  # by fork
+    holders: dict[int, Worker] = {}  # by fork
     is_needed: bool = False  # by this worker's own code
     maker: Worker | None = None  # whose call is to make it, while it is only expected
 
 
-@dataclass(slots=True)
-class Child:
+class Child(msgspec.Struct):
     """A fork that was sent and is not accepted yet."""
 
     to: Worker

@@ -97,6 +97,11 @@ class Outbox:
         self._lost.discard(worker)
 
     @property
+    def has_messages(self) -> bool:
+        """Whether messages are to be sent."""
+        return bool(self._waiting)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is to be sent, not even an acknowledgement."""
         return not (self._waiting or self._to_acknowledge)

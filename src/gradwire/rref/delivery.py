@@ -1,7 +1,7 @@
 """Carries the messages about references between workers, and tells the state machine who is gone.
 
-What somebody waits for is sent at once; acceptances and deletions leave together, a moment later. A worker that does not
-read is written to again, and one that cannot be reached is dead.
+What somebody waits for is sent at once; acceptances and deletions leave together, a moment later; acknowledgements go along
+with them, or alone after a while. A worker that does not read is written to again, and one that cannot be reached is dead.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _log = logging.getLogger("gradwire")
 _NOTICE: Final = "rref"
 _ASK_S: Final = 5.0  # how long nothing may be heard of a reference that was sent
 _DELAY_S: Final = 0.01
+_ACKNOWLEDGE_S: Final = 0.1  # nobody waits to hear that something arrived; mostly it goes along with something else
 _RETRY_S: Final = 1.0
 _SEND_S: Final = 10.0
 _NEVER: Final = float("inf")
@@ -130,10 +131,10 @@ class Delivery:
         """Sends whatever waits if somebody waits for it; else plans to."""
         with self._decisions as known:
             batches = known.outbox.take() if known.outbox.has_urgent else []
-            is_empty = known.outbox.is_empty
+            is_empty, delay_s = known.outbox.is_empty, _DELAY_S if known.outbox.has_messages else _ACKNOWLEDGE_S
         self._send(batches)
         if not is_empty:
-            self.plan()
+            self.plan(delay_s)
 
     def flush_urgent_soon(self) -> None:
         """As `flush_urgent`, in a service thread: a worker that does not read must not hold the caller up."""

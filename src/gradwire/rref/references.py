@@ -172,10 +172,11 @@ class References:
     def create_fork(self, owner: WorkerAddress) -> UserFork:
         """A reference to a value that a call is going to make on another worker."""
         life = (owner.info.id, owner.incarnation)
-        known, fork = self._decisions, UserFork(self.new_id(), self.new_id(), owner.info, life, is_first=True)
+        known, rref_id, fork_id = self._decisions, self.new_id(), self.new_id()
+        fork = UserFork(rref_id, fork_id, owner.info, life, is_first=True, is_used=False)
         with known.lock:
-            known.forks[fork.fork_id] = fork
-            known.ownership.fork_created(fork.rref_id, fork.fork_id, life)
+            known.forks[fork_id] = fork
+            known.ownership.fork_created(rref_id, fork_id, life)
         return fork
 
     def on_answered(self, state: Owned | UserFork, call: PendingCall) -> None:
@@ -277,11 +278,11 @@ class References:
                     return owned
                 fork = known.forks.get(fork_id)
                 if fork is None:
-                    fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner, is_first=False)
+                    fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner)
                     if owner == sender:
                         known.later(fork.confirm)
                 return fork
-        fork = UserFork(rref_id, fork_id, info, owner, is_first=False)
+        fork = UserFork(rref_id, fork_id, info, owner)
         text = f"reference {describe(rref_id)}, sent by {sender_info.name}, leads nowhere"
         fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Make the value again", info.name))
         return fork

@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
 
 from gradwire.errors import RpcTimeout, RRefError
 from gradwire.rpc._calls import PendingCall
@@ -24,13 +26,12 @@ _lock = threading.Lock()  # guards is_done and _waiters of everything here; held
 _SLICE_S = 0.2
 
 
-class _Awaited:
+class _Awaited(msgspec.Struct, eq=False, kw_only=True):
     """Something that is done at some time, once, with an error or without."""
 
-    is_done = False
+    is_done: bool = False
     error: Callable[[], Exception] | None = None  # makes one for everybody who is told
     rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has travelled
-    fork_id = 0  # of a reference to a value elsewhere
     call: PendingCall | None = None  # the one that makes the value, while it is under way
     keeps: Any = None  # what must live until that call has ended
     _waiters: list[Callable[[], None]] | None = None
@@ -70,7 +71,7 @@ class _Awaited:
             callback()
 
 
-class Owned(_Awaited):
+class Owned(_Awaited, eq=False):
     """A value of this worker, or one that is still being made.
 
     Attributes:
@@ -79,15 +80,16 @@ class Owned(_Awaited):
         num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
+        fork_id: None: it is no reference to a value elsewhere.
     """
 
+    rref_id: int
+    num_local: int = 1
+    label: str = ""
     value: Any = None
-    label = ""
-    is_shared = is_freed = False
-
-    def __init__(self, rref_id: int, num_local: int = 1) -> None:
-        self.rref_id = rref_id
-        self.num_local = num_local
+    is_shared: bool = False
+    is_freed: bool = False
+    fork_id: ClassVar[int] = 0
 
     def free(self) -> None:
         """Nobody refers to it any more."""
@@ -124,7 +126,7 @@ class Owned(_Awaited):
         return self.value
 
 
-class UserFork(_Awaited):
+class UserFork(_Awaited, eq=False):
     """A reference that this worker has to a value elsewhere. It is done when the owner has confirmed it, or it is broken.
 
     Attributes:
@@ -139,17 +141,15 @@ class UserFork(_Awaited):
         is_used: Whether the value may have changed since: the reference was passed on, or a method called.
     """
 
-    phase = ForkPhase.PENDING
+    rref_id: int
+    fork_id: int
+    owner: WorkerInfo
+    owner_life: Worker
+    is_first: bool = False
+    is_used: bool = True
+    phase: ForkPhase = ForkPhase.PENDING
     type_: Any = None
     early: Any = None
-
-    def __init__(self, rref_id: int, fork_id: int, owner: WorkerInfo, owner_life: Worker, is_first: bool) -> None:
-        self.rref_id = rref_id
-        self.fork_id = fork_id
-        self.owner = owner
-        self.owner_life = owner_life
-        self.is_first = is_first
-        self.is_used = not is_first
 
     def use(self) -> Any:
         """From now on the value may change; returns what came with the answer to the creation, to one caller only."""

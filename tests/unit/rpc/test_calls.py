@@ -10,7 +10,8 @@ from gradwire.rpc._calls import PHASE_TEXT, CallTable, PendingCall, new_call_id
 
 
 def make_call(call_id: int, timeout_s: float = 0.0, started: float = 100.0) -> PendingCall:
-    return PendingCall(call_id, "w1", "module:function", started, timeout_s)
+    deadline = started + timeout_s if timeout_s else float("inf")
+    return PendingCall(call_id, "w1", "module:function", started, deadline)
 
 
 def make_table(*calls: PendingCall) -> CallTable:

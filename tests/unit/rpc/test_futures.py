@@ -134,7 +134,7 @@ class Keeper:
 
 def make_call_future(keeper: Keeper) -> CallFuture[str]:
     future: CallFuture[str] = CallFuture(keeper)
-    future.call = PendingCall(1, "w", "f", 0.0, 0.0)
+    future.call = PendingCall(1, "w", "f", 0.0, float("inf"))
     future.call.future = future
     return future
 
