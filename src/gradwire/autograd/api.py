@@ -19,8 +19,8 @@ from gradwire.autograd import ambient, worker
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.follow_ups import FollowsBackward, FollowUp
 from gradwire.autograd.messages import PassOptions
-from gradwire.autograd.passes import check_roots
 from gradwire.autograd.probing import Explanation
+from gradwire.autograd.roots import check_roots
 from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import is_available as rpc_is_available
 

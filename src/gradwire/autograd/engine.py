@@ -37,8 +37,9 @@ from gradwire.autograd.messages import (
     PropagateGradients,
     ReportDone,
 )
-from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase, Roots
+from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase
 from gradwire.autograd.probing import Prober
+from gradwire.autograd.roots import Roots
 from gradwire.autograd.watching import Watch
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
