@@ -99,6 +99,14 @@ def test_the_thread_that_reads_is_the_thread_that_runs(make_agents: MakeAgents) 
     assert first.call("a", name_thread).startswith("gradwire-a-service-")
 
 
+def test_no_thread_stays_with_a_control_lane(make_agents: MakeAgents) -> None:
+    first, second = make_agents(2)
+    assert first.call("b", threading.get_ident) > 0
+    ours = {kind: lane.reader.is_lingered_on for kind, lane in first.peers.peer("b").lanes.items()}
+    theirs = {incoming.lane: incoming.reader.is_lingered_on for incoming in second.server._incoming}
+    assert ours == theirs == {"calls": True, "control": False}
+
+
 def test_a_blocked_function_holds_up_nobody(make_agents: MakeAgents) -> None:
     first, _second = make_agents(2)
     blocked = [first.submit("b", wait_at_gate) for _ in range(10)]
