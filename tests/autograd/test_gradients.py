@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -244,3 +246,59 @@ def test_backward_with_inputs_gathers_nothing_else(cluster: Cluster) -> None:
         gw.autograd.backward(ctx, graphs.diamond(x, y), inputs=[x])
         assert set(ctx.gradients()) == {x}
         assert not worlds.gather_gradients(ctx)
+
+
+# -- hooks over several tensors, and hooks that wait -----------------------------------------------------------------------
+
+_seen_together: list[list[list[float] | None]] = []
+_has_arrived = threading.Event()
+
+
+def _hooked_together(x: Tensor, is_alone: bool) -> Tensor:
+    hidden = x * 3
+    result = hidden * 2
+
+    def note(gradients: Sequence[Tensor | None]) -> None:
+        _seen_together.append([None if gradient is None else gradient.tolist() for gradient in gradients])
+
+    torch.autograd.graph.register_multi_grad_hook((result,) if is_alone else (result, hidden), note)
+    return result
+
+
+def _take_together() -> list[list[list[float] | None]]:
+    found, _seen_together[:] = list(_seen_together), []
+    return found
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["the result", "the result and what is behind it"])
+def test_hook_over_several_tensors_runs_once_with_all_of_them(cluster: Cluster, is_alone: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(worlds.call(FIRST, _hooked_together, x, is_alone).sum())
+        assert ctx.gradients()[x].tolist() == [6.0, 6.0]
+    assert worlds.call(FIRST, _take_together) == [[[1.0, 1.0]] if is_alone else [[1.0, 1.0], [2.0, 2.0]]]
+
+
+def _wait_for_arrival() -> bool:
+    return _has_arrived.wait(20.0)
+
+
+def _with_waiting_hook(x: Tensor) -> Tensor:
+    """Its hook waits for what the root does with the gradient of `x`, as a collective operation in hooks would."""
+    leaf = torch.ones(2, requires_grad=True)
+
+    def wait(_: Tensor) -> None:
+        if not gw.rpc.rpc_sync("driver", _wait_for_arrival):
+            raise AssertionError("the root has not got its gradient")
+
+    leaf.register_post_accumulate_grad_hook(wait)
+    return x * leaf
+
+
+def test_hook_may_wait_for_what_the_root_does_with_its_gradient(cluster: Cluster) -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: _has_arrived.set())  # type: ignore[no-untyped-call]
+    _has_arrived.clear()
+    with gw.autograd.context() as ctx:
+        ctx.backward(worlds.call(FIRST, _with_waiting_hook, x).sum(), timeout=60.0)
+        assert ctx.gradients()[x].tolist() == [1.0, 1.0]

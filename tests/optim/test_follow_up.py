@@ -12,6 +12,7 @@ from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, OptimizerStepFailed
+from gradwire.optim import DistributedOptimizer
 from gradwire.testing import wait_until
 from optim.programs import Distributed, OneProcess, assert_same, batches, make
 from optim.test_steps import FailsAtFirst, fail
@@ -138,3 +139,22 @@ def test_not_an_optimizer(cluster: Cluster) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     with gw.autograd.context() as ctx, pytest.raises(ConfigurationError, match="not a SGD"):
         ctx.backward(weight.sum(), optimizer=torch.optim.SGD([weight], lr=0.1))
+
+
+class HasOwnStep(DistributedOptimizer):
+    """Has a step of its own, around which torch puts its wrapper."""
+
+    def step(self, context_id: Any, **options: Any) -> None:  # type: ignore[override]
+        super().step(context_id, **options)
+
+
+def test_hooks_of_a_subclass_run_once(cluster: Cluster) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, seen = HasOwnStep(torch.optim.SGD, [weight], lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    with gw.autograd.context() as ctx:
+        ctx.backward((weight * 2).sum())
+        optimizer.step(ctx)
+    assert seen == ["pre", "post"]
+    assert weight.tolist() == [pytest.approx(0.8)] * 2

@@ -230,7 +230,7 @@ class BackwardState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing is left but the end of what runs: no message to come, and none to be sent but the report."""
+        """Whether no message is to come any more, and none to be sent but the report; something may still run."""
         return not (self._unsettled or self._unfired)
 
     def has_lost(self, peer: int) -> bool:

@@ -140,7 +140,7 @@ def pass_id_of(note: Any) -> int:
     """The pass that a note as it came is about; 0 if it is about none."""
     try:
         return _read_beginning(note).pass_id
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0
 
 

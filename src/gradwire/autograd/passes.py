@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.watching import Watch
     from gradwire.rpc.peers import OpenLane
 
+_NO_GRADIENT = torch.zeros(())  # for the anchor, which never gets one
 _HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handle; nobody reads it
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
@@ -144,6 +145,7 @@ class BackwardPass:
         nodes = [tensor.grad_fn for tensor in self._roots.tensors]
         sends = {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
         self.graph = LocalGraph(nodes, sends, self.recvs)
+        self._has_leaves = any(self.graph.leaves)
         mode = Mode.FAST if self.options.is_fast else Mode.SMART
         self.state = BackwardState(self._own, mode, self._exchanges, self.graph.components, self.graph.reached_by, lost)
         return self.state.begin(heard)
@@ -188,8 +190,8 @@ class BackwardPass:
         if waiting:
             # The nodes of all sends take part: a recv that none of their gradients reaches must not wait for the gates.
             self.graph.make_room_below()
-            known = {send for send, _ in waiting}
-            outputs += [self.sends[send].output for send in action.sends if send not in known]
+            unsettled = {send for send, _ in waiting}
+            outputs += [self.sends[send].output for send in action.sends if send not in unsettled]
             outputs.append(make_gates(waiting))
             gradients += [_HANDLE_GRADIENT] * len(outputs)
         else:
@@ -209,6 +211,9 @@ class BackwardPass:
             if gradient is not None:
                 outputs.append(GradientEdge(node, number))
                 gradients.append(gradient)
+        # A root that is alone does not count as a node that will be run: `register_multi_grad_hook` asks for that.
+        outputs.append(ANCHOR)
+        gradients.append(_NO_GRADIENT)
 
     def _take_directly(self, targets: Sequence[Target], action: RunComponent) -> None:
         """What came for a send is the gradient of leaves, and of tensors that came from others and went on untouched."""
@@ -289,7 +294,8 @@ class BackwardPass:
             if self.state.has_fired(message_id):
                 return
             self.state.recv_fired(message_id)
-            is_last = self.state.is_ending
+            # Where there are leaves, their nodes and hooks may take long after this.
+            is_last = self.state.is_ending and not self._has_leaves
         self._fire(self, recv, gradients, is_last)
 
     def gradients_of(self, message_id: int) -> Gradients:

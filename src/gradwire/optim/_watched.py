@@ -28,13 +28,17 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 def quick_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The step of an optimizer of torch's, to be called with grad mode off and without a closure."""
-    whole: Callable[[], Any] = optimizer.step
     if optimizer.defaults.get("differentiable"):  # it turns grad mode on
-        return whole
-    bare = inspect.unwrap(type(optimizer).step, stop=_is_no_wrapper_of_torchs)
+        return optimizer.step
+    kind = type(optimizer)
+    known = kind.step
+    bare = inspect.unwrap(known, stop=_is_no_wrapper_of_torchs)
 
     def step() -> Any:
-        return whole() if is_watched(optimizer) else bare(optimizer)
+        # Schedulers and others may have put something else in its place meanwhile.
+        if kind.step is not known or "step" in optimizer.__dict__ or is_watched(optimizer):
+            return optimizer.step()
+        return bare(optimizer)
 
     return step
 

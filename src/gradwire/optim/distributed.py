@@ -124,7 +124,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerStepFailed: Some owners did not step; says who did.
             OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
-        if is_watched(self):
+        # In a class that has a step of its own, and calls this one, torch has put its wrapper around that.
+        if type(self).step is DistributedOptimizer.step and is_watched(self):
             self._step_watched(context_id, **({} if timeout == UNSET_RPC_TIMEOUT else {"timeout": timeout}))
         else:
             self._step(context_id, timeout=timeout)
@@ -160,10 +161,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         changes = self._log.changes(self.param_groups)
         behind = [owner.name for owner in self._owners.values() if owner.is_behind]
         if changes:
-            for (
-                owner
-            ) in self._owners.values():  # before the log says they were told: whatever ends the step, they hear it
-                owner.is_behind = True
+            for owner in self._owners.values():
+                owner.is_behind = True  # before the log says they were told: whatever ends the step, they hear it
             self._log.note(changes)
 
         def args_for(owner: Owner) -> Sequence[Any]:

@@ -2,9 +2,8 @@
 
 Edits travel as ``(kind, number)`` with whatever needs the gradients next, and are made anew there, out of place: so what
 the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are dropped. A
-message of their own to every owner would
-cost another round trip for each clipping, and fail on its own: a context of which half is clipped. The price is that
-`get_gradients` shows gradients as the pass left them.
+message of their own to every owner would cost another round trip for each clipping, and fail on its own: a context of which
+half is clipped. The price is that `get_gradients` shows gradients as the pass left them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from gradwire.types import WorkerInfo
+from gradwire.wire.messages import prepare
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -41,12 +42,16 @@ class Interceptor:
 
     Attributes:
         name: Its notes travel under this name.
-        note_type: What its notes are checked against when they arrive, before it sees them. A type of its own must have been
-            given to `gradwire.wire.messages.prepare`; with `Any`, plain data comes as plain data.
+        note_type: What its notes are checked against when they arrive, before it sees them: any type that msgspec knows.
+            With `Any` they come as msgpack has them, unchecked.
     """
 
     name = "interceptor"
     note_type: ClassVar[Any] = Any
+
+    def __init_subclass__(cls) -> None:
+        """Makes the type of its notes known before there are threads."""
+        prepare(cls.note_type)
 
     def wants_calls(self) -> bool:
         """Whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""

@@ -32,8 +32,8 @@ from gradwire.wire.messages import Call, Goodbye, Reply
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether somebody else ended the call
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
-_MAX_LOOKS = 800 if len(os.sched_getaffinity(0)) > 1 else 0  # about a millisecond: what a worker needs for a small step
-_SHORT_S = 0.001
+_MAX_LOOKS = 200 if len(os.sched_getaffinity(0)) > 1 else 0  # about a quarter of a millisecond
+_SHORT_S = 0.0003
 _yield_core = os.sched_yield
 _looking = threading.RLock()  # held by the one thread of this process that looks instead of sleeping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -76,3 +77,22 @@ def test_wrappers_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_needs_grad_mode_is_left_alone() -> None:
     optimizer = make("Adam", differentiable=True)
     assert quick_step(optimizer) == optimizer.step
+
+
+def test_what_others_put_in_the_place_of_a_step_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    step, before, seen = quick_step(optimizer), torch.optim.SGD.step, []
+
+    def noted(self: torch.optim.SGD, *args: Any) -> Any:
+        seen.append("class")
+        return before(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", noted)
+        step()
+    assert seen == ["class"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns if it has seen no step
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step()
+        scheduler.step()

@@ -10,7 +10,12 @@ PROGRAM = """
 import gc, json, msgspec, gradwire
 import gradwire.autograd.messages, gradwire.autograd.probing, gradwire.rref._outbox, gradwire.rref.creation
 modules = (gradwire.autograd.messages, gradwire.rref._outbox, gradwire.rref.creation)
-kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type(msgspec.Struct))]
+kinds = [
+    kind
+    for module in modules
+    for kind in vars(module).values()
+    if isinstance(kind, type(msgspec.Struct)) and kind.__module__ == module.__name__
+]
 kinds += [gradwire.autograd.probing.WorkerView, gradwire.autograd.probing.PassSnapshot]
 def is_known(kind):
     return any(type(item).__name__ == "StructInfo" for item in gc.get_referents(kind))
