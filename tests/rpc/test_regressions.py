@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from gradwire.errors import (
     AlreadyInitialized,
     CannotSend,
     ConfigurationError,
+    DecodeError,
     RpcTimeout,
     WorkerLost,
 )
@@ -385,6 +387,36 @@ def test_interceptors_get_their_own_note_back(pair: list[Agent], to: str) -> Non
     assert pair[0].call(to, handlers.echo, (1,)) == 1
     told = [item.told for item in pair["ab".index(to)].interceptors if isinstance(item, Noting)]
     assert told == [["from first"], ["from second"]]
+
+
+class Size(msgspec.Struct, frozen=True, array_like=True):
+    num_tensors: int
+
+
+class Counting(Interceptor):
+    """Attaches a struct of its own, which nobody has made known beforehand."""
+
+    name = "counting"
+    note_type = Size
+
+    def __init__(self) -> None:
+        self.came: list[Any] = []
+
+    def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
+        return Size(len(tensors)) if envelope.kind == "call" else ["no size"]
+
+    def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        self.came.append(note)
+        return tensors
+
+
+def test_notes_are_checked_against_the_type_of_their_interceptor(pair: list[Agent]) -> None:
+    for agent in pair:
+        agent.interceptors.append(Counting())
+    with pytest.raises(DecodeError, match="not a valid Size"):
+        pair[0].call("b", handlers.echo, (torch.ones(2),))  # the reply's is of another kind
+    (there,) = [item for item in pair[1].interceptors if isinstance(item, Counting)]
+    assert there.came == [Size(1)]
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
