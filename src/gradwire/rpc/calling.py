@@ -201,8 +201,7 @@ class Caller:
     def _send(self, lane: OpenLane, call: PendingCall, message: Call, packed: Packed) -> bool:
         """Sends a call; False if the connection was closed here before, so that another one is needed."""
         try:
-            call.table = lane.calls
-            lane.calls[call.call_id] = call
+            lane.calls.add(call)
             self._agent.reactor.expect(min(call.deadline, call.started + _SWEEP_S))
             if lane.reader.is_reading and lane.reader.is_cut_off():
                 raise ConnectionClosed("reading was interrupted")

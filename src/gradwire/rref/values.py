@@ -80,7 +80,7 @@ class Owned(_Awaited, eq=False):
         num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
-        fork_id: None: it is no reference to a value elsewhere.
+        fork_id: 0, because it is no reference to a value elsewhere.
     """
 
     rref_id: int
