@@ -18,9 +18,18 @@ from gradwire.errors import WorkerLost
 TIMEOUT = timedelta(seconds=45)
 
 
+def join_group(rank: int, world_size: int, store: str, timeout: timedelta = TIMEOUT) -> None:
+    """Make the process group that `store` is for. All of its ranks have connected when any of them goes on.
+
+    Gloo alone promises only one's own connections: a rank that leaves early would hang up on one that still connects.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()
+
+
 def _run_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    join_group(rank, world_size, store)
     try:
         return function(rank, *args)
     finally:

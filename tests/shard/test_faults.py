@@ -20,6 +20,7 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, WorkerLost
 from gradwire.shard import ChunkShardingSpec
 from gradwire.testing import LeakCheck, wait_until
+from shard.groups import join_group
 
 PROMPT_S = 5.0
 """Far below the 60 s of a call: the end of a process is noticed, not waited for."""
@@ -85,9 +86,7 @@ def test_worker_that_is_asked_to_hold_shards_and_is_gone(cluster: Cluster) -> No
 
 def run_rank(rank: int, store: str, backward: bool, size: int) -> str:
     """Two of three ranks reach the operation; the third is killed before it does."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=20)
-    )
+    join_group(rank, 3, store, timedelta(seconds=20))
     try:
         rows = ChunkShardingSpec(0, [f"rank:{number}/cpu" for number in range(3)])
         columns = ChunkShardingSpec(1, [f"rank:{number}/cpu" for number in range(3)])
@@ -125,9 +124,7 @@ def test_rank_that_died(cluster: Cluster, tmp_path: Path, backward: bool, size: 
 
 def stay_away(rank: int, store: str) -> str:
     """Only one of two ranks makes a call that concerns both."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=1)
-    )
+    join_group(rank, 2, store, timedelta(seconds=3))
     try:
         sharded = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).shard(torch.ones(4))
         if rank == 1:
