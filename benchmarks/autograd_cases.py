@@ -195,10 +195,16 @@ def _against_itself(name: str, num_steps: int, peer: str, works: tuple[str, str]
 
 
 ONE_PROCESS: dict[str, Any] = {"beside": Side("OneProcess", "mlp"), "beside_name": "one process", "beside_bar": 1.15}
+
+
+def _by_hand(work: str) -> dict[str, Any]:
+    return {"beside": Side("GradwireByHand", work), "beside_name": "by hand"}
+
+
 AUTOGRAD_CASES = [
-    _against_torch("autograd: tiny context", 100, "tiny", 4),
-    _against_torch("autograd: chain of 10", 20, "chain of 10", 4),
-    _against_torch("autograd: chain of 50", 5, "chain of 50", 4),
+    _against_torch("autograd: tiny context", 100, "tiny", 4, **_by_hand("tiny")),
+    _against_torch("autograd: chain of 10", 20, "chain of 10", 4, **_by_hand("chain of 10")),
+    _against_torch("autograd: chain of 50", 5, "chain of 50", 4, **_by_hand("chain of 50")),
     _against_itself("autograd: SMART, tiny", 100, "Gradwire", ("tiny", "tiny, FAST"), "FAST", 1.05),
     _against_itself("autograd: SMART, chain of 10", 20, "Gradwire", ("chain of 10", "chain of 10, FAST"), "FAST", 1.05),
     _against_torch("autograd: MLP 8 x 1024", 3, "mlp", 1, **ONE_PROCESS),

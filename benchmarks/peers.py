@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from by_hand import ByHand
 from models import OneProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -156,6 +157,14 @@ class GradwirePair(Gradwire):
     server_names = ("server", "server2")
 
 
+class GradwireByHand(Gradwire):
+    """gradwire's calls alone; gradients by hand."""
+
+    def start(self) -> None:
+        super().start()
+        self.rpc = self.autograd = ByHand(self.rpc)
+
+
 class GradwireTcp(Gradwire):
     """gradwire over TCP on loopback, without TLS."""
 
@@ -237,6 +246,7 @@ SYSTEMS = (
     TorchRpcTcp,
     Gradwire,
     GradwirePair,
+    GradwireByHand,
     GradwireTcp,
     GradwireTls,
     Floor,

@@ -1,0 +1,73 @@
+"""What a person would write without distributed autograd: a plain call for each forward, and one for each backward.
+
+It is the least that gradients over `gradwire.rpc` can cost, and does no more than the cases ask of it: one server, one
+tensor as the result of a call, nothing unused, nobody dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models import affine
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mm": torch.mm, "affine": affine}
+_kept: dict[int, tuple[tuple[Tensor, ...], Tensor]] = {}  # on the server: inputs and outputs, until their backward
+_numbers = itertools.count()
+
+
+def run_forward(number: int, name: str, *args: Tensor) -> Tensor:
+    """Called on the server: computes, and keeps the graph."""
+    output = FUNCTIONS[name](*args)
+    _kept[number] = args, output
+    return output.detach()
+
+
+def run_backward(number: int, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Called on the server: the gradients of what it got."""
+    inputs, output = _kept.pop(number)
+    return torch.autograd.grad(output, inputs, gradient)
+
+
+class _RemoteCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rpc: Any, to: str, name: str, *args: Tensor) -> Tensor:
+        ctx.rpc, ctx.to, ctx.number = rpc, to, next(_numbers)
+        return rpc.rpc_sync(to, run_forward, args=(ctx.number, name, *args))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, None, *ctx.rpc.rpc_sync(ctx.to, run_backward, args=(ctx.number, *gradients))
+
+
+class ByHand:
+    """The few names of `rpc` and `autograd` that the cases use."""
+
+    def __init__(self, rpc: Any) -> None:
+        self._rpc = rpc
+
+    def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Tensor:
+        return _RemoteCall.apply(self._rpc, to, function.__name__, *args)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[int]:
+        yield 0
+
+    def backward(self, _context_id: int, roots: list[Tensor]) -> None:
+        torch.autograd.backward(roots)
+
+    def get_gradients(self, _context_id: int) -> Any:
+        return _Gradients()
+
+    def shutdown(self) -> None:
+        self._rpc.shutdown()
+
+
+class _Gradients:
+    def __getitem__(self, tensor: Tensor) -> Tensor | None:
+        return tensor.grad
