@@ -37,7 +37,7 @@ from gradwire.autograd.messages import AbortPass, PropagateGradients, RecordedCa
 from gradwire.errors import CannotSend, DecodeError
 from gradwire.wire import objects, tensors
 from gradwire.wire.failures import rebuild_exception
-from gradwire.wire.framing import PREFIX_BYTES, Frame, FrameDecoder, checksum_of, encode
+from gradwire.wire.framing import PREFIX_BYTES, Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, Reply, read_note
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -117,7 +117,7 @@ def repair_checksum(data: bytearray) -> None:
     struct.pack_into("<I", data, 8, header_bytes)
     header = data[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
     (payload_bytes,) = struct.unpack_from("<Q", data, 12)
-    struct.pack_into("<I", data, 20, checksum_of(data[3], bytes(header), payload_bytes))
+    struct.pack_into("<I", data, 20, samples.checksum_of(data[3], bytes(header), payload_bytes))
 
 
 def change(data: bytes, rng: random.Random, corpus: list[bytes]) -> bytes:

@@ -7,6 +7,7 @@ The same bytes are the unit tests' examples, the starting points of the Hypothes
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from gradwire.config import Limits
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import objects, tensors
-from gradwire.wire.framing import checksum_of, encode
+from gradwire.wire.framing import encode
 from gradwire.wire.messages import (
     MESSAGE_TYPES,
     Call,
@@ -39,6 +40,11 @@ FLOAT32 = tensors.DTYPES.index(torch.float32)
 INT64 = tensors.DTYPES.index(torch.int64)
 BOOL = tensors.DTYPES.index(torch.bool)
 COO, CSR = 1, 2
+
+
+def checksum_of(number: int, header: bytes, payload_bytes: int) -> int:
+    """What the prefix of a frame ends with."""
+    return zlib.crc32(header, (number << 24 ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF)
 
 
 def raw_frame(

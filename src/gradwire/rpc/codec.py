@@ -130,6 +130,9 @@ class Codec:
         Raises:
             CannotSend: It cannot travel.
         """
+        bare = objects.pack_bare(value)  # tensors need not know where they go
+        if bare is not None:
+            return bare
         here, outer = trips.current, trips.current.departing
         here.departing = trip = Trip(self.carrier, to)
         try:
@@ -143,6 +146,8 @@ class Codec:
 
     def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
         """A value that came from the worker of that name."""
+        if codec in objects.BARE:
+            return objects.unpack_bare(codec, body, values)
         here, outer = trips.current, trips.current.arriving
         here.arriving = trip = Trip(self.carrier, sender)
         try:
@@ -212,13 +217,14 @@ class Codec:
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
         """The tensors of a message that arrived."""
-        if not message.tensors:
-            return []
+        values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
-        return [tensors.rebuild(meta, buffers) for meta in message.tensors]
+        for meta in message.tensors:
+            values.append(tensors.rebuild(meta, buffers))  # noqa: PERF401 (a comprehension is a call of its own)
+        return values
 
     def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:
-        values = self.rebuild_tensors(frame, message)
+        values = self.rebuild_tensors(frame, message) if message.tensors else []
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self.incoming(Envelope(kind, peer, function), message.notes, values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -48,26 +49,31 @@ class Parcel:
         self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
         self._num_shared = 0  # bytes of all leases
 
-    def place(self, value: torch.Tensor, limits: Limits, arena: LendingArena | None, shared_from: int) -> TensorMeta:
+    def place(
+        self, values: Sequence[torch.Tensor], limits: Limits, arena: LendingArena | None, shared_from: int
+    ) -> tuple[TensorMeta, ...]:
         """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
 
         Raises:
-            CannotSend: The tensor cannot travel.
+            CannotSend: A tensor cannot travel.
         """
-        meta, parts = tensors.describe(value, limits)
-        # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change afterwards.
-        if arena is not None and meta.num_bytes >= shared_from and len(self.leases) < _MAX_LEASES:
-            lease = arena.lend(meta.num_bytes)
-            if lease is not None:
-                self._fill_or_announce(lease, parts[0])
-                msgspec.structs.force_setattr(meta, "slot", lease.slot)  # it was made for this message, in `describe`
-                return meta
-        for part in parts:
-            view, owner = tensors.as_bytes(part)
-            self.buffers.append(view)
-            self.num_bytes += len(view)
-            self._owners.append(owner)
-        return meta
+        metas = []
+        for value in values:
+            meta, parts = tensors.describe(value, limits)
+            metas.append(meta)
+            # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change then.
+            if meta.num_bytes >= shared_from and arena is not None and len(self.leases) < _MAX_LEASES:
+                lease = arena.lend(meta.num_bytes)
+                if lease is not None:
+                    self._fill_or_announce(lease, parts[0])
+                    msgspec.structs.force_setattr(meta, "slot", lease.slot)  # `describe` made it for this message
+                    continue
+            for part in parts:
+                view, owner = tensors.as_bytes(part)
+                self.buffers.append(view)
+                self.num_bytes += len(view)
+                self._owners.append(owner)
+        return tuple(metas)
 
     def _fill_or_announce(self, lease: Lease, part: torch.Tensor) -> None:
         self.leases.append(lease)

@@ -142,9 +142,8 @@ class StreamConnection:
         if len(values) > self._max_tensors:
             self._refuse(0, len(values))
         parcel, arena, is_out = Parcel(body), self._arena, False
-        limits, shared_from = self._options.limits, self._shared_from
         try:
-            message.tensors = tuple([parcel.place(value, limits, arena, shared_from) for value in values])
+            message.tensors = parcel.place(values, self._options.limits, arena, self._shared_from)
             if parcel.num_bytes > self._max_bytes:
                 self._refuse(parcel.num_bytes, 0)
             buffers = [framing.encode(message, parcel.num_bytes), *parcel.buffers]
@@ -293,7 +292,7 @@ class StreamConnection:
         if self._unfilled:
             return self._wait_filled()
         decoder = self.decoder
-        target = decoder.writable()
+        target = decoder.writable() if decoder.payload is not None else None
         if target is None:
             try:
                 scratch = _scratch.buffer

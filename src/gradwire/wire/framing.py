@@ -8,7 +8,7 @@
     6       2     reserved, 0
     8       4     header length
     12      8     payload length
-    20      4     crc32 of the header, begun with type and payload length (`checksum_of`)
+    20      4     crc32 of the header, begun with type and payload length (`encode`)
     24            header (msgpack), then payload: body | segment | segment ...
 
 A decoder checks in the order in which bytes arrive, and allocates for nothing it has not checked: the prefix when its
@@ -21,6 +21,7 @@ the bulk rate.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, Final
 from zlib import crc32
 
@@ -33,7 +34,7 @@ from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, ta
 from gradwire.wire._scan import SCAN_FROM, check_structure
 from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
 
-__all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "checksum_of", "encode"]
+__all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
 
 MAGIC: Final = b"GW"
 PREFIX_BYTES: Final = 24
@@ -42,15 +43,36 @@ DIRECT_READ_FROM: Final = 32 * 1024
 
 _FRONT: Final = struct.Struct("<2sBBHH")  # everything that has few right values
 _PREFIX: Final = struct.Struct("<8sIQI")  # the front, then the two lengths and the checksum
-_FRONT_OF: Final = {kind: _FRONT.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0) for number, kind in MESSAGE_TYPES.items()}
-_TYPE_NUMBERS: Final = {kind: number for number, kind in MESSAGE_TYPES.items()}
-_FRONTS: Final = {front: _TYPE_NUMBERS[kind] for kind, front in _FRONT_OF.items()}
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
 _encode_header: Final = msgspec.msgpack.Encoder().encode
-_DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Any]]] = {
-    number: msgspec.msgpack.Decoder(kind) for number, kind in MESSAGE_TYPES.items()
-}
+
+
+class _Kind:
+    """What there is to know about one type of message.
+
+    Attributes:
+        front: The first eight bytes of its frames.
+        seed: What its checksums begin with.
+        decode: Makes a message of a header.
+        check: Says how long the payload of a message has to be, or what is wrong with it.
+        has_payload: Whether it may carry arguments and tensors.
+    """
+
+    __slots__ = ("check", "decode", "front", "has_payload", "is_in_handshake", "name", "seed", "type")
+
+    def __init__(self, number: int, type_: type[Message]) -> None:
+        self.type, self.name = type_, type_.__name__
+        self.front = _FRONT.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0)
+        self.seed = number << 24
+        self.decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(type_).decode
+        self.check = CHECKS[type_]
+        self.has_payload = type_ is Call or type_ is Reply
+        self.is_in_handshake = number < _FIRST_AFTER_HANDSHAKE
+
+
+_KINDS: Final = {type_: _Kind(number, type_) for number, type_ in MESSAGE_TYPES.items()}
+_BY_FRONT: Final = {kind.front: kind for kind in _KINDS.values()}
 
 
 def encode(message: Message, payload_bytes: int = 0) -> bytes:
@@ -63,14 +85,10 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
         header = _encode_header(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(f"a {type(message).__name__} message cannot be encoded: {error}") from error
-    kind = type(message)
-    checksum = checksum_of(_TYPE_NUMBERS[kind], header, payload_bytes)
-    return _PREFIX.pack(_FRONT_OF[kind], len(header), payload_bytes, checksum) + header
-
-
-def checksum_of(number: int, header: bytes | memoryview, payload_bytes: int) -> int:
-    """crc32 of the header, begun with the prefix's numbers, so that any one changed bit of either changes it."""
-    return crc32(header, (number << 24 ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF)
+    kind = _KINDS[type(message)]
+    # Begun with the prefix's numbers, so that any one changed bit of those or of the header changes it.
+    checksum = crc32(header, (kind.seed ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF)
+    return _PREFIX.pack(kind.front, len(header), payload_bytes, checksum) + header
 
 
 class FrameDecoder:
@@ -81,6 +99,7 @@ class FrameDecoder:
 
     Attributes:
         accept: Message types that are allowed now; the driver replaces it when the handshake is over.
+        payload: Of the frame whose header is complete; None between frames. Without one, nothing is `writable`.
     """
 
     def __init__(
@@ -103,7 +122,7 @@ class FrameDecoder:
         self._limits = limits
         self._memory = Memory(allocate, map_slot)
         self._head = bytearray()  # a prefix and header that are not complete yet
-        self._payload: Payload | None = None  # of the frame whose header is complete
+        self.payload: Payload | None = None
         self._is_dead = False
 
     def __repr__(self) -> str:
@@ -113,7 +132,7 @@ class FrameDecoder:
     @property
     def is_idle(self) -> bool:
         """Whether everything that was fed belongs to frames that have been returned."""
-        return self._payload is None and not self._head
+        return self.payload is None and not self._head
 
     def eof(self) -> None:
         """Note that the connection ended.
@@ -135,7 +154,7 @@ class FrameDecoder:
         if self._is_dead:
             raise DecodeError(_DEAD)
         try:
-            if self._payload is None and not self._head:
+            if self.payload is None and not self._head:
                 used, done = self._open(data)
                 if used == len(data):  # one whole frame: the usual case
                     return done
@@ -150,7 +169,7 @@ class FrameDecoder:
 
         None until the first byte of a segment has come: a length alone must not cost memory.
         """
-        target = self._payload.target if self._payload is not None else None
+        target = self.payload.target if self.payload is not None else None
         return target if target is not None and len(target) >= DIRECT_READ_FROM else None
 
     def advance(self, num_bytes: int) -> list[Frame]:
@@ -161,7 +180,7 @@ class FrameDecoder:
         """
         if self._is_dead:
             raise DecodeError(_DEAD)
-        payload = self._payload
+        payload = self.payload
         if payload is None or payload.target is None or not 0 <= num_bytes <= len(payload.target):
             raise ValueError(f"advance({num_bytes}) without a writable buffer of that size")
         if not payload.advance(num_bytes):
@@ -174,13 +193,13 @@ class FrameDecoder:
 
     def _kill(self) -> None:
         self._is_dead = True
-        self._payload, self._head = None, bytearray()
+        self.payload, self._head = None, bytearray()
 
     def _feed(self, data: memoryview) -> list[Frame]:
         frames: list[Frame] = []
         while data:
-            if self._payload is not None:
-                used, done = self._fill(self._payload, data)
+            if self.payload is not None:
+                used, done = self._fill(self.payload, data)
             else:
                 used, done = self._open(data)
             frames += done
@@ -191,27 +210,24 @@ class FrameDecoder:
         used, frame = payload.fill(data)
         if frame is None:
             return used, []
-        self._payload = None
+        self.payload = None
         return used, [frame]
 
     def _open(self, data: bytes | bytearray | memoryview) -> tuple[int, list[Frame]]:
         """Begin a frame at the start of `data`, and finish it if all of it is there."""
         if self._head or len(data) < PREFIX_BYTES:
             return self._open_in_pieces(memoryview(data))
-        number, header_bytes, payload_bytes, checksum = self._check_prefix(data)
+        kind, header_bytes, payload_bytes, checksum = self._check_prefix(data)
         start = PREFIX_BYTES + header_bytes
         if len(data) < start:
             return self._open_in_pieces(memoryview(data))
-        header = bytes(data[PREFIX_BYTES:start])
-        message = self._check_header(
-            number, checksum_of(number, header, payload_bytes) == checksum, header, payload_bytes
-        )
+        message = self._check_header(kind, bytes(data[PREFIX_BYTES:start]), payload_bytes, checksum)
         end = start + payload_bytes
-        if type(message) is not Call and type(message) is not Reply:
+        if not kind.has_payload:
             return end, [Frame(message, b"", [])]
         if len(data) >= end:
             return end, [take_whole(message, data, start, self._memory)]
-        self._payload = Payload(message, self._memory)
+        self.payload = Payload(message, self._memory)
         return start, []
 
     def _open_in_pieces(self, data: memoryview) -> tuple[int, list[Frame]]:
@@ -220,18 +236,16 @@ class FrameDecoder:
         used = self._collect(PREFIX_BYTES, data)
         if len(head) < PREFIX_BYTES:
             return used, []
-        number, header_bytes, payload_bytes, checksum = self._check_prefix(head)
+        kind, header_bytes, payload_bytes, checksum = self._check_prefix(head)
         used += self._collect(PREFIX_BYTES + header_bytes, data[used:])
         if len(head) < PREFIX_BYTES + header_bytes:
             return used, []
         self._head, header = bytearray(), bytes(head[PREFIX_BYTES:])
-        message = self._check_header(
-            number, checksum_of(number, header, payload_bytes) == checksum, header, payload_bytes
-        )
-        if type(message) is not Call and type(message) is not Reply:
+        message = self._check_header(kind, header, payload_bytes, checksum)
+        if not kind.has_payload:
             return used, [Frame(message, b"", [])]
-        self._payload = Payload(message, self._memory)
-        more, frames = self._fill(self._payload, data[used:])
+        self.payload = Payload(message, self._memory)
+        more, frames = self._fill(self.payload, data[used:])
         return used + more, frames
 
     def _collect(self, up_to: int, data: memoryview) -> int:
@@ -239,39 +253,38 @@ class FrameDecoder:
         self._head += data[:size]
         return size
 
-    def _check_prefix(self, data: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
+    def _check_prefix(self, data: bytes | bytearray | memoryview) -> tuple[_Kind, int, int, int]:
         front, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(data)
-        number = _FRONTS.get(front, 0)
-        kind = MESSAGE_TYPES.get(number)
-        if kind is None or kind not in self.accept:
+        kind = _BY_FRONT.get(front)
+        if kind is None or kind.type not in self.accept:
             raise DecodeError(_explain_front(front))
         limits = self._limits
-        if header_bytes > (limits.header_bytes if number >= _FIRST_AFTER_HANDSHAKE else limits.handshake_bytes):
+        if header_bytes > (limits.handshake_bytes if kind.is_in_handshake else limits.header_bytes):
             raise LimitExceeded(f"a header of {header_bytes} bytes is larger than this worker accepts")
         if payload_bytes:
-            if kind is not Call and kind is not Reply:
-                raise DecodeError(f"a {kind.__name__} message has no payload")
+            if not kind.has_payload:
+                raise DecodeError(f"a {kind.name} message has no payload")
             if payload_bytes > limits.frame_bytes:
                 raise LimitExceeded(f"a payload of {payload_bytes} bytes; at most {limits.frame_bytes} are accepted")
-        return number, header_bytes, payload_bytes, checksum
+        return kind, header_bytes, payload_bytes, checksum
 
-    def _check_header(self, number: int, is_intact: bool, header: bytes, payload_bytes: int) -> Message:
-        if not is_intact:
+    def _check_header(self, kind: _Kind, header: bytes, payload_bytes: int, checksum: int) -> Any:
+        if crc32(header, (kind.seed ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF) != checksum:
             raise DecodeError("the checksum of a frame does not fit its header")
         if len(header) > SCAN_FROM:
             check_structure(header, self._limits)
         try:
-            message: Message = _DECODERS[number].decode(header)
+            message = kind.decode(header)
         except RecursionError as error:
             raise LimitExceeded("a header that is nested too deeply") from error
         except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
-            raise DecodeError(f"not a {MESSAGE_TYPES[number].__name__} message: {error}") from error
-        expected = CHECKS[type(message)](message, self._limits)
+            raise DecodeError(f"not a {kind.name} message: {error}") from error
+        expected = kind.check(message, self._limits)
         if expected != payload_bytes:
             raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
         # A second spelling of the same message could hide fields that nobody reads. Calls are hot, and cannot.
-        if type(message) is not Call and type(message) is not Reply and _encode_header(message) != header:
-            raise DecodeError(f"a {type(message).__name__} message that is not in its one spelling")
+        if not kind.has_payload and _encode_header(message) != header:
+            raise DecodeError(f"a {kind.name} message that is not in its one spelling")
         return message
 
 

@@ -28,6 +28,7 @@ from gradwire.wire._registry import register_plain_class, register_plain_type
 from gradwire.wire._scan import check_structure
 
 __all__ = [
+    "BARE",
     "EMPTY",
     "NONE",
     "PICKLE",
@@ -39,10 +40,12 @@ __all__ = [
     "carry",
     "function_name",
     "pack",
+    "pack_bare",
     "register_plain_class",
     "register_plain_type",
     "resolve_function",
     "unpack",
+    "unpack_bare",
 ]
 
 EMPTY: Final = 0
@@ -51,6 +54,9 @@ PICKLE: Final = 2
 NONE: Final = 3
 TENSOR: Final = 4
 TENSORS: Final = 5
+
+BARE: Final = frozenset((EMPTY, NONE, TENSOR, TENSORS))
+"""Codecs of values that are nothing but tensors, or nothing at all."""
 
 _TENSOR_TYPE: Final = torch.Tensor
 _MANY_ITEMS: Final = 4096  # a container of more is pickled where it may be: several times as fast
@@ -85,6 +91,22 @@ def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) ->
     Raises:
         CannotSend: Something in it cannot travel; says what, where, and what to do.
     """
+    bare = pack_bare(value)
+    if bare is not None:
+        return bare
+    try:
+        body, tensors = _plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
+    except _plain.NotPlain:
+        if trust != "code":
+            raise _explain_not_plain(value, limits) from None
+        return _pack_pickle(value, shares_main)
+    if trust != "code":
+        _check_outgoing(body, limits)
+    return Packed(PLAIN, body, tensors)
+
+
+def pack_bare(value: Any) -> Packed | None:
+    """Encode a value that is nothing but tensors, as most are; None for any other."""
     kind = type(value)
     if value is None:
         return Packed(NONE, b"", _NO_VALUE)
@@ -97,15 +119,7 @@ def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) ->
                 return Packed(EMPTY, b"", _NO_VALUE)
             if _are_distinct_tensors(args):
                 return Packed(TENSORS, b"", list(args))
-    try:
-        body, tensors = _plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
-    except _plain.NotPlain:
-        if trust != "code":
-            raise _explain_not_plain(value, limits) from None
-        return _pack_pickle(value, shares_main)
-    if trust != "code":
-        _check_outgoing(body, limits)
-    return Packed(PLAIN, body, tensors)
+    return None
 
 
 def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
@@ -133,6 +147,15 @@ def unpack(
         if trust != "code":
             raise DecodeError('a pickle came, and with trust="data" none is read')
         return _pickled.loads(body, tensors)
+    return unpack_bare(codec, body, tensors)
+
+
+def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
+    """Decode a value that is nothing but tensors.
+
+    Raises:
+        DecodeError: There is more of it.
+    """
     if body:
         raise DecodeError(f"{len(body)} bytes where codec {codec} has none")
     if codec == TENSORS:

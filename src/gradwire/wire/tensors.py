@@ -167,10 +167,13 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     num_bytes = owner.nbytes
     if num_bytes == 0:
         return memoryview(b""), owner
-    address = address_of(owner)
-    if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
-        owner = owner.clone()
-        address = address_of(owner)
+    try:
+        address = owner.data_ptr()
+        if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
+            owner = owner.clone()
+            address = owner.data_ptr()
+    except RuntimeError as error:
+        raise CannotSend(f"this tensor cannot be sent: {error}") from error
     if num_bytes <= _COPY_UP_TO:
         return _copy_at(address, num_bytes), owner
     return _memory_at(address, num_bytes, _PyBUF_READ), owner
