@@ -189,7 +189,9 @@ def _against_torch(name: str, num_steps: int, work: str, bar: int, **more: Any) 
     return AutogradCase(name, num_steps, Side("Gradwire", work), Side("TorchRpc", work), bar, **more)
 
 
-def _against_itself(name: str, num_steps: int, peer: str, works: tuple[str, str], of: str, bar: float) -> AutogradCase:
+def _against_itself(
+    name: str, num_steps: int, peer: str, works: tuple[str, str], of: str, bar: float | None
+) -> AutogradCase:
     this, that = (Side(peer, work) for work in works)
     return AutogradCase(name, num_steps, this, beside=that, beside_name=of, beside_bar=bar)
 
@@ -211,12 +213,6 @@ AUTOGRAD_CASES = [
     _against_itself(
         "autograd: two branches", 5, "GradwirePair", ("branches together", "branches in turn"), "in turn", 0.7
     ),
-    _against_torch(
-        "autograd: training step",
-        60,
-        "train",
-        3,
-        beside=Side("Gradwire", "train, joined"),
-        beside_name="backward(optimizer=)",
-    ),
+    _against_torch("autograd: training step", 60, "train", 3, **_by_hand("train")),
+    _against_itself("autograd: backward(optimizer=)", 60, "Gradwire", ("train, joined", "train"), "with step()", None),
 ]

@@ -7,6 +7,7 @@ tensor as the result of a call, nothing unused, nobody dies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,29 +15,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import affine
+from models import LEARNING_RATE, affine, apply_model, model
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mm": torch.mm, "affine": affine}
-_kept: dict[int, tuple[tuple[Tensor, ...], Tensor]] = {}  # on the server: inputs and outputs, until their backward
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mm": torch.mm, "affine": affine, "apply_model": apply_model}
+_kept: dict[int, tuple[tuple[Any, ...], Tensor]] = {}  # on the server: arguments and outputs, until their backward
 _numbers = itertools.count()
 
 
-def run_forward(number: int, name: str, *args: Tensor) -> Tensor:
+def run_forward(number: int, name: str, *args: Any) -> Tensor:
     """Called on the server: computes, and keeps the graph."""
     output = FUNCTIONS[name](*args)
     _kept[number] = args, output
     return output.detach()
 
 
-def run_backward(number: int, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Called on the server: the gradients of what it got."""
-    inputs, output = _kept.pop(number)
-    return torch.autograd.grad(output, inputs, gradient)
+def run_backward(number: int, gradient: Tensor) -> list[Tensor | None]:
+    """Called on the server: the gradients of what it got; those of parameters stay there."""
+    args, output = _kept.pop(number)
+    torch.autograd.backward(output, gradient)
+    return [arg.grad if isinstance(arg, Tensor) else None for arg in args]
+
+
+@functools.cache
+def _optimizer(name: str) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model(name).parameters(), lr=LEARNING_RATE)
+
+
+def run_step(name: str) -> None:
+    """Called on the server: the optimizer of a model that lives there."""
+    _optimizer(name).step()
+    _optimizer(name).zero_grad()
 
 
 class _RemoteCall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rpc: Any, to: str, name: str, *args: Tensor) -> Tensor:
+    def forward(ctx: Any, rpc: Any, to: str, name: str, *args: Any) -> Tensor:
         ctx.rpc, ctx.to, ctx.number = rpc, to, next(_numbers)
         return rpc.rpc_sync(to, run_forward, args=(ctx.number, name, *args))
 
@@ -51,7 +64,7 @@ class ByHand:
     def __init__(self, rpc: Any) -> None:
         self._rpc = rpc
 
-    def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Tensor:
+    def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return _RemoteCall.apply(self._rpc, to, function.__name__, *args)
 
     @contextlib.contextmanager
@@ -60,6 +73,9 @@ class ByHand:
 
     def backward(self, _context_id: int, roots: list[Tensor]) -> None:
         torch.autograd.backward(roots)
+
+    def make_optimizer(self, name: str) -> Any:
+        return _Optimizer(self._rpc, name)
 
     def get_gradients(self, _context_id: int) -> Any:
         return _Gradients()
@@ -71,3 +87,11 @@ class ByHand:
 class _Gradients:
     def __getitem__(self, tensor: Tensor) -> Tensor | None:
         return tensor.grad
+
+
+class _Optimizer:
+    def __init__(self, rpc: Any, name: str) -> None:
+        self._rpc, self._name = rpc, name
+
+    def step(self, _context_id: int) -> None:
+        self._rpc.rpc_sync("server", run_step, args=(self._name,))

@@ -52,6 +52,8 @@ def parameter_references(rpc_module: str, name: str) -> list[Any]:
 @functools.cache
 def optimizer_for(peer: Any, name: str, servers: tuple[str, ...] = ("server",), momentum: float = 0.0) -> Any:
     """The system's distributed optimizer of that model; made once, because its state is on the servers."""
+    if hasattr(peer.rpc, "make_optimizer"):
+        return peer.rpc.make_optimizer(name)
     parameters = [
         parameter
         for server in servers
