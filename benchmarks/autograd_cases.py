@@ -1,4 +1,4 @@
-"""Distributed autograd: what is measured against torch, against one process and against itself, and the bars to pass.
+"""Distributed autograd: what is measured against torch, one process, itself and gradients by hand, and the bars to pass.
 
 Every step is a context of its own with forward and backward. The input requires grad, so gradients come back to the driver,
 where the first step of each round is compared with one process.
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import OneProcess, affine, apply_model, optimizer_for
+from models import FACTOR, OneProcess, affine, apply_model, optimizer_for
 
 Loss = Callable[[Any, Tensor], Tensor]
-FACTOR = torch.arange(16.0).view(4, 4).requires_grad_()
 
 
 # What a step does. `peer` is any of the systems in peers.py.

@@ -1,7 +1,7 @@
 """What a person would write without distributed autograd: a plain call for each forward, and one for each backward.
 
-It is the least that gradients over `gradwire.rpc` can cost, and does no more than the cases ask of it: one server, one
-tensor as the result of a call, nothing unused, nobody dies.
+It shows what the same gradients cost over plain calls of gradwire, and does no more than the cases ask of it: one server,
+one tensor as the result of a call, nothing unused, nobody dies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import LEARNING_RATE, affine, apply_model, model
+from models import FACTOR, LEARNING_RATE, affine, apply_model, model
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mm": torch.mm, "affine": affine, "apply_model": apply_model}
 _kept: dict[int, tuple[tuple[Any, ...], Tensor]] = {}  # on the server: arguments and outputs, until their backward
@@ -69,6 +69,7 @@ class ByHand:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[int]:
+        FACTOR.grad = None  # a new context has no gradients either
         yield 0
 
     def backward(self, _context_id: int, roots: list[Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 SIZES = {"mlp": (8, 1024), "branch": (4, 512), "layer": (1, 256), "ten million": (10, 1000)}  # number of layers, width
 LEARNING_RATE = 1e-3
+FACTOR = torch.arange(16.0).view(4, 4).requires_grad_()
 
 
 @functools.cache
@@ -53,6 +54,8 @@ def parameter_references(rpc_module: str, name: str) -> list[Any]:
 def optimizer_for(peer: Any, name: str, servers: tuple[str, ...] = ("server",), momentum: float = 0.0) -> Any:
     """The system's distributed optimizer of that model; made once, because its state is on the servers."""
     if hasattr(peer.rpc, "make_optimizer"):
+        assert servers == ("server",)
+        assert momentum == 0.0
         return peer.rpc.make_optimizer(name)
     parameters = [
         parameter

@@ -24,7 +24,11 @@ def join_group(rank: int, world_size: int, store: str, timeout: timedelta = TIME
     Gloo alone promises only one's own connections: a rank that leaves early would hang up on one that still connects.
     """
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
-    dist.barrier()
+    try:
+        dist.barrier()
+    except BaseException:
+        dist.destroy_process_group()
+        raise
 
 
 def _run_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> Any:

@@ -136,7 +136,7 @@ class Codec:
         here, outer = trips.current, trips.current.departing
         here.departing = trip = Trip(self.carrier, to)
         try:
-            packed = objects.pack(value, self._trust, self._limits, shares_main)
+            packed = objects.pack_other(value, self._trust, self._limits, shares_main)
         except BaseException:
             trip.on_not_sent()
             raise
@@ -220,7 +220,7 @@ class Codec:
         values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
         for meta in message.tensors:
-            values.append(tensors.rebuild(meta, buffers))  # noqa: PERF401 (a comprehension is a call of its own)
+            values.append(tensors.rebuild(meta, buffers))  # noqa: PERF401 (before Python 3.12 a comprehension is a call)
         return values
 
     def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:

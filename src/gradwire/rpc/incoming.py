@@ -135,7 +135,7 @@ class Incoming:
         self._is_welcome = False  # the caller knows that it is let in; one that gave up before is not dead
         self.shares_main = False
         self.requests: dict[int, Request] = {}
-        self._max_requests = self._agent.config.limits.calls_in_flight
+        self._max_in_flight = self._agent.config.limits.calls_in_flight
         self.last_call_id = 0
         self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
         self._goodbye: str | None = None
@@ -199,20 +199,20 @@ class Incoming:
             del self.requests[message.call_id]
         elif self.lane == "control":
             self.server.run_control(request)
-        elif len(self.requests) > self._max_requests and self._has_too_many():
-            text = f"more than {self._max_requests} calls in flight from one worker"
+        elif len(self.requests) > self._max_in_flight and self._has_too_many():
+            text = f"more than {self._max_in_flight} calls in flight from one worker"
             self.fail(request, LimitExceeded(text))
         else:
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
         # The caller no longer counts what it gave up, though it may still run here.
-        return sum(not item.is_dropped for item in list(self.requests.values())) > self._max_requests
+        return sum(not item.is_dropped for item in list(self.requests.values())) > self._max_in_flight
 
     def note_cancelled(self, call_id: int) -> None:
         """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""
         self.cancelled[call_id] = None
-        if len(self.cancelled) > self._max_requests:
+        if len(self.cancelled) > self._max_in_flight:
             self.cancelled.pop(next(iter(self.cancelled)), None)
 
     def _on_end(self, error: Exception) -> None:

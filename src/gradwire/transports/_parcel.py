@@ -61,7 +61,7 @@ class Parcel:
         for value in values:
             meta, parts = tensors.describe(value, limits)
             metas.append(meta)
-            # Sparse parts stay out of shared memory: their indices are checked on receipt, and must not change then.
+            # Sparse parts stay out of shared memory: their indices are checked on receipt, and may not change later.
             if meta.num_bytes >= shared_from and arena is not None and len(self.leases) < _MAX_LEASES:
                 lease = arena.lend(meta.num_bytes)
                 if lease is not None:

@@ -292,7 +292,7 @@ class StreamConnection:
         if self._unfilled:
             return self._wait_filled()
         decoder = self.decoder
-        target = decoder.writable() if decoder.payload is not None else None
+        target = decoder.writable() if decoder.payload is not None else None  # mostly there is none to be asked
         if target is None:
             try:
                 scratch = _scratch.buffer

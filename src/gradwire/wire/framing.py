@@ -52,11 +52,13 @@ class _Kind:
     """What there is to know about one type of message.
 
     Attributes:
+        type: Its class, and `name` of that.
         front: The first eight bytes of its frames.
-        seed: What its checksums begin with.
+        seed: Its part of what the checksum of a header begins with.
         decode: Makes a message of a header.
         check: Says how long the payload of a message has to be, or what is wrong with it.
         has_payload: Whether it may carry arguments and tensors.
+        is_in_handshake: Whether its headers are limited as those of strangers.
     """
 
     __slots__ = ("check", "decode", "front", "has_payload", "is_in_handshake", "name", "seed", "type")
@@ -99,7 +101,7 @@ class FrameDecoder:
 
     Attributes:
         accept: Message types that are allowed now; the driver replaces it when the handshake is over.
-        payload: Of the frame whose header is complete; None between frames. Without one, nothing is `writable`.
+        payload: Of the frame whose header is complete, to be looked at only; without one, nothing is `writable`.
     """
 
     def __init__(
@@ -269,6 +271,7 @@ class FrameDecoder:
         return kind, header_bytes, payload_bytes, checksum
 
     def _check_header(self, kind: _Kind, header: bytes, payload_bytes: int, checksum: int) -> Any:
+        # As in `encode`.
         if crc32(header, (kind.seed ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF) != checksum:
             raise DecodeError("the checksum of a frame does not fit its header")
         if len(header) > SCAN_FROM:

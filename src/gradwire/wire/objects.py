@@ -41,6 +41,7 @@ __all__ = [
     "function_name",
     "pack",
     "pack_bare",
+    "pack_other",
     "register_plain_class",
     "register_plain_type",
     "resolve_function",
@@ -55,7 +56,7 @@ NONE: Final = 3
 TENSOR: Final = 4
 TENSORS: Final = 5
 
-BARE: Final = frozenset((EMPTY, NONE, TENSOR, TENSORS))
+BARE: Final = (EMPTY, NONE, TENSOR, TENSORS)
 """Codecs of values that are nothing but tensors, or nothing at all."""
 
 _TENSOR_TYPE: Final = torch.Tensor
@@ -91,22 +92,11 @@ def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) ->
     Raises:
         CannotSend: Something in it cannot travel; says what, where, and what to do.
     """
-    bare = pack_bare(value)
-    if bare is not None:
-        return bare
-    try:
-        body, tensors = _plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
-    except _plain.NotPlain:
-        if trust != "code":
-            raise _explain_not_plain(value, limits) from None
-        return _pack_pickle(value, shares_main)
-    if trust != "code":
-        _check_outgoing(body, limits)
-    return Packed(PLAIN, body, tensors)
+    return pack_bare(value) or pack_other(value, trust, limits, shares_main)
 
 
 def pack_bare(value: Any) -> Packed | None:
-    """Encode a value that is nothing but tensors, as most are; None for any other."""
+    """Encode a value that is nothing but tensors or nothing at all, as most are; None for any other."""
     kind = type(value)
     if value is None:
         return Packed(NONE, b"", _NO_VALUE)
@@ -120,6 +110,19 @@ def pack_bare(value: Any) -> Packed | None:
             if _are_distinct_tensors(args):
                 return Packed(TENSORS, b"", list(args))
     return None
+
+
+def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
+    """As `pack`, for a value that is not bare."""
+    try:
+        body, tensors = _plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
+    except _plain.NotPlain:
+        if trust != "code":
+            raise _explain_not_plain(value, limits) from None
+        return _pack_pickle(value, shares_main)
+    if trust != "code":
+        _check_outgoing(body, limits)
+    return Packed(PLAIN, body, tensors)
 
 
 def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
@@ -151,10 +154,10 @@ def unpack(
 
 
 def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Decode a value that is nothing but tensors.
+    """Decode a value that is nothing but tensors or nothing at all.
 
     Raises:
-        DecodeError: There is more of it.
+        DecodeError: Body or tensors do not fit the codec.
     """
     if body:
         raise DecodeError(f"{len(body)} bytes where codec {codec} has none")

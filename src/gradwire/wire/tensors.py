@@ -167,7 +167,7 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     num_bytes = owner.nbytes
     if num_bytes == 0:
         return memoryview(b""), owner
-    try:
+    try:  # `address_of`, without a call for each tensor
         address = owner.data_ptr()
         if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
             owner = owner.clone()
