@@ -44,7 +44,9 @@ class Bench:
     def measure(self, case: Case) -> dict[str, Any]:
         """Rounds in turns; every other turn in reverse, so that a drift of the machine hits all alike."""
         rounds: dict[str, list[float]] = {name: [] for name in case.peers}
-        for round_no in range(3 if self.is_quick else 7):
+        # A round of small calls takes a quarter of a second, and the machine's mood lasts for several.
+        num_rounds = 3 if self.is_quick else 21 if case.num_bytes < MIB else 7
+        for round_no in range(num_rounds):
             for name in case.peers[:: -1 if round_no % 2 else 1]:
                 seconds = self.run(name, time_round, case, round_no)
                 if seconds is not None:
