@@ -18,9 +18,11 @@ from cluster import tasks
 from cluster.processes import is_there
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
+from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
     CannotSend,
     ConfigurationError,
+    LimitExceeded,
     NotExposed,
     NotInitialized,
     RpcError,
@@ -218,6 +220,25 @@ def test_with_trust_in_data_only_what_is_exposed_can_be_called() -> None:
         with pytest.raises(NotExposed):
             cluster.workers[0].call("cluster.tasks:draw")
         wait_until(lambda: cluster.status()[0].calls_served == 3)
+
+
+def test_limits_hold_in_both_directions() -> None:
+    with Cluster.local(1, limits=Limits(frame_bytes=MIB, arena_bytes=64 * KIB)) as cluster:
+        worker, large = cluster.workers[0], 2 * MIB
+        with pytest.raises(LimitExceeded, match=r"Limits\.frame_bytes \(1,048,576\)"):
+            worker.call(len, bytes(large))
+        with pytest.raises(LimitExceeded, match=r"Limits\.frame_bytes \(1,048,576\)"):
+            worker.call(bytes, large)
+        assert worker.call(len, bytes(large // 4)) == large // 4
+
+
+@pytest.mark.slow
+def test_arguments_and_results_of_more_than_a_gibibyte() -> None:
+    number = GIB // 4 + 1
+    with Cluster.local(1, limits=Limits(frame_bytes=2 * GIB)) as cluster:
+        result = cluster.workers[0].call(torch.Tensor.add_, torch.ones(number), 1)
+    assert result.shape == (number,)
+    assert result[-1] == 2
 
 
 def test_a_worker_that_cannot_start_shows_its_traceback() -> None:

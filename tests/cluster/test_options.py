@@ -35,6 +35,7 @@ from gradwire.types import WorkerInfo
         ({"n": 1, "env": {"A": 1}}, "env must map text to text"),
         ({"n": 1, "imports": "torch"}, "imports must be a list"),
         ({"n": 1, "trust": "all"}, "trust must be"),
+        ({"n": 1, "limits": {"frame_bytes": 1 << 30}}, r"limits must be a gradwire\.config\.Limits"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], text: str) -> None:

@@ -17,6 +17,7 @@ from gradwire.cluster._status import ClusterStatus, WorkerStatus
 from gradwire.cluster._survey import ask_calls_served
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
 from gradwire.cluster.options import LocalOptions
+from gradwire.config import Limits
 from gradwire.errors import WorkerLost
 from gradwire.nn import RemoteModule
 from gradwire.rpc.agent import Agent
@@ -166,6 +167,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         trust: Trust = "code",
+        limits: Limits | None = None,
     ) -> Cluster:
         """Starts workers on this machine.
 
@@ -184,6 +186,8 @@ class Cluster:
             imports: Modules that every worker imports before it serves anything.
             trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
                 exposed, by modules named in `imports`.
+            limits: What members accept from each other, e.g. ``Limits(frame_bytes=4 << 30)`` for arguments of more than
+                1 GiB.
 
         Raises:
             ConfigurationError: An option is wrong, a cluster is open already, or this is not Linux.
@@ -199,6 +203,7 @@ class Cluster:
             environment=env,
             imports=imports,
             trust=trust,
+            limits=Limits() if limits is None else limits,
         )
         return cls(*start_local(options))
 

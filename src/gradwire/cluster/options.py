@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.config import WorkerConfig
+from gradwire.config import Limits, WorkerConfig
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust, WorkerInfo
 
@@ -34,6 +34,7 @@ class LocalOptions:
     environment: Mapping[str, str] | None = None
     imports: Sequence[str] = ()
     trust: Trust = "code"
+    limits: Limits = field(default_factory=Limits)
     token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
@@ -45,6 +46,8 @@ class LocalOptions:
             raise ConfigurationError(f"env must map text to text: {dict(self.environment or {})!r}")
         if isinstance(self.imports, str) or not all(_is_text(module) for module in self.imports):
             raise ConfigurationError(f"imports must be a list of modules' names, not {self.imports!r}")
+        if not isinstance(self.limits, Limits):
+            raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")
         if self.names is not None:
             _check_names(self.names, self.num_workers)
         self.worker_config()
@@ -64,6 +67,7 @@ class LocalOptions:
             num_worker_threads=self.num_worker_threads,
             rpc_timeout_s=self.rpc_timeout_s,
             trust=self.trust,
+            limits=self.limits,
             transports=("unix",),
             token=self.token,
         )
