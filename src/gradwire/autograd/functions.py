@@ -42,6 +42,7 @@ class _Local(threading.local):
 _local = _Local()
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
+_anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
 
 
 class running:
@@ -159,7 +160,10 @@ def _run_here(what: str) -> LocalRun:
 def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Records a send, whatever the grad mode; the result's `grad_fn` is its node."""
     if torch.is_grad_enabled():
+        # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it (rref/leaves.py).
+        held = [tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf]
         output: torch.Tensor = _apply_send(message_id, *tensors)
+        del held
         return output
     with torch.enable_grad():
         return make_send(message_id, tensors)

@@ -17,6 +17,7 @@ from gradwire.rpc._ids import MAX_COUNTER, creator_of
 from gradwire.rpc.incoming import while_waiting
 from gradwire.rref._actions import Worker
 from gradwire.rref._ownership import ForkPhase
+from gradwire.rref.leaves import keep_accumulators
 from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Owned(_Awaited, eq=False):
         num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
+        accumulators: What makes its leaf tensors safe to be used by several threads.
         fork_id: 0, because it is no reference to a value elsewhere.
     """
 
@@ -87,20 +89,22 @@ class Owned(_Awaited, eq=False):
     num_local: int = 1
     label: str = ""
     value: Any = None
+    accumulators: Any = None
     is_shared: bool = False
     is_freed: bool = False
     fork_id: ClassVar[int] = 0
 
     def free(self) -> None:
         """Nobody refers to it any more."""
-        self.value, self.error = None, functools.partial(_freed, self.rref_id)
+        self.value, self.accumulators, self.error = None, None, functools.partial(_freed, self.rref_id)
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
+        accumulators = keep_accumulators(value)
         with _lock:
             if self.is_done:
                 return False
-            self.value, self.is_done = value, True
+            self.value, self.accumulators, self.is_done = value, accumulators, True
         if self._waiters is not None:
             self._tell_waiters()
         return True
