@@ -161,7 +161,7 @@ def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Records a send, whatever the grad mode; the result's `grad_fn` is its node."""
     if torch.is_grad_enabled():
         # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it (rref/leaves.py).
-        held = [tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf]
+        held = [item.view_as(item) for item in tensors if item.is_leaf and item.layout is torch.strided]
         output: torch.Tensor = _apply_send(message_id, *tensors)
         del held
         return output
