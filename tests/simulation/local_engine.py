@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from gradwire.autograd._backward_state import Component
+from gradwire.autograd._backward_state import Component, Origin
 from simulation.recording import Kind, Node, Value, weighted
 
 Gradients = tuple[int | None, ...]
@@ -64,6 +64,19 @@ class AbstractGraph:
     def _make_component(sources: list[tuple[int, ...]], nodes: set[Node]) -> Component:
         recvs = frozenset(node.message_id for node in nodes if node.kind is Kind.RECV)
         return Component(tuple(send for source in sources for send in source), recvs, () in sources)
+
+    @property
+    def untouched(self) -> dict[int, tuple[Origin, ...]]:
+        """Sends of nothing but what came from others, alone in their components; with where it came from."""
+        alone = [item.sends[0] for item in self.components if len(item.sends) == 1 and not item.has_roots]
+        return {
+            send: tuple((node.message_id, output, node.num_outputs) for node, output in self._inputs_of(send))
+            for send in alone
+            if all(node.kind is Kind.RECV for node, _ in self._inputs_of(send))
+        }
+
+    def _inputs_of(self, send: int) -> list[tuple[Node, int]]:
+        return [(value.node, value.output) for value in self._sends[send].inputs]
 
     def reached_by(self, index: int, sends: Collection[int]) -> set[int]:
         """Recvs that can be reached from these sends, and from the roots if the component has them."""

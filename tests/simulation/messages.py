@@ -15,6 +15,7 @@ class Propagate:
     number: int
     introduction: Introduction | None
     answers: dict[int, Gradients | None]
+    via: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

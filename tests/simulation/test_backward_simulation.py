@@ -110,7 +110,9 @@ def test_programs_are_of_all_kinds() -> None:
         components = [item for worker in simulation.workers for item in worker.components]
         found["sends that share a component"] += any(len(item.sends) > 1 for item in components)
         found["a send tied to the roots"] += any(item.has_roots and item.sends for item in components)
-    assert len(found) == 8
+        found["a gradient that takes a shortcut"] += any(worker.num_shortcuts for worker in simulation.workers)
+        found["a shortcut not taken"] += any(worker.num_withdrawn for worker in simulation.workers)
+    assert len(found) == 10
     assert min(found.values()) > 5, found
 
 
@@ -132,6 +134,7 @@ BROKEN_RULES: dict[str, tuple[Any, str, Any]] = {
     "dead branches are not answered": (BackwardState, "_answer_nothing", _give_nothing),
     "gates are passed oldest first": (LocalRun, "__init__", _gate_oldest_first),
     "all recvs count as reached": (AbstractGraph, "reached_by", lambda graph, index, _: graph.components[index].recvs),
+    "a shortcut not taken is forgotten": (BackwardState, "_withdraw", lambda state, send: state._offered.pop(send)),
     "losses do not matter": (BackwardState, "worker_lost", lambda *_: []),
     "the root waits for nobody": (Termination, "missing", property(lambda _: frozenset())),
     "aborts are not passed on": (Worker, "_others", lambda _: set()),

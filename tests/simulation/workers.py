@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from gradwire.autograd._backward_state import (
@@ -15,6 +15,7 @@ from gradwire.autograd._backward_state import (
     ComponentPhase,
     Mode,
     Report,
+    Route,
     RunComponent,
     Tell,
 )
@@ -64,6 +65,8 @@ class Worker:
         self.runs: dict[int, LocalRun] = {}
         self.gradients: dict[Node, list[int]] = {}  # what the runs found, one entry each
         self.num_sent = 0
+        self.num_shortcuts = 0  # that a gradient took
+        self.num_withdrawn = 0  # answers that came nevertheless
         self._received: set[tuple[int, int]] = set()  # a message that comes twice counts once
         self._state: BackwardState | None = None
         self._sends: dict[int, Node] = {}
@@ -97,6 +100,7 @@ class Worker:
             self._graph.components,
             self._graph.reached_by,
             set(self.lost),
+            self._graph.untouched,
         )
         self.phase = Phase.JOINED
         self._perform(self._state.begin(set(heard)))
@@ -104,7 +108,7 @@ class Worker:
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Tell):
-                self._post(action.peer, dict.fromkeys(action.message_ids))
+                self._post(action.peer, dict.fromkeys(action.message_ids), action.via)
             elif isinstance(action, RunComponent):
                 self._start_run(action)
             else:
@@ -158,20 +162,45 @@ class Worker:
             if has_gradient:
                 raise Violation(f"recv {recv} on worker {self.rank} was answered with nothing, but has a gradient")
             return
-        self.state.recv_fired(recv)
         peer = next(item.peer for item in self._program.records[self.rank].exchanges if item.message_id == recv)
+        routes = self.state.recv_fired(recv)
+        if routes is not None:
+            self._fire_shortly(peer, routes, gradients)
+            return
+        self._answer(peer, recv, gradients if has_gradient else None)
+
+    def _fire_shortly(self, via: int, routes: Sequence[Route], gradients: Gradients) -> None:
+        """What another worker only passed on goes to where it came from."""
+        found: dict[tuple[int, int], list[int | None]] = {route[:2]: [None] * route[3] for route in routes}
+        for (to, send, number, _), gradient in zip(routes, gradients, strict=True):
+            if gradient is not None:
+                answer = found[to, send]
+                answer[number] = gradient + (answer[number] or 0)
+        self.num_shortcuts += any(gradient is not None for gradient in gradients)
+        settled: dict[int, bool] = {}
+        for (peer, send), answer in found.items():
+            has_gradient = any(gradient is not None for gradient in answer)
+            if peer != self.rank:
+                self._answer(peer, send, tuple(answer) if has_gradient else None, via)
+            elif not self.state.is_settled(send):
+                settled[send] = has_gradient
+                if has_gradient:
+                    self._arrived[send] = tuple(answer)
+        self._perform(self.state.came_back(settled))
+
+    def _answer(self, peer: int, send: int, gradients: Gradients | None, via: int | None = None) -> None:
         if peer not in self.lost:
-            self._post(peer, {recv: gradients if has_gradient else None})
-        elif has_gradient:
+            self._post(peer, {send: gradients}, via)
+        elif gradients is not None:
             raise NodeFailed(f"worker {peer}, which has a part in the loss, is gone")
 
-    def _post(self, peer: int, answers: dict[int, Gradients | None]) -> None:
+    def _post(self, peer: int, answers: dict[int, Gradients | None], via: int | None = None) -> None:
         introduction = None
         if peer not in self._introduced:
             self._introduced.add(peer)
             introduction = self.state.introduction_to(peer)
         self.num_sent += 1
-        self._world.send(self.rank, peer, Propagate(self.num_sent, introduction, answers))
+        self._world.send(self.rank, peer, Propagate(self.num_sent, introduction, answers, via))
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
@@ -197,10 +226,12 @@ class Worker:
             self.join({sender})
         self._received.add((sender, message.number))
         settled: dict[int, bool] = {}
+        via = sender if message.via is None else message.via
         for send, gradients in message.answers.items():
-            if gradients is not None and not self.state.knows_send(send, sender):
+            if gradients is not None and not self.state.knows_send(send, via):
                 raise Violation(f"worker {self.rank} got a gradient for send {send}, which it does not know")
-            if self.state.knows_send(send, sender) and not self.state.is_settled(send):
+            if self.state.knows_send(send, via) and not self.state.is_settled(send):
+                self.num_withdrawn += send not in self.state.unsettled
                 settled[send] = gradients is not None
                 if gradients is not None:
                     self._arrived[send] = gradients

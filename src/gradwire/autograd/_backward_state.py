@@ -12,6 +12,9 @@ The rules (``docs/autograd.md`` argues why they end):
   reply that nobody took) is settled with nothing at once, so no send waits for a recv that is not there.
 - A worker that joins tells the destinations of its sends that the pass has begun, unless it has heard from them already or
   will certainly write to them without their help: it holds a recv from them that is younger than its sends to them.
+- What came from one worker and went to another untouched, or back, needs no answer here: the introduction to the other
+  offers a *shortcut* to where it came from. Should the answer come here nevertheless, because the recv had fired before the
+  offer came, it is passed on as if there had been no shortcut.
 
 Every wait points forward in the order in which messages were made, so no circle of waits can close.
 
@@ -45,16 +48,25 @@ class Exchange(Protocol):
     def is_send(self) -> bool: ...
 
 
-class Introduction(msgspec.Struct, frozen=True):
+Origin = tuple[int, int, int]
+"""Where a tensor came from: a message, the tensor's number in it, and how many it has."""
+
+Route = tuple[int, int, int, int]
+"""Where the gradient of a tensor shall go: a worker, and an origin there."""
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the first message of a pass to another worker says.
 
     Attributes:
         has: Messages from that worker that were recorded here.
         expects: Messages to that worker that were recorded here.
+        shortcuts: Those of the latter that need no answer, if the gradients of their tensors go there.
     """
 
     has: tuple[int, ...] = ()
     expects: tuple[int, ...] = ()
+    shortcuts: tuple[tuple[int, tuple[Route, ...]], ...] = ()
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -72,10 +84,15 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun."""
+    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun.
+
+    Attributes:
+        via: Who passed them on and need not be asked, if that is how they came here.
+    """
 
     peer: int
     message_ids: tuple[int, ...] = ()
+    via: int | None = None
 
 
 class RunComponent(msgspec.Struct, frozen=True):
@@ -118,6 +135,7 @@ class BackwardState:
         components: What the local graph falls into; every send is in exactly one.
         reached_by: Which recvs of a component can be reached from these sends (and from the roots, if it has them).
         lost: Workers that were gone before the pass began.
+        untouched: Sends of nothing but tensors that came from others, alone in their components; with their origins.
     """
 
     def __init__(
@@ -128,18 +146,23 @@ class BackwardState:
         components: Sequence[Component],
         reached_by: Callable[[int, Collection[int]], Collection[int]],
         lost: Collection[int] = (),
+        untouched: Mapping[int, tuple[Origin, ...]] | None = None,
     ) -> None:
         self._own = own
         self._mode = mode
+        self._untouched = untouched or {}
+        self._offered: dict[int, tuple[Origin, ...]] = {}  # shortcuts, by send; nothing is waited for there
+        self._skipped: set[int] = set()  # recvs that are not answered for that reason
+        self._taken: dict[int, tuple[Route, ...]] = {}  # those that others offered, by recv
         self._components = components
         self._reached_by = reached_by
         self._lost = set(lost)
         self._sends: dict[int, int] = {}
         self._recvs: dict[int, int] = {}
-        self._youngest: dict[int, bool] = {}  # by worker: whether the last message exchanged with it was a send
+        self._youngest: dict[int, Exchange] = {}  # by worker
         for exchange in exchanges:
             (self._sends if exchange.is_send else self._recvs)[exchange.message_id] = exchange.peer
-            self._youngest[exchange.peer] = exchange.is_send
+            self._youngest[exchange.peer] = exchange
         self._unsettled = dict.fromkeys(self._sends)
         self._unfired = dict.fromkeys(self._recvs)
         self._phases = [ComponentPhase.WAITING] * len(components)
@@ -157,6 +180,7 @@ class BackwardState:
         """The worker joins the pass; `heard` are those whose message made it join and is handled next."""
         actions: list[Action] = []
         if self._mode is Mode.SMART:
+            self._offer_shortcuts(heard)
             reached = {recv for component in self._components for recv in component.recvs}
             self._answer_nothing((recv for recv in self._recvs if recv not in reached), actions)
             for peer in self._peers_to_wake(heard):
@@ -185,13 +209,29 @@ class BackwardState:
                 self._told.add(peer)
                 actions.append(Tell(peer, unknown))
             settled = {**missed, **settled}
+            for recv, routes in introduction.shortcuts:
+                if recv in self._unfired and self._recvs[recv] == peer:
+                    self._taken[recv] = routes
         self._settle(settled, actions)
         return self._and_report(actions)
 
-    def recv_fired(self, recv: int) -> None:
-        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is being sent."""
-        if self._unfired.pop(recv, recv) is None and self._recvs[recv] not in self._lost:
-            self._told.add(self._recvs[recv])
+    def recv_fired(self, recv: int) -> tuple[Route, ...] | None:
+        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is being sent.
+
+        Returns:
+            If there is a shortcut, where to; for what goes to this worker itself, `came_back` is next.
+        """
+        routes = self._taken.get(recv)
+        if self._unfired.pop(recv, recv) is None:
+            goals = [self._recvs[recv]] if routes is None else [route[0] for route in routes]
+            self._told.update(goal for goal in goals if goal not in self._lost)
+        return routes
+
+    def came_back(self, settled: Mapping[int, bool]) -> list[Action]:
+        """A recv with a shortcut has fired: for each send here that it leads to, whether there is a gradient."""
+        actions: list[Action] = []
+        self._settle(settled, actions)
+        return self._and_report(actions)
 
     def component_finished(self, index: int) -> list[Action]:
         """A run of the local engine has ended."""
@@ -222,6 +262,11 @@ class BackwardState:
         return Introduction(
             tuple(recv for recv, sender in self._recvs.items() if sender == peer),
             tuple(send for send, to in self._sends.items() if to == peer),
+            tuple(
+                (send, tuple((self._recvs[origin[0]], *origin) for origin in origins))
+                for send, origins in self._offered.items()
+                if self._sends[send] == peer
+            ),
         )
 
     def has_fired(self, recv: int) -> bool:
@@ -238,8 +283,8 @@ class BackwardState:
         return peer in self._lost
 
     def is_settled(self, send: int) -> bool:
-        """Whether a send of this pass needs no message any more."""
-        return send not in self._unsettled
+        """Whether a send of this pass needs no message any more, and one that came would be no news."""
+        return send not in self._unsettled and send not in self._offered
 
     def knows_send(self, send: int, peer: int) -> bool:
         """Whether that send, to that worker, is part of the pass."""
@@ -272,13 +317,42 @@ class BackwardState:
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _peers_to_wake(self, heard: Collection[int]) -> list[int]:
-        """Workers that have our messages and might not learn of the pass without us."""
-        known = {self._own, *heard, *self._told, *self._lost}
-        waiting = dict.fromkeys(peer for peer in self._sends.values() if peer not in known)
-        return [peer for peer in waiting if self._youngest[peer]]
+        """Workers that might not learn of the pass, or of what was recorded here, without us."""
+        skipped = {self._recvs[recv] for recv in self._skipped}
+        known = {self._own, *self._told, *self._lost, *(set(heard) - skipped)}
+        waiting = dict.fromkeys(peer for peer in (*self._sends.values(), *skipped) if peer not in known)
+        return [peer for peer in waiting if self._has_last_word(self._youngest[peer])]
+
+    def _has_last_word(self, youngest: Exchange) -> bool:
+        """Whether the youngest message exchanged with a worker is none that it is certainly answered."""
+        return youngest.is_send or youngest.message_id in self._skipped
+
+    def _offer_shortcuts(self, heard: Collection[int]) -> None:
+        """Those who have what only passed through here need not ask this worker, unless they may have done so."""
+        late, nowhere = {self._own, *heard, *self._lost}, {self._own, *self._lost}
+        for send, origins in self._untouched.items():
+            recvs = {origin[0] for origin in origins}
+            if self._sends[send] not in late and nowhere.isdisjoint(self._recvs[recv] for recv in recvs):
+                self._offered[send] = origins
+                self._skipped |= recvs
+                del self._unsettled[send]
+                for recv in recvs:
+                    del self._unfired[recv]
+                self._phases[self._component_of[send]] = ComponentPhase.DONE
+                self._num_open -= 1
+
+    def _withdraw(self, send: int) -> None:
+        """A shortcut was not taken: here is the answer, for this worker to pass on."""
+        for origin in self._offered.pop(send):
+            self._unfired[origin[0]] = None
+        self._unsettled[send] = None
+        self._phases[self._component_of[send]] = ComponentPhase.WAITING
+        self._num_open += 1
 
     def _do_without(self, peer: int, actions: list[Action]) -> None:
         """A lost worker is taken to have no gradient for the sends to it."""
+        for send in [send for send in self._offered if self._sends[send] == peer]:
+            self._withdraw(send)
         waiting = [send for send in self._unsettled if self._sends[send] == peer]
         if waiting:
             self._absent.add(peer)
@@ -287,6 +361,8 @@ class BackwardState:
     def _settle(self, verdicts: Mapping[int, bool], actions: list[Action]) -> None:
         touched: dict[int, None] = {}
         for send, has_gradient in verdicts.items():
+            if send in self._offered:
+                self._withdraw(send)
             if self._unsettled.pop(send, send) is not None:
                 continue  # a repeat, or made after this worker joined: it can have no part in the loss
             index = self._component_of[send]
@@ -327,18 +403,24 @@ class BackwardState:
         """Fires recvs that no gradient will reach."""
         if self._mode is Mode.FAST:
             return
-        by_peer: dict[int, list[int]] = {}
+        answers: dict[tuple[int, int | None], dict[int, bool]] = {}  # by whom to tell, and via whom
         for recv in recvs:
             if recv in self._unfired:
                 del self._unfired[recv]
-                by_peer.setdefault(self._recvs[recv], []).append(recv)
-        own = by_peer.pop(self._own, None)
-        for peer, ids in by_peer.items():
-            if peer not in self._lost:
+                sender, routes = self._recvs[recv], self._taken.get(recv)
+                if routes is None:
+                    answers.setdefault((sender, None), {})[recv] = False
+                for peer, message_id, _, _ in routes or ():
+                    answers.setdefault((peer, sender), {})[message_id] = False
+        own: dict[int, bool] = {}
+        for (peer, via), verdicts in answers.items():
+            if peer == self._own:
+                own.update(verdicts)
+            elif peer not in self._lost:
                 self._told.add(peer)
-                actions.append(Tell(peer, tuple(ids)))
+                actions.append(Tell(peer, tuple(verdicts), via))
         if own:
-            self._settle(dict.fromkeys(own, False), actions)
+            self._settle(own, actions)
 
     def _and_report(self, actions: list[Action]) -> list[Action]:
         if not (self._has_reported or self._unsettled or self._num_open):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.autograd._backward_state import Component
+from gradwire.autograd._backward_state import Component, Origin
 from gradwire.autograd.functions import AccumulateGrad, RecvNode
 
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on what it is
@@ -26,6 +26,10 @@ class Recv(Protocol):
     @property
     def is_watched(self) -> bool:
         """Whether hooks want to see its gradients here."""
+
+    @property
+    def num_tensors(self) -> int:
+        """How many of its tensors were recorded."""
 
 
 _ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made
@@ -127,6 +131,17 @@ class LocalGraph:
             if recv is None or recv.is_watched:
                 return None
             found.append((node.message_id, number))
+        return found
+
+    @property
+    def untouched(self) -> dict[int, tuple[Origin, ...]]:
+        """Sends of nothing but tensors that came from others, of which nothing else was made; with their origins."""
+        found = {}
+        for component, targets in zip(self.components, self.direct, strict=True):
+            came = [target for target in targets or () if isinstance(target, tuple)]
+            if targets is not None and len(came) == len(targets):
+                origins = [(recv, number, self._context_recvs[recv].num_tensors) for recv, number in came]
+                found[component.sends[0]] = tuple(origins)
         return found
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:

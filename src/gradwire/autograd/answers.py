@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from gradwire.autograd._backward_state import Route
 from gradwire.autograd.context import RESULT, DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
+from gradwire.autograd.gradients import sum_by_origin
 from gradwire.autograd.messages import NO_ID, GradientItem
 from gradwire.errors import AutogradError
 from gradwire.types import WorkerInfo
 
+_MOST_TENSORS = 1 << 20  # in one message, whatever others say
+
 
 def pack_answer(
-    context: DistAutogradContext, recv: RecordedRecv, gradients: Gradients, recorded_id: int = NO_ID
+    context: DistAutogradContext,
+    recv: RecordedRecv,
+    gradients: Gradients,
+    recorded_id: int = NO_ID,
+    via: int | None = None,
 ) -> tuple[GradientItem, list[torch.Tensor]]:
     """The gradients of a recv, if any are defined; recorded as a send of their own under that id, if given."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
-        return GradientItem(recv.message_id), present
+        return GradientItem(recv.message_id, via=via), present
     if len(present) == len(gradients):
         defined = (True,) * len(present)
     else:
@@ -30,8 +40,28 @@ def pack_answer(
             context.record_send(recorded_id, recv.peer, f"the gradient of {recv.function}", chosen, RESULT)
         else:
             recorded_id = NO_ID
-    item = GradientItem(recv.message_id, defined, recorded_id, recorded)
+    item = GradientItem(recv.message_id, defined, recorded_id, recorded, via)
     return item, [gradient.detach() if gradient.requires_grad else gradient for gradient in present]
+
+
+def follow_routes(
+    recv: RecordedRecv, routes: Sequence[Route], gradients: Gradients
+) -> dict[tuple[int, int], list[torch.Tensor | None] | None]:
+    """The gradients of a recv, by the worker and the message that its tensors came from; None where there are none.
+
+    Raises:
+        AutogradError: The routes are not those of that message.
+    """
+    if len(routes) != len(gradients):
+        raise AutogradError(f"worker {recv.peer} offered a shortcut that does not fit message {recv.message_id:#x}")
+    sums = sum_by_origin([route[1:3] for route in routes], gradients)
+    answers: dict[tuple[int, int], list[torch.Tensor | None] | None] = {}
+    for worker, message_id, _, num_tensors in routes:
+        found = sums.get(message_id)
+        if found and (num_tensors > _MOST_TENSORS or not all(0 <= number < num_tensors for number in found)):
+            raise AutogradError(f"worker {recv.peer} offered a shortcut to tensors that cannot be")
+        answers[worker, message_id] = [found.get(number) for number in range(num_tensors)] if found else None
+    return answers
 
 
 def unpack_answers(

@@ -119,6 +119,11 @@ class RecordedRecv(msgspec.Struct, frozen=True):
     is_send: ClassVar[bool] = False
 
     @property
+    def num_tensors(self) -> int:
+        """How many tensors came."""
+        return len(self.outputs)
+
+    @property
     def is_watched(self) -> bool:
         """Whether somebody wants to see the gradients of the received tensors here: hooks, or `Tensor.retain_grad`."""
         if self.node.is_watched:

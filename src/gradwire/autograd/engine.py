@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
+from gradwire.autograd._backward_state import Action, Report, RunComponent, Tell
 from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv
@@ -40,6 +40,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase
 from gradwire.autograd.probing import Prober
 from gradwire.autograd.roots import Roots
+from gradwire.autograd.runs import EngineRun
 from gradwire.autograd.watching import Watch
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
@@ -133,7 +134,9 @@ class DistEngine:
         self, pass_id: int, context: DistAutogradContext, options: PassOptions, roots: Roots | None = None
     ) -> BackwardPass:
         """Begins a pass here; under the context's lock."""
-        current = BackwardPass(self._own, pass_id, context, options, self._fire, self._make_watch, roots)
+        current = BackwardPass(
+            self._own, pass_id, context, options, self._fire, self._perform_soon, self._make_watch, roots
+        )
         context.passes[pass_id] = current
         self.num_passes += 1
         return current
@@ -144,33 +147,45 @@ class DistEngine:
     # -- what the state decides ----------------------------------------------------------------------------------------
 
     def _perform(self, current: BackwardPass, actions: Iterable[Action]) -> None:
+        runs = self._tell(current, actions)
+        while runs:  # what follows from a run is not done inside it: chains of runs may be long
+            for run in runs[1:]:  # components run side by side
+                self._perform_soon(current, [run])
+            runs = self._run(current, runs[0])
+
+    def _perform_soon(self, current: BackwardPass, actions: Sequence[Action]) -> None:
+        self._agent.reactor.run_soon(functools.partial(self._perform, current, actions))
+
+    def _tell(self, current: BackwardPass, actions: Iterable[Action]) -> list[RunComponent]:
+        """Writes what is to be written to others; returns what is to be run."""
         runs: list[RunComponent] = []
         for action in actions:
             if isinstance(action, Tell):
-                items = tuple(GradientItem(message_id) for message_id in action.message_ids)
+                items = tuple(GradientItem(message_id, via=action.via) for message_id in action.message_ids)
                 self._attempt(current, "telling others", self._post, action.peer, items)
             elif isinstance(action, RunComponent):
                 runs.append(action)
             else:
                 self._attempt(current, "reporting to the root", self._report, action)
-        for run in runs[1:]:  # components run side by side
-            self._agent.reactor.run_soon(functools.partial(self._run, current, run))
-        if runs:
-            self._run(current, runs[0])
+        return runs
 
-    def _run(self, current: BackwardPass, action: RunComponent) -> None:
-        self._attempt(current, "running the local backward", self._run_component, action)
+    def _run(self, current: BackwardPass, action: RunComponent) -> list[RunComponent]:
+        """Runs a component; returns what is to be run next."""
+        following: list[RunComponent] = []
+        self._attempt(current, "running the local backward", self._run_component, action, following)
+        return following
 
-    def _run_component(self, current: BackwardPass, action: RunComponent) -> None:
-        current.run(action)
+    def _run_component(self, current: BackwardPass, action: RunComponent, following: list[RunComponent]) -> None:
+        run = EngineRun(current, action)
+        run.run()
         with current.lock:
             if current.is_over:
                 return
-            actions = current.state.component_finished(action.index)
+            actions = run.following + current.state.component_finished(action.index)
             current.wake_gates()  # a message to oneself that has no gradient is settled without one
             lane, current.lane_to_flush = current.lane_to_flush, None
         try:
-            self._perform(current, actions)
+            following += self._tell(current, actions)
         finally:
             if lane is not None:
                 self._agent.notices.flush(lane, current.deadline)
@@ -186,11 +201,18 @@ class DistEngine:
             if isinstance(error, KeyboardInterrupt):
                 raise
 
-    def _fire(self, current: BackwardPass, recv: RecordedRecv, gradients: Gradients, is_last: bool) -> None:
-        """A recv was reached by the local engine."""
+    def _fire(
+        self,
+        current: BackwardPass,
+        recv: RecordedRecv,
+        gradients: Gradients,
+        is_last: bool,
+        via: int | None,
+    ) -> None:
+        """A recv was reached by the local engine; or one elsewhere, via which its tensors came here."""
         has_lost = current.state.has_lost(recv.peer)
         recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
-        item, tensors = pack_answer(current.context, recv, gradients, recorded_id)
+        item, tensors = pack_answer(current.context, recv, gradients, recorded_id, via)
         if not tensors:
             if not has_lost and recv.peer not in self.lost:
                 self._post(current, recv.peer, (item,))
@@ -220,8 +242,7 @@ class DistEngine:
             current.num_sent += 1
             if peer != self._own:
                 current.last_peer = peer
-        opening = (introduction.has, introduction.expects) if introduction is not None else None
-        note = PropagateGradients(current.context.context_id, current.pass_id, current.options, items, opening)
+        note = PropagateGradients(current.context.context_id, current.pass_id, current.options, items, introduction)
         if peer == self._own:
             # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
             values = [tensor.clone() for tensor in tensors]
@@ -266,11 +287,11 @@ class DistEngine:
             actions = [] if current.is_joined else current.join((sender.id,), self.lost)
             current.num_received += 1
             settled = {}
-            for message_id, gradients in answers.items():
-                if current.accept(message_id, sender.id, gradients):
-                    settled[message_id] = gradients is not None
-            introduction = Introduction(*message.introduction) if message.introduction is not None else None
-            actions += current.state.message_received(sender.id, introduction, settled)
+            for item in message.items:
+                gradients = answers[item.message_id]
+                if current.accept(item.message_id, sender.id if item.via is None else item.via, gradients):
+                    settled[item.message_id] = gradients is not None
+            actions += current.state.message_received(sender.id, message.introduction, settled)
             current.wake_gates()
         self._perform(current, actions)
 

@@ -1,9 +1,9 @@
-"""What happens to the gradients of leaves: kept apart, added up, shown to hooks."""
+"""What happens to gradients: kept apart, added up, shown to hooks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -43,6 +43,20 @@ def add_gradient(table: dict[K, torch.Tensor], leaf: K, gradient: torch.Tensor, 
             table[leaf] = gradient + known  # dense + sparse works, sparse + dense does not
         else:
             table[leaf] = known + gradient
+
+
+def sum_by_origin(
+    targets: Sequence[torch.Tensor | tuple[int, int]],
+    gradients: Sequence[torch.Tensor | None],
+    is_recorded: bool = False,
+) -> dict[int, dict[int, torch.Tensor]]:
+    """The gradients of tensors that came in messages, by the message and the tensor's number there; others are left out."""
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for target, gradient in zip(targets, gradients, strict=True):
+        if gradient is not None and isinstance(target, tuple):
+            message_id, number = target
+            add_gradient(found.setdefault(message_id, {}), number, gradient, is_recorded)
+    return found
 
 
 def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from gradwire.autograd._backward_state import Introduction
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
@@ -68,12 +69,14 @@ class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             at all.
         recorded_id: With `create_graph`, the id under which this answer itself was recorded, or `NO_ID`.
         recorded: Which of the gradients were recorded, by position among those that travel.
+        via: Whom the message went to, if that worker passed it on untouched and was not asked.
     """
 
     message_id: int
     defined: tuple[bool, ...] | None = None
     recorded_id: int = NO_ID
     recorded: tuple[int, ...] = ()
+    via: int | None = None
 
 
 class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -83,7 +86,7 @@ class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_un
     pass_id: int
     options: PassOptions
     items: tuple[GradientItem, ...] = ()
-    introduction: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    introduction: Introduction | None = None
 
 
 class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

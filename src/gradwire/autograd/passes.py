@@ -1,41 +1,37 @@
-"""One backward pass on one worker: what the pure state decides about, and the runs of the local engine.
+"""One backward pass on one worker: what came for it, what it has found, and who waits.
 
-`BackwardState` decides, `DistEngine` sends and receives; here are the tensors, the gates and the engine between them.
+`BackwardState` decides, `DistEngine` sends and receives, `EngineRun` computes; here is what they share.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import GradientEdge
 
-from gradwire.autograd import anomalies, guards
-from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode, RunComponent
-from gradwire.autograd._graph import LocalGraph, Target
+from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode
+from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
 from gradwire.autograd.follow_ups import FollowUp
-from gradwire.autograd.functions import ANCHOR, Gradients, make_gates, running
-from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
+from gradwire.autograd.functions import Gradients
+from gradwire.autograd.gradients import (
+    GradientTable,
+    add_gradient,
+    run_post_accumulate_hooks,
+)
 from gradwire.autograd.messages import PassOptions
 from gradwire.autograd.roots import Roots
-from gradwire.autograd.saving import saving
 from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
 
 if TYPE_CHECKING:
     from gradwire.autograd.watching import Watch
     from gradwire.rpc.peers import OpenLane
-
-_NO_GRADIENT = torch.zeros(())  # for the anchor, which never gets one
-_HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handle; nobody reads it
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
 class PassPhase(enum.Enum):
@@ -53,7 +49,6 @@ class PassDropped(Exception):
 
 
 _NO_ROOTS = Roots()
-_NOTHING = contextlib.nullcontext()
 
 
 class BackwardPass:
@@ -64,7 +59,9 @@ class BackwardPass:
         pass_id: Carries the root's rank.
         context: Whose pass it is; its lock is held by the caller.
         options: What the root asked for.
-        fire: Called with a recv that was reached, its gradients, and whether the report is all that will follow.
+        answer: Called with a recv that was reached, its gradients, whether the report is all that will follow, and via whom
+            its tensors came, if it is another worker's.
+        perform_soon: Called with what follows in the middle of a run that may wait for it.
         make_watch: Makes what looks after the pass while somebody waits.
         roots: On the root only.
     """
@@ -75,16 +72,18 @@ class BackwardPass:
         pass_id: int,
         context: DistAutogradContext,
         options: PassOptions,
-        fire: Callable[[BackwardPass, RecordedRecv, Gradients, bool], None],
+        answer: Callable[[BackwardPass, RecordedRecv, Gradients, bool, int | None], None],
+        perform_soon: Callable[[BackwardPass, Sequence[Action]], None],
         make_watch: Callable[[BackwardPass], Watch],
         roots: Roots | None = None,
     ) -> None:
-        self._own = own
+        self.own = own
         self.pass_id = pass_id
         self.context = context
         self.options = options
-        self._fire = fire
-        self._roots = roots or _NO_ROOTS
+        self.answer = answer
+        self.perform_soon = perform_soon
+        self.roots = roots or _NO_ROOTS
         self.lock = threading.Lock()  # guards everything below
         self._moved: threading.Condition | None = None  # made by who waits, for its gate or for the end
         self.phase = PassPhase.RUNNING
@@ -118,12 +117,12 @@ class BackwardPass:
     @property
     def joins_context(self) -> bool:
         """Whether its gradients join the context."""
-        return self._roots.joins_context
+        return self.roots.joins_context
 
     @property
     def follow_up(self) -> FollowUp | None:
         """What follows the pass, if that is known here."""
-        return self._roots.follow_up
+        return self.roots.follow_up
 
     @property
     def is_open(self) -> bool:
@@ -142,12 +141,16 @@ class BackwardPass:
 
     def join(self, heard: Collection[int], lost: Collection[int]) -> list[Action]:
         """Walks the local graph and begins; under `lock`."""
-        nodes = [tensor.grad_fn for tensor in self._roots.tensors]
+        nodes = [tensor.grad_fn for tensor in self.roots.tensors]
         sends = {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
         self.graph = LocalGraph(nodes, sends, self.recvs)
-        self._has_leaves = any(self.graph.leaves)
+        self.has_leaves = any(self.graph.leaves)
         mode = Mode.FAST if self.options.is_fast else Mode.SMART
-        self.state = BackwardState(self._own, mode, self._exchanges, self.graph.components, self.graph.reached_by, lost)
+        # What is asked for may be what passes through; and a recorded pass records what passes through.
+        is_asked = self.roots.inputs is not None or self.options.create_graph
+        untouched = None if is_asked else self.graph.untouched
+        graph, exchanges = self.graph, self._exchanges
+        self.state = BackwardState(self.own, mode, exchanges, graph.components, graph.reached_by, lost, untouched)
         return self.state.begin(heard)
 
     def accept(self, message_id: int, sender: int, gradients: Gradients | None) -> bool:
@@ -170,133 +173,20 @@ class BackwardPass:
             self._arrived[message_id] = gradients
         return True
 
-    # -- one run of the local engine ---------------------------------------------------------------------------------
+    # -- for runs of the local engine -----------------------------------------------------------------------------------
 
-    def run(self, action: RunComponent) -> None:
-        """Runs the local engine through a component.
-
-        Raises:
-            PassDropped: The pass was aborted meanwhile.
-            Exception: Whatever a node or a hook raised.
-        """
-        direct = self.graph.direct[action.index]
-        if direct is not None and self._roots.inputs is None:  # those may be what passes through
-            self._take_directly(direct, action)
-            return
-        component, roots = self.graph.components[action.index], self._roots
-        outputs: list[torch.Tensor | GradientEdge] = []
-        gradients: list[torch.Tensor] = []
-        waiting = [(send, self.sends[send].output) for send in action.sends if not self.state.is_settled(send)]
-        if waiting:
-            # The nodes of all sends take part: a recv that none of their gradients reaches must not wait for the gates.
-            self.graph.make_room_below()
-            unsettled = {send for send, _ in waiting}
-            outputs += [self.sends[send].output for send in action.sends if send not in unsettled]
-            outputs.append(make_gates(waiting))
-            gradients += [_HANDLE_GRADIENT] * len(outputs)
-        else:
-            for send in action.sends:
-                self._add_settled(send, outputs, gradients)
-        if component.has_roots:
-            outputs += roots.tensors
-            gradients += roots.gradients
-        self._run_engine(outputs, gradients, self._inputs_of(action.index))
-
-    def _add_settled(
-        self, send: int, outputs: list[torch.Tensor | GradientEdge], gradients: list[torch.Tensor]
-    ) -> None:
-        """What came for a send goes straight to where its tensors came from: its node has nothing to do."""
-        edges: Any = self.sends[send].output.grad_fn.next_functions  # type: ignore[union-attr]
-        for (node, number), gradient in zip(edges, self.gradients_of(send), strict=True):
-            if gradient is not None:
-                outputs.append(GradientEdge(node, number))
-                gradients.append(gradient)
-        # A root that is alone does not count as a node that will be run: `register_multi_grad_hook` asks for that.
-        outputs.append(ANCHOR)
-        gradients.append(_NO_GRADIENT)
-
-    def _take_directly(self, targets: Sequence[Target], action: RunComponent) -> None:
-        """What came for a send is the gradient of leaves, and of tensors that came from others and went on untouched."""
-        wanted = {id(leaf) for leaf in self._inputs_of(action.index)}
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        passed_on: dict[int, dict[int, torch.Tensor]] = {}
-        for target, gradient in zip(targets, self.gradients_of(action.sends[0]), strict=True):
-            if gradient is None:
-                continue
-            if isinstance(target, tuple):
-                message_id, number = target
-                add_gradient(passed_on.setdefault(message_id, {}), number, gradient, self.options.create_graph)
-            elif id(target) in wanted:
-                found.append((target, gradient))
-        if found:
-            self._add(found)
-        for message_id, gradients in passed_on.items():
-            numbers = range(len(self.recvs[message_id].outputs))
-            self.fire(self.context.context_id, message_id, [gradients.get(number) for number in numbers])
-
-    def _add(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add(self, found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Adds to the gradients of leaves."""
         with self.lock:
             for leaf, gradient in found:
                 add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
 
-    def _inputs_of(self, index: int) -> list[torch.Tensor]:
-        wanted, leaves = self._roots.inputs, self.graph.leaves[index]
+    def inputs_of(self, index: int) -> list[torch.Tensor]:
+        """What a run of a component shall give gradients of."""
+        wanted, leaves = self.roots.inputs, self.graph.leaves[index]
         if wanted is not None:
             return self.graph.inputs_in(index, wanted)
         return [] if self.options.skips_leaves else leaves
-
-    def _run_engine(
-        self,
-        outputs: Sequence[torch.Tensor | GradientEdge],
-        gradients: Sequence[torch.Tensor],
-        inputs: list[torch.Tensor],
-    ) -> None:
-        options = self.options
-        with running(self), self._surroundings():
-            # What torch.autograd.grad calls, without its checks: they take longer than a small graph.
-            results = _run_backward(
-                tuple(outputs),
-                tuple(gradients),
-                options.retain_graph or options.create_graph,
-                options.create_graph,
-                (*inputs, ANCHOR),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
-        seen = {gradient.data_ptr() for gradient in self._roots.gradients}
-        found = [(leaf, gradient) for leaf, gradient in zip(inputs, results, strict=False) if gradient is not None]
-        if not options.create_graph:
-            found = [(leaf, keep_apart(gradient, seen)) for leaf, gradient in found]
-        self._add(found)
-
-    def _surroundings(self) -> contextlib.AbstractContextManager[object]:
-        """Anomaly mode; and a recorded pass saves what the forward pass saved: aliases of shared parameters."""
-        is_saving = self.options.create_graph and guards.has_any()
-        if not (is_saving or self.options.detects_anomalies):
-            return _NOTHING
-        stack = contextlib.ExitStack()
-        stack.enter_context(anomalies.detecting(self.options.detects_anomalies))
-        if is_saving:
-            stack.enter_context(saving(self.context))
-        return stack
-
-    def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
-        """The engine reached a recv: its gradients go to whoever sent the message."""
-        recv = self.recvs.get(message_id)
-        if context_id != self.context.context_id or recv is None:
-            raise AutogradError(
-                f"the loss depends on a tensor that came from another worker in context {context_id}, but this is a pass of "
-                f"context {self.context.context_id}; detach it, or do both in one context"
-            )
-        with self.lock:
-            if self.is_over:
-                raise PassDropped
-            if self.state.has_fired(message_id):
-                return
-            self.state.recv_fired(message_id)
-            # Where there are leaves, their nodes and hooks may take long after this.
-            is_last = self.state.is_ending and not self._has_leaves
-        self._fire(self, recv, gradients, is_last)
 
     def gradients_of(self, message_id: int) -> Gradients:
         """What came for a send; all None if it was settled with nothing."""
@@ -356,13 +246,13 @@ class BackwardPass:
 
     def run_hooks(self) -> None:
         """Everything here is done: hooks see the totals. What they raise fails the pass."""
-        if self._roots.joins_context:
+        if self.roots.joins_context:
             run_post_accumulate_hooks(self.gradients, list(self.gradients))
 
     def forget(self) -> None:
         """Drops what the pass held; under `lock`."""
         self._arrived.clear()
-        self._roots = _NO_ROOTS
+        self.roots = _NO_ROOTS
         self._watch = self.error = None  # both lead back to the pass
         self.gradients = {}
         if self.is_joined:

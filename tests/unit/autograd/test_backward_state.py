@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from gradwire.autograd._backward_state import (
@@ -14,6 +15,7 @@ from gradwire.autograd._backward_state import (
     ComponentPhase,
     Introduction,
     Mode,
+    Origin,
     Report,
     RunComponent,
     Tell,
@@ -46,6 +48,7 @@ def make_state(
     reached: Mapping[int, Collection[int]] | None = None,
     mode: Mode = Mode.SMART,
     lost: Collection[int] = (),
+    untouched: Mapping[int, tuple[Origin, ...]] | None = None,
 ) -> BackwardState:
     """A pass on worker 0.
 
@@ -55,6 +58,7 @@ def make_state(
         reached: Which recvs each send reaches, where not all of its component; -1 stands for the roots.
         mode: SMART or FAST.
         lost: Workers that are gone.
+        untouched: Sends of what came from others.
     """
 
     def reached_by(index: int, sends: Collection[int]) -> set[int]:
@@ -62,7 +66,7 @@ def make_state(
         table = reached or {}
         return {recv for source in sources for recv in table.get(source, components[index].recvs)}
 
-    return BackwardState(OWN, mode, exchanges, components, reached_by, lost)
+    return BackwardState(OWN, mode, exchanges, components, reached_by, lost, untouched)
 
 
 def begun(state: BackwardState, heard: Collection[int] = (B, C)) -> BackwardState:
@@ -235,6 +239,124 @@ class TestIntroductions:
     def test_gradient_that_comes_along_counts(self) -> None:
         state = begun(make_state([sent(1)], tied(1)))
         assert state.message_received(B, Introduction(has=(1,)), {1: True}) == [RunComponent(0, (1,))]
+
+
+def make_passing(**options: Any) -> BackwardState:
+    """What came from B in message 1 went to C in message 2, and the roots use what C made of it."""
+    exchanges = [came(1), sent(2, C), came(3, C)]
+    parts = [tied(recvs=[3], has_roots=True), tied(2, recvs=[1])]
+    return make_state(exchanges, *parts, untouched={2: ((1, 0, 2),)}, **options)
+
+
+class TestShortcutsOffered:
+    def test_to_who_has_it_and_where_it_came_from_is_told(self) -> None:
+        state = make_passing()
+        assert state.begin() == [Tell(B), RunComponent(0, ())]
+        assert state.introduction_to(C) == Introduction(has=(3,), expects=(2,), shortcuts=((2, ((B, 1, 0, 2),)),))
+        assert state.introduction_to(B) == Introduction(has=(1,))
+        state.recv_fired(3)
+        assert state.component_finished(0) == [Report((B, C))]
+
+    def test_back_to_where_it_came_from_with_the_gradient(self) -> None:
+        exchanges = [came(1), sent(2), came(3)]
+        state = make_state(
+            exchanges, tied(recvs=[3], has_roots=True), tied(2, recvs=[1]), untouched={2: ((1, 0, 1), (1, 0, 1))}
+        )
+        assert state.begin() == [RunComponent(0, ())]
+        assert state.introduction_to(B) == Introduction((1, 3), (2,), ((2, ((B, 1, 0, 1), (B, 1, 0, 1))),))
+
+    @pytest.mark.parametrize("has_gradient", [True, False])
+    @pytest.mark.parametrize("is_reported", [True, False])
+    def test_answer_that_comes_nevertheless_is_passed_on(self, is_reported: bool, has_gradient: bool) -> None:
+        state = make_passing()
+        state.begin()
+        if is_reported:
+            state.recv_fired(3)
+            state.component_finished(0)
+        assert not state.is_settled(2)
+        actions = state.message_received(C, None, {2: has_gradient})
+        assert actions == ([RunComponent(1, (2,))] if has_gradient else [Tell(B, (1,))])
+        assert state.is_settled(2)
+        if has_gradient:
+            assert not state.has_fired(1)
+            assert state.recv_fired(1) is None
+            assert state.component_finished(1) == []
+        assert state.has_reported is is_reported
+        assert state.message_received(C, None, {2: has_gradient}) == []
+
+    def test_not_to_who_may_have_answered_already(self) -> None:
+        state = make_passing()
+        assert state.begin({C}) == [RunComponent(0, ())]
+        assert state.unsettled == (2,)
+        assert state.introduction_to(C) == Introduction((3,), (2,))
+
+    def test_also_if_where_it_came_from_was_heard(self) -> None:
+        """Nobody else tells that worker what was recorded here."""
+        assert Tell(B) in make_passing().begin({B})
+
+    @pytest.mark.parametrize("lost", [B, C])
+    def test_not_if_one_of_them_is_lost(self, lost: int) -> None:
+        state = make_passing(lost=[lost])
+        state.begin()
+        assert not any(introduction.shortcuts for peer in (B, C) if (introduction := state.introduction_to(peer)))
+
+    def test_not_in_fast_mode(self) -> None:
+        state = make_passing(mode=Mode.FAST)
+        assert state.begin() == [RunComponent(0, ())]
+        assert state.unsettled == (2,)
+
+    def test_not_for_messages_to_oneself(self) -> None:
+        exchanges = [came(1, OWN), sent(2, C), came(3, C)]
+        state = make_state(exchanges, tied(recvs=[3], has_roots=True), tied(2, recvs=[1]), untouched={2: ((1, 0, 1),)})
+        state.begin()
+        assert state.unsettled == (2,)
+
+    def test_worker_that_is_lost_before_it_heard_is_done_without(self) -> None:
+        state = make_passing()
+        state.begin()
+        assert state.worker_lost(C) == [Tell(B, (1,))]
+        assert state.component_finished(0) == [Report((B,), (C,))]
+
+
+class TestShortcutsTaken:
+    OFFER = Introduction(has=(3,), expects=(2,), shortcuts=((2, ((C, 1, 0, 1),)),))
+
+    def test_gradient_goes_there(self) -> None:
+        state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
+        state.message_received(B, self.OFFER, {})
+        give(state, 3)
+        assert state.recv_fired(2) == ((C, 1, 0, 1),)
+        assert state.component_finished(0) == [Report((B, C))]
+
+    def test_that_there_is_none_is_told_there_and_via_whom(self) -> None:
+        state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
+        state.message_received(B, self.OFFER, {})
+        assert deny(state, 3) == [Tell(C, (1,), B), Report((B, C))]
+
+    def test_own_send_is_settled_here(self) -> None:
+        state = begun(make_state([sent(1), came(2), sent(3)], tied(1), tied(3, recvs=[2])))
+        state.message_received(B, Introduction((1,), (2,), ((2, ((OWN, 1, 0, 1),)),)), {3: True})
+        assert state.recv_fired(2) == ((OWN, 1, 0, 1),)
+        assert state.came_back({1: True}) == [RunComponent(0, (1,))]
+        assert state.component_finished(1) == []
+        assert state.component_finished(0) == [Report((B,))]
+
+    def test_own_send_is_settled_here_with_nothing(self) -> None:
+        state = begun(make_state([sent(1), came(2), sent(3)], tied(1), tied(3, recvs=[2])))
+        offer = Introduction((1, 3), (2,), ((2, ((OWN, 1, 0, 1),)),))
+        assert state.message_received(B, offer, {3: False}) == [Report((B,))]
+
+    def test_too_late_for_what_has_fired(self) -> None:
+        state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
+        give(state, 3)
+        assert state.recv_fired(2) is None
+        state.message_received(B, self.OFFER, {})
+        assert state.component_finished(0) == [Report((B,))]
+
+    def test_only_from_who_sent_the_message(self) -> None:
+        state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
+        state.message_received(C, msgspec.structs.replace(self.OFFER, expects=()), {})
+        assert state.recv_fired(2) is None
 
 
 class TestOwnMessages:

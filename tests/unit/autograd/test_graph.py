@@ -38,6 +38,10 @@ class Came:
     def is_watched(self) -> bool:
         return self._recv is not None and self._recv.is_watched
 
+    @property
+    def num_tensors(self) -> int:
+        return self._recv.num_tensors if self._recv is not None else 0
+
 
 CAME: dict[int, Came] = {}
 
@@ -309,3 +313,21 @@ def test_random_graph(seed: int) -> None:
         assert set(map(id, graph.leaves[index])) == {
             id(node.variable) for node in nodes if type(node) is AccumulateGrad
         }
+
+
+# -- what only passes through ------------------------------------------------------------------------------------------
+
+
+def test_sends_of_what_came_from_others() -> None:
+    (one, other), (third,), (used,) = recv(11, 2), recv(12), recv(13)
+    found = walk([used * 2], [11, 12, 13], s1=(other, third, other), s2=one * 2, s3=used)
+    assert found.untouched == {}  # a part of message 11 is used besides, and 13 by the root
+    (one, other), (third,) = recv(11, 2), recv(12)
+    found = walk([], [11, 12], s1=(other, third, other))
+    assert found.untouched == {1: ((11, 1, 2), (12, 0, 1), (11, 1, 2))}
+
+
+def test_sends_with_anything_else_are_not_untouched() -> None:
+    (came,), (watched,) = recv(11), recv(12)
+    watched.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    assert walk([], [11, 12], s1=(came, leaf()), s2=watched, s3=leaf()).untouched == {}

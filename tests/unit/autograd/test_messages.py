@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradwire.autograd import messages
+from gradwire.autograd._backward_state import Introduction
 from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
 from gradwire.autograd.messages import (
@@ -32,7 +33,13 @@ SAMPLES = [
     RecordedCall(5, 6, 2, True),
     RecordedCall(5),
     RecordedCall(5, released="there"),
-    PropagateGradients(5, 6, PassOptions(), (GradientItem(7), GradientItem(8, (True, False), 9, (0,))), ((1,), (2,))),
+    PropagateGradients(
+        5,
+        6,
+        PassOptions(),
+        (GradientItem(7), GradientItem(8, (True, False), 9, (0,), 4)),
+        Introduction((1,), (2,), ((2, ((4, 1, 0, 3),)),)),
+    ),
     PropagateGradients(5, 6, PassOptions(True, True, True, True, True, 1.5)),
     ReportDone(5, 6, (1, 2)),
     AbortPass(5, 6, ERROR),
@@ -65,7 +72,10 @@ def test_message_comes_back_from_what_travels(message: Any) -> None:
         ([5, 6], PropagateGradients),
         ([5, 6, [], [7]], PropagateGradients),
         ([5, 6, [], [[7, [2]]]], PropagateGradients),
-        ([5, 6, [], [], [[1]]], PropagateGradients),
+        ([5, 6, [], [], [[1], 2]], PropagateGradients),
+        ([5, 6, [], [], [[1], [2], [[3, 4]]]], PropagateGradients),
+        ([5, 6, [], [], [[1], [2], [[3, [[4, 5]]]]]], PropagateGradients),
+        ([5, 6, [], [], [[1], [2], [], []]], PropagateGradients),
         ([5, 6, [False, False, False, False, False, "soon"]], PropagateGradients),
         ([5, 6, 7], ReportDone),
         ([5, 6, ["b"]], ReportDone),

@@ -1,0 +1,218 @@
+"""What a worker only passes on: its gradient goes straight to where it came from, and is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire import rpc
+from gradwire.autograd import worker
+from gradwire.autograd.messages import PropagateGradients
+from gradwire.errors import BackwardFailed
+from gradwire.rpc import Agent
+from gradwire.rpc.notices import Notices
+from gradwire.testing import wait_until
+from unit.autograd import layers
+from unit.autograd.layers import context_of, layer, num_contexts
+
+Letter = tuple[str, str, PropagateGradients]
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> list[Letter]:
+    """Gradients on their way: from whom, to whom, and the message."""
+    sent: list[Letter] = []
+    send = Notices.send
+
+    def note_and_send(self: Notices, to: str, name: str, note: Any, *args: Any, **options: Any) -> Any:
+        if name == "autograd.propagate":
+            sent.append((self._agent.info.name, to, note))
+        return send(self, to, name, note, *args, **options)
+
+    monkeypatch.setattr(Notices, "send", note_and_send)
+    return sent
+
+
+def ways_of_gradients(letters: list[Letter]) -> list[str]:
+    return [f"{sender}{to}" for sender, to, note in letters if any(item.defined for item in note.items)]
+
+
+def expected(num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of input and weight in one process."""
+    x, weight = torch.ones(3, requires_grad=True), layers.weight.detach().clone().requires_grad_()
+    value = x
+    for _ in range(num_layers):
+        value = torch.tanh(value * weight)
+    found = torch.autograd.grad(value.sum(), (x, weight))
+    return found[0], found[1]
+
+
+def compare(agents: list[Agent], ctx: Any, x: torch.Tensor, num_layers: int) -> None:
+    of_x, of_weight = expected(num_layers)
+    assert torch.allclose(ctx.gradients()[x], of_x)
+    tables = [worker.of(agent).gradients_of(context_of(agent, ctx), 5.0) for agent in agents]
+    assert torch.allclose(torch.stack([table[layers.weight] for table in tables]).sum(0), of_weight)
+
+
+def call_in_turn(way: str, x: torch.Tensor) -> torch.Tensor:
+    for name in way:
+        x = rpc.rpc_sync(name, layer, args=(x,))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("way", "gradients"),
+    [("b", "ab ba"), ("bc", "ac cb ba"), ("bb", "ab ba"), ("bcbc", "ac cb bc cb ba"), ("bbcc", "ac cb ba")],
+)
+def test_gradients_go_straight_to_the_worker_before(
+    trio: list[Agent], letters: list[Letter], way: str, gradients: str
+) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(call_in_turn(way, x).sum(), timeout=20)
+        compare([agent for agent in trio if agent.info.name in way], ctx, x, len(way))
+    assert ways_of_gradients(letters) == gradients.split()
+    wait_until(lambda: not num_contexts(trio))
+
+
+def test_a_long_way_is_not_deep(trio: list[Agent], letters: list[Letter]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(call_in_turn("b" * 400, x).sum(), timeout=60)
+        compare([trio[1]], ctx, x, 400)
+    assert ways_of_gradients(letters) == ["ab", "ba"]
+
+
+def test_several_tensors_of_several_messages(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def loss_of(call: Callable[..., Any]) -> torch.Tensor:
+        left, right = call("b", split, x)
+        third = call("c", layer, x)
+        joined: torch.Tensor = call("c", join, right, third, right)
+        return (joined * call("b", layer, left)).sum()
+
+    with gw.autograd.context() as ctx:
+        ctx.backward(loss_of(lambda to, function, *args: rpc.rpc_sync(to, function, args=args)), timeout=20)
+        found = ctx.gradients()[x]
+    (wanted,) = torch.autograd.grad(loss_of(lambda _, function, *args: function(*args)), x)
+    assert torch.allclose(found, wanted)
+
+
+def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer(x), torch.sin(x)
+
+
+def join(one: torch.Tensor, other: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+    return one * other + third
+
+
+def test_gradients_of_two_leaves_share_no_memory(trio: list[Agent]) -> None:
+    """On the way from one call to the one before nothing is copied by travelling."""
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        hidden = rpc.rpc_sync("b", shifted, args=(x, "one"))
+        ctx.backward(rpc.rpc_sync("b", shifted, args=(hidden, "other")).sum(), timeout=20)
+        table = worker.of(trio[1]).gradients_of(context_of(trio[1], ctx), 5.0)
+        table[SHIFTS["one"]].mul_(2)
+        assert table[SHIFTS["other"]].tolist() == [1.0] * 3
+        assert ctx.gradients()[x].tolist() == [1.0] * 3
+
+
+SHIFTS = {name: torch.zeros(3, requires_grad=True) for name in ("one", "other")}
+
+
+def shifted(x: torch.Tensor, name: str) -> torch.Tensor:
+    return x + SHIFTS[name]
+
+
+# -- somebody wants to see what passes -----------------------------------------------------------------------------------
+
+
+def watch_by_hook(hidden: torch.Tensor, seen: list[torch.Tensor]) -> None:
+    hidden.register_hook(seen.append)  # type: ignore[no-untyped-call]
+
+
+def watch_by_keeping(hidden: torch.Tensor, seen: list[torch.Tensor]) -> None:
+    hidden.retain_grad()
+
+
+@pytest.mark.parametrize("watch", [watch_by_hook, watch_by_keeping])
+def test_who_watches_after_it_was_passed_on_sees_it(
+    trio: list[Agent], letters: list[Letter], watch: Callable[[torch.Tensor, list[torch.Tensor]], None]
+) -> None:
+    x, seen = torch.ones(3, requires_grad=True), list[torch.Tensor]()
+    with gw.autograd.context() as ctx:
+        hidden = call_in_turn("b", x)
+        loss = call_in_turn("c", hidden).sum()
+        watch(hidden, seen)
+        ctx.backward(loss, timeout=20)
+        compare(trio[1:], ctx, x, 2)
+    local = layer(x.detach()).detach().requires_grad_()
+    (wanted,) = torch.autograd.grad(layer(local).sum(), local)
+    found = seen[0] if seen else hidden.grad
+    assert found is not None
+    assert torch.allclose(found, wanted)
+    assert ways_of_gradients(letters) == ["ac", "ca", "ab", "ba"]
+
+
+def test_what_is_asked_for_is_not_passed_by(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        hidden = call_in_turn("b", x)
+        (found,) = gw.autograd.grad(ctx, [call_in_turn("c", hidden).sum()], [hidden])
+    local = layer(x.detach()).detach().requires_grad_()
+    assert torch.allclose(found, torch.autograd.grad(layer(local).sum(), local)[0])
+
+
+def test_gradients_of_gradients(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        (first,) = gw.autograd.grad(ctx, [call_in_turn("bcb", x).sum()], [x], create_graph=True)
+        (second,) = gw.autograd.grad(ctx, [first.square().sum()], [x])
+    value = layer(layer(layer(x)))
+    (wanted,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    assert torch.allclose(second, torch.autograd.grad(wanted.square().sum(), x)[0])
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "words"),
+    [
+        (lambda worker, message, *_: (worker, message, 1, 1), "a shortcut to tensors that cannot be"),
+        (lambda worker, message, *_: (worker, message, 0, 2), "there are 2, but 1 tensors were sent"),
+        (lambda worker, message, *_: (worker, message, 0, 1 << 40), "a shortcut to tensors that cannot be"),
+        (lambda worker, message, *rest: (worker, message + 1000, *rest), "which this worker has not sent to it"),
+        (lambda *route: route, "does not fit message"),
+    ],
+    ids=["number", "too many", "far too many", "message", "one more"],
+)
+@pytest.mark.parametrize("way", ["bc", "bb"])
+def test_wrong_shortcut_fails_the_pass(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, way: str, route: Callable[..., Any], words: str
+) -> None:
+    x = torch.ones(3, requires_grad=True)
+    send = trio[0].notices.send
+
+    def send_changed(to: str, name: str, note: Any, *args: Any, **options: Any) -> Any:
+        if name == "autograd.propagate" and note.introduction is not None and note.introduction.shortcuts:
+            ((message, routes),) = note.introduction.shortcuts
+            changed = tuple(route(*item) for item in routes) * (2 if "fit" in words else 1)
+            introduction = msgspec.structs.replace(note.introduction, shortcuts=((message, changed),))
+            note = msgspec.structs.replace(note, introduction=introduction)
+        return send(to, name, note, *args, **options)
+
+    with gw.autograd.context() as ctx:
+        loss = call_in_turn(way, x).sum()
+        monkeypatch.setattr(trio[0].notices, "send", send_changed)
+        with pytest.raises(BackwardFailed, match=words):
+            ctx.backward(loss, timeout=20)
+        assert not ctx.gradients()
+    wait_until(lambda: not num_contexts(trio))
