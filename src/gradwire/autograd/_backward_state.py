@@ -102,7 +102,7 @@ class RunComponent(msgspec.Struct, frozen=True):
     sends: tuple[int, ...]
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Everything here is done; the root must hear from these workers, too.
 
     Attributes:

@@ -14,6 +14,9 @@ from gradwire.autograd.messages import NO_ID, GradientItem
 from gradwire.errors import AutogradError
 from gradwire.types import WorkerInfo
 
+Answers = tuple[tuple[GradientItem, ...], list[torch.Tensor]]
+"""What goes back for messages, and the gradients beside it."""
+
 _MOST_TENSORS = 1 << 20  # in one message, whatever others say
 
 

@@ -183,12 +183,10 @@ class DistEngine:
                 return
             actions = run.following + current.state.component_finished(action.index)
             current.wake_gates()  # a message to oneself that has no gradient is settled without one
-            lane, current.lane_to_flush = current.lane_to_flush, None
-        try:
-            following += self._tell(current, actions)
-        finally:
-            if lane is not None:
-                self._agent.notices.flush(lane, current.deadline)
+        following += self._tell(current, actions)
+        answer = current.take_last_answer()
+        if answer is not None:  # something else runs here still
+            self._post(current, creator_of(current.pass_id), *answer)
 
     def _attempt(self, current: BackwardPass, operation: str, step: Callable[..., None], *args: Any) -> None:
         """Does something for a pass; what goes wrong ends the pass."""
@@ -220,8 +218,10 @@ class DistEngine:
         if has_lost:  # even if it lives after all: what it would send back was settled without it
             peer = self._agent.peers.peer(self.prober.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
-        # The report is about to follow; if it goes the same way, the two travel together.
-        self._post(current, recv.peer, (item,), tensors, hold_back=is_last and recv.peer == creator_of(current.pass_id))
+        if is_last and recv.peer == creator_of(current.pass_id):  # the report is about to follow: one message for both
+            current.last_answer = (item,), tensors
+        else:
+            self._post(current, recv.peer, (item,), tensors)
 
     def _post(
         self,
@@ -229,8 +229,7 @@ class DistEngine:
         peer: int,
         items: tuple[GradientItem, ...],
         tensors: Sequence[torch.Tensor] = (),
-        *,
-        hold_back: bool = False,
+        report: Report | None = None,
     ) -> None:
         with current.lock:
             if current.is_over:
@@ -242,16 +241,15 @@ class DistEngine:
             current.num_sent += 1
             if peer != self._own:
                 current.last_peer = peer
-        note = PropagateGradients(current.context.context_id, current.pass_id, current.options, items, introduction)
+        note = PropagateGradients(
+            current.context.context_id, current.pass_id, current.options, items, introduction, report
+        )
         if peer == self._own:
             # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
             values = [tensor.clone() for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            to, deadline = self.prober.name_of(peer), current.deadline
-            lane = self._agent.notices.send(to, "autograd.propagate", note, tensors, deadline, hold_back=hold_back)
-            if hold_back:
-                current.lane_to_flush = lane
+            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
 
     def _report(self, current: BackwardPass, report: Report) -> None:
         current.run_hooks()
@@ -262,8 +260,12 @@ class DistEngine:
         root = creator_of(current.pass_id)
         if root == self._own:
             self._take_report(current, self._own, report)
+            return
+        answer = current.take_last_answer()
+        if answer is not None:
+            self._post(current, root, *answer, report)
         else:
-            note = ReportDone(current.context.context_id, current.pass_id, report.peers, report.absent)
+            note = ReportDone(current.context.context_id, current.pass_id, report)
             self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
 
     # -- what arrives ----------------------------------------------------------------------------------------------------
@@ -276,6 +278,8 @@ class DistEngine:
         current = self._find_or_join(message, sender)
         if current is not None:
             self._attempt(current, f"taking gradients from {sender.name}", self._take, sender, message, tensors)
+        if message.report is not None:
+            self._handle_report(sender, message.context_id, message.pass_id, message.report)
 
     def _take(
         self, current: BackwardPass, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]
@@ -320,12 +324,15 @@ class DistEngine:
 
     def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = read_note(note, ReportDone)
-        current = self._find_pass(message.context_id, message.pass_id)
+        self._handle_report(sender, message.context_id, message.pass_id, message.report)
+
+    def _handle_report(self, sender: WorkerInfo, context_id: int, pass_id: int, report: Report) -> None:
+        current = self._find_pass(context_id, pass_id)
         if current is not None:
-            self._take_report(current, sender.id, Report(message.peers, message.absent))
-        if self._was_committed(message.context_id, message.pass_id) is False:
+            self._take_report(current, sender.id, report)
+        if self._was_committed(context_id, pass_id) is False:
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
-            self._tell_failed(sender, message.context_id, message.pass_id)
+            self._tell_failed(sender, context_id, pass_id)
 
     def _was_committed(self, context_id: int, pass_id: int) -> bool | None:
         """How a pass has ended; None if it has not. The passes of a context that is over count as failed."""

@@ -1,7 +1,8 @@
 """What workers tell each other about contexts and backward passes; tensors travel beside these.
 
 PropagateGradients   the gradient (or none) for messages that were sent in the forward pass; the first one from a worker
-                     introduces it, and with no gradients at all it only says that the pass has begun
+                     introduces it, and with no gradients at all it only says that the pass has begun; the last one
+                     to the root may carry the report
 ReportDone           to the root: everything here is done
 AbortPass            something failed: to the root, and from there to everybody
 CommitPass           from the root: the gradients of the pass join the context
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gradwire.autograd._backward_state import Introduction
+from gradwire.autograd._backward_state import Introduction, Report
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
@@ -87,15 +88,15 @@ class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_un
     options: PassOptions
     items: tuple[GradientItem, ...] = ()
     introduction: Introduction | None = None
+    report: Report | None = None
 
 
 class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A participant is done; see `Report`."""
+    """A participant is done."""
 
     context_id: int
     pass_id: int
-    peers: tuple[int, ...]
-    absent: tuple[int, ...] = ()
+    report: Report
 
 
 class AbortPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ import torch
 from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode
 from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
+from gradwire.autograd.answers import Answers
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.functions import Gradients
@@ -31,7 +32,6 @@ from gradwire.rpc.incoming import while_waiting
 
 if TYPE_CHECKING:
     from gradwire.autograd.watching import Watch
-    from gradwire.rpc.peers import OpenLane
 
 
 class PassPhase(enum.Enum):
@@ -96,7 +96,7 @@ class BackwardPass:
         self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}
         self._arrived: dict[int, Gradients] = {}
-        self.lane_to_flush: OpenLane | None = None  # the last gradient waits there for the report
+        self.last_answer: Answers | None = None  # waits for the report, to travel with it
         self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
         self.gates: set[int] = set()  # sends that a run stands still for
         self.termination = Termination(own) if roots is not None else None
@@ -188,6 +188,12 @@ class BackwardPass:
             return self.graph.inputs_in(index, wanted)
         return [] if self.options.skips_leaves else leaves
 
+    def take_last_answer(self) -> Answers | None:
+        """What waits for the report, once."""
+        with self.lock:
+            answer, self.last_answer = self.last_answer, None
+        return answer
+
     def gradients_of(self, message_id: int) -> Gradients:
         """What came for a send; all None if it was settled with nothing."""
         with self.lock:
@@ -252,6 +258,7 @@ class BackwardPass:
     def forget(self) -> None:
         """Drops what the pass held; under `lock`."""
         self._arrived.clear()
+        self.last_answer = None
         self.roots = _NO_ROOTS
         self._watch = self.error = None  # both lead back to the pass
         self.gradients = {}

@@ -75,9 +75,7 @@ class Notices:
         note: Any,
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
-        *,
-        hold_back: bool = False,
-    ) -> OpenLane:
+    ) -> None:
         """Sends a notice; tensors are captured.
 
         Args:
@@ -86,10 +84,6 @@ class Notices:
             note: Plain data or a msgspec struct.
             tensors: Travel beside it.
             deadline: In `time.monotonic` seconds.
-            hold_back: A small one may wait for the next message on its lane, or for `flush`, whichever comes first.
-
-        Returns:
-            The lane it took.
 
         Raises:
             WorkerLost: The worker is gone.
@@ -102,8 +96,8 @@ class Notices:
         while True:
             lane = _free_lane(peer) or peer.lanes.get("control") or peer.lane("control", limit)
             try:
-                lane.connection.send(message, b"", tensors, limit, hold_back)
-                return lane
+                lane.connection.send(message, b"", tensors, limit)
+                return
             except ConnectionClosed as error:  # cut off here, by Ctrl-C: the other side has not got all of it
                 _end(lane, error)
                 if self._agent.is_closed:
@@ -112,22 +106,8 @@ class Notices:
                 _end(lane, error)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
-                raise _late(to, name) from error
-
-    def flush(self, lane: OpenLane, deadline: float) -> None:
-        """Sends what was held back on a lane.
-
-        Raises:
-            WorkerLost: The worker is gone, or the connection was cut off before it had everything.
-            RpcTimeout: No room on the connection before the deadline.
-        """
-        try:
-            lane.connection.flush(deadline)
-        except (ConnectionClosed, ConnectionLost) as error:
-            _end(lane, error)
-            raise lane.peer.lost(str(error)) from error
-        except TimeoutError as error:
-            raise _late(lane.peer.name, "held back") from error
+                text = f"worker {to} does not read: no room for a message ({name}) in time (phase: send)"
+                raise RpcTimeout(text, to, "send") from error
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
         """Handles a notice that arrived.
@@ -151,10 +131,6 @@ class Notices:
 def _end(lane: OpenLane, error: Exception) -> None:
     lane.reader.end(error)
     lane.peer.forget_lane(lane)
-
-
-def _late(to: str, what: str) -> RpcTimeout:
-    return RpcTimeout(f"worker {to} does not read: no room for a message ({what}) in time (phase: send)", to, "send")
 
 
 def notice_of(frame: Frame) -> Any:

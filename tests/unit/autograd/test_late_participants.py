@@ -8,6 +8,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
+from gradwire.autograd._backward_state import Report
 from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
 from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import BackwardFailed
@@ -57,7 +58,7 @@ def test_report_of_a_pass_that_has_failed_is_answered(trio: list[Agent]) -> None
         ended = context_of(b, ctx).ended_passes
         ended.clear()
         for pass_id in (committed, failed):
-            b.notices.send("a", "autograd.report", ReportDone(int(ctx), pass_id, ()))
+            b.notices.send("a", "autograd.report", ReportDone(int(ctx), pass_id, Report(())))
         wait_until(lambda: ended.get(failed) is False, 20.0, "that b is told")
         assert committed not in ended
 

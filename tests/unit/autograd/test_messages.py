@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradwire.autograd import messages
-from gradwire.autograd._backward_state import Introduction
+from gradwire.autograd._backward_state import Introduction, Report
 from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
 from gradwire.autograd.messages import (
@@ -41,7 +41,7 @@ SAMPLES = [
         Introduction((1,), (2,), ((2, ((4, 1, 0, 3),)),)),
     ),
     PropagateGradients(5, 6, PassOptions(True, True, True, True, True, 1.5)),
-    ReportDone(5, 6, (1, 2)),
+    ReportDone(5, 6, Report((1, 2))),
     AbortPass(5, 6, ERROR),
     CommitPass(5, 6),
     ReleaseContext(5, "there"),
@@ -79,6 +79,8 @@ def test_message_comes_back_from_what_travels(message: Any) -> None:
         ([5, 6, [False, False, False, False, False, "soon"]], PropagateGradients),
         ([5, 6, 7], ReportDone),
         ([5, 6, ["b"]], ReportDone),
+        ([5, 6, [[1], [2], []]], ReportDone),
+        ([5, 6, [], [], None, [1]], PropagateGradients),
         ([5, 6, "it failed"], AbortPass),
         ([5], CommitPass),
         ([5, 6, 7], CommitPass),

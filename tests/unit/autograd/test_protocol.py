@@ -13,6 +13,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
+from gradwire.autograd._backward_state import Report
 from gradwire.autograd.messages import (
     AbortPass,
     CommitPass,
@@ -257,8 +258,8 @@ def test_only_the_root_commits_and_only_it_counts_reports(trio: list[Agent]) -> 
             assert entered.wait(10)
             key = int(ctx), pass_of(b, ctx).pass_id
             c.notices.send("b", "autograd.commit", CommitPass(*key))
-            c.notices.send("b", "autograd.report", ReportDone(*key, ()))
-            c.notices.send("a", "autograd.report", ReportDone(*key, ()))
+            c.notices.send("b", "autograd.report", ReportDone(*key, Report(())))
+            c.notices.send("a", "autograd.report", ReportDone(*key, Report(())))
             assert c.call("b", int, ("1",)) == 1
             gate.set()
 
