@@ -39,6 +39,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase
 from gradwire.autograd.probing import Prober
+from gradwire.autograd.reach import Reach
 from gradwire.autograd.roots import Roots
 from gradwire.autograd.runs import EngineRun
 from gradwire.autograd.watching import Watch
@@ -69,6 +70,7 @@ class DistEngine:
         self._own = container.worker
         self.lost: set[int] = set()
         self.num_passes = 0
+        self._reach = Reach(agent, self.lost)
         self.prober = Prober(agent, container, self.lost)
         self.endings = Endings(agent, container.worker, self.prober.name_of)
         notices = agent.notices
@@ -285,6 +287,7 @@ class DistEngine:
         self, current: BackwardPass, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]
     ) -> None:
         answers = unpack_answers(current.context, sender, message.items, tensors)
+        introduction = self._reach.trim(message.introduction)
         with current.lock:
             if current.is_over:
                 return
@@ -295,7 +298,7 @@ class DistEngine:
                 gradients = answers[item.message_id]
                 if current.accept(item.message_id, sender.id if item.via is None else item.via, gradients):
                     settled[item.message_id] = gradients is not None
-            actions += current.state.message_received(sender.id, message.introduction, settled)
+            actions += current.state.message_received(sender.id, introduction, settled)
             current.wake_gates()
         self._perform(current, actions)
 

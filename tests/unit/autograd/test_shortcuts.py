@@ -12,57 +12,25 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
-from gradwire.autograd.messages import PropagateGradients
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
-from gradwire.rpc.notices import Notices
 from gradwire.testing import wait_until
-from unit.autograd import layers
 from unit.autograd.layers import context_of, layer, num_contexts
-
-Letter = tuple[str, str, PropagateGradients]
+from unit.autograd.pipelines import Letter, call_in_turn, compare, note_letters, ways_of_gradients
 
 
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> list[Letter]:
-    """Gradients on their way: from whom, to whom, and the message."""
-    sent: list[Letter] = []
-    send = Notices.send
-
-    def note_and_send(self: Notices, to: str, name: str, note: Any, *args: Any, **options: Any) -> Any:
-        if name == "autograd.propagate":
-            sent.append((self._agent.info.name, to, note))
-        return send(self, to, name, note, *args, **options)
-
-    monkeypatch.setattr(Notices, "send", note_and_send)
-    return sent
+    return note_letters(monkeypatch)
 
 
-def ways_of_gradients(letters: list[Letter]) -> list[str]:
-    return [f"{sender}{to}" for sender, to, note in letters if any(item.defined for item in note.items)]
-
-
-def expected(num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of input and weight in one process."""
-    x, weight = torch.ones(3, requires_grad=True), layers.weight.detach().clone().requires_grad_()
-    value = x
-    for _ in range(num_layers):
-        value = torch.tanh(value * weight)
-    found = torch.autograd.grad(value.sum(), (x, weight))
-    return found[0], found[1]
-
-
-def compare(agents: list[Agent], ctx: Any, x: torch.Tensor, num_layers: int) -> None:
-    of_x, of_weight = expected(num_layers)
-    assert torch.allclose(ctx.gradients()[x], of_x)
-    tables = [worker.of(agent).gradients_of(context_of(agent, ctx), 5.0) for agent in agents]
-    assert torch.allclose(torch.stack([table[layers.weight] for table in tables]).sum(0), of_weight)
-
-
-def call_in_turn(way: str, x: torch.Tensor) -> torch.Tensor:
-    for name in way:
-        x = rpc.rpc_sync(name, layer, args=(x,))
-    return x
+@pytest.fixture(autouse=True)
+def connected(trio: list[Agent]) -> None:
+    """Shortcuts are taken to workers that are connected: here, all are."""
+    for agent in trio[1:]:
+        for other in trio:
+            if other is not agent:
+                agent.call(other.info.name, layer, (torch.ones(3),))
 
 
 @pytest.mark.parametrize(
