@@ -8,11 +8,14 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from gradwire.autograd._backward_state import (
     Action,
     BackwardState,
     Component,
     ComponentPhase,
+    Introduction,
     Mode,
     Report,
     Route,
@@ -73,6 +76,8 @@ class Worker:
         self._arrived: dict[int, Gradients] = {}
         self._introduced: set[int] = set()
         self._termination = Termination(rank) if self.is_root else None
+        others = [other for other in range(len(self._program.records)) if other != rank]
+        self._far = set(world.rng.sample(others, world.rng.choice((0, 0, len(others) // 2))))
 
     @property
     def is_root(self) -> bool:
@@ -235,7 +240,14 @@ class Worker:
                 settled[send] = gradients is not None
                 if gradients is not None:
                     self._arrived[send] = gradients
-        self._perform(self.state.message_received(sender, message.introduction, settled))
+        self._perform(self.state.message_received(sender, self._trim(message.introduction), settled))
+
+    def _trim(self, introduction: Introduction | None) -> Introduction | None:
+        """Shortcuts to workers that are out of reach are not taken."""
+        if introduction is None:
+            return None
+        kept = [item for item in introduction.shortcuts if all(route[0] not in self._far for route in item[1])]
+        return msgspec.structs.replace(introduction, shortcuts=tuple(kept))
 
     def _on_lost(self, worker: int) -> None:
         self.lost.add(worker)

@@ -276,7 +276,7 @@ class BackwardState:
     @property
     def is_ending(self) -> bool:
         """Whether no message is to come any more, and none to be sent but the report; something may still run."""
-        return not (self._unsettled or self._unfired)
+        return not (self._unsettled or self._unfired or self._offered)
 
     def has_lost(self, peer: int) -> bool:
         """Whether a worker is done without: nothing is asked of it, and what it has to say was settled."""
@@ -324,7 +324,7 @@ class BackwardState:
         return [peer for peer in waiting if self._has_last_word(self._youngest[peer])]
 
     def _has_last_word(self, youngest: Exchange) -> bool:
-        """Whether the youngest message exchanged with a worker is none that it is certainly answered."""
+        """Whether this worker has nothing to answer to another that is younger than what it sent there."""
         return youngest.is_send or youngest.message_id in self._skipped
 
     def _offer_shortcuts(self, heard: Collection[int]) -> None:

@@ -280,7 +280,7 @@ class DistEngine:
         current = self._find_or_join(message, sender)
         if current is not None:
             self._attempt(current, f"taking gradients from {sender.name}", self._take, sender, message, tensors)
-        if message.report is not None:
+        if message.report is not None:  # nobody waits for it but who has taken the gradients by now
             self._handle_report(sender, message.context_id, message.pass_id, message.report)
 
     def _take(
@@ -407,6 +407,7 @@ class DistEngine:
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
         rank, name = address.info.id, address.info.name
         self.lost.add(rank)
+        self._reach.forget(rank)
         for context in self._container:
             for current in list(context.passes.values()):
                 # Elsewhere: this thread may hold a connection, and telling the others may take a while.

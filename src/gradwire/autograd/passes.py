@@ -153,17 +153,17 @@ class BackwardPass:
         self.state = BackwardState(self.own, mode, exchanges, graph.components, graph.reached_by, lost, untouched)
         return self.state.begin(heard)
 
-    def accept(self, message_id: int, sender: int, gradients: Gradients | None) -> bool:
-        """Takes what came for a send; False if it is no news. Under `lock`.
+    def accept(self, message_id: int, receiver: int, gradients: Gradients | None) -> bool:
+        """Takes what came for a send to that worker; False if it is no news. Under `lock`.
 
         Raises:
             AutogradError: Gradients that cannot be for that send.
         """
-        if not self.state.knows_send(message_id, sender):
+        if not self.state.knows_send(message_id, receiver):
             if gradients is None:
                 return False  # made after this worker joined, so it has no part in the loss
             raise AutogradError(
-                f"worker {sender} sent a gradient for message {message_id:#x}, which this worker has not sent to it in this "
+                f"a gradient came for message {message_id:#x}, which this worker has not sent to worker {receiver} in this "
                 f"context; was this worker restarted?"
             )
         if self.state.is_settled(message_id):

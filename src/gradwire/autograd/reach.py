@@ -34,7 +34,7 @@ class Reach:
     def __init__(self, agent: Agent, lost: Collection[int]) -> None:
         self._agent = agent
         self._lost = lost
-        self._tried: set[str] = set()  # names of workers
+        self._tried: set[int] = set()  # ranks; changed by single operations only
 
     def trim(self, introduction: Introduction | None) -> Introduction | None:
         """The same without shortcuts to workers that are out of reach, now."""
@@ -44,16 +44,22 @@ class Reach:
         return msgspec.structs.replace(introduction, shortcuts=tuple(kept))
 
     def _is_near(self, rank: int) -> bool:
-        if rank == self._agent.info.id or rank in self._lost:
-            return rank not in self._lost
-        name = self._agent.directory.find(rank).info.name
-        if self._agent.peers.peer(name).lanes:
+        if rank == self._agent.info.id:
             return True
-        if name not in self._tried:
-            self._tried.add(name)
-            self._agent.reactor.run_soon(functools.partial(self._connect, name))
+        if rank in self._lost:
+            return False
+        if any(lane.address.info.id == rank for lane in self._agent.peers.lanes()):
+            return True
+        if rank not in self._tried:
+            self._tried.add(rank)
+            self._agent.reactor.run_soon(functools.partial(self._connect, rank))
         return False
 
-    def _connect(self, name: str) -> None:
+    def forget(self, rank: int) -> None:
+        """A worker is gone; if it comes back, there may be a way."""
+        self._tried.discard(rank)
+
+    def _connect(self, rank: int) -> None:
+        peers = self._agent.peers
         with contextlib.suppress(RpcError, TransportError):
-            self._agent.peers.peer(name).lane("control", time.monotonic() + _CONNECT_S)
+            peers.peer(peers.name_of(rank)).lane("control", time.monotonic() + _CONNECT_S)

@@ -17,7 +17,7 @@ from gradwire.rpc._ids import MAX_COUNTER, creator_of
 from gradwire.rpc.incoming import while_waiting
 from gradwire.rref._actions import Worker
 from gradwire.rref._ownership import ForkPhase
-from gradwire.rref.leaves import keep_accumulators
+from gradwire.rref.leaves import keep_leaves, may_have_leaves
 from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()  # guards is_done and _waiters of everything here; held for a moment only
 _SLICE_S = 0.2
+_LOOK_S = 1.0  # how often a value that is used is looked at for its leaves, at most
 
 
 class _Awaited(msgspec.Struct, eq=False, kw_only=True):
@@ -81,7 +82,7 @@ class Owned(_Awaited, eq=False):
         num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
-        accumulators: What makes its leaf tensors safe to be used by several threads.
+        leaves: What makes its leaf tensors safe to be used by several threads.
         fork_id: 0, because it is no reference to a value elsewhere.
     """
 
@@ -89,22 +90,24 @@ class Owned(_Awaited, eq=False):
     num_local: int = 1
     label: str = ""
     value: Any = None
-    accumulators: Any = None
+    leaves: Any = None
+    _next_look: float = float("inf")
     is_shared: bool = False
     is_freed: bool = False
     fork_id: ClassVar[int] = 0
 
     def free(self) -> None:
         """Nobody refers to it any more."""
-        self.value, self.accumulators, self.error = None, None, functools.partial(_freed, self.rref_id)
+        self.value, self.leaves, self.error = None, None, functools.partial(_freed, self.rref_id)
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
-        accumulators = keep_accumulators(value)
+        if may_have_leaves(value):
+            self._look_at(value)
         with _lock:
             if self.is_done:
                 return False
-            self.value, self.accumulators, self.is_done = value, accumulators, True
+            self.value, self.is_done = value, True
         if self._waiters is not None:
             self._tell_waiters()
         return True
@@ -127,7 +130,15 @@ class Owned(_Awaited, eq=False):
         """
         if self.error is not None:
             raise self.error()
-        return self.value
+        value = self.value
+        if time.monotonic() >= self._next_look:
+            self._look_at(value)
+        return value
+
+    def _look_at(self, value: Any) -> None:
+        """Its leaves may be others than before: a module gets other parameters, a tensor begins to require a gradient."""
+        self.leaves = keep_leaves(value)
+        self._next_look = time.monotonic() + _LOOK_S
 
 
 class UserFork(_Awaited, eq=False):

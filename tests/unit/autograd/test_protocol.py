@@ -129,7 +129,7 @@ def as_too_many(note: PropagateGradients, tensors: Sequence[torch.Tensor]) -> tu
         (lambda note, tensors: (note, []), "a message of a lacks gradients"),
         (lambda note, tensors: (note, [*tensors, *tensors]), "carries 1 gradients more than it names"),
         (as_too_many, "there are 2, but 1 tensors were sent"),
-        (as_unknown_send, "which this worker has not sent to it in this context"),
+        (as_unknown_send, "which this worker has not sent to worker 0 in this context"),
     ],
     ids=["shape", "dtype", "none", "one more", "two for one", "unknown send"],
 )
@@ -168,7 +168,7 @@ def test_gradient_for_a_send_to_somebody_else_is_refused(trio: list[Agent]) -> N
             c.notices.send("a", "autograd.propagate", note, [torch.full((3,), 1e6)])
 
         c.reactor.run_soon(answer_for_another)
-        with pytest.raises(BackwardFailed, match="worker 2 sent a gradient for message") as caught:
+        with pytest.raises(BackwardFailed, match="which this worker has not sent to worker 2") as caught:
             ctx.backward(loss, timeout=20)
         gate.set()
         assert caught.value.operation == "taking gradients from c"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import gradwire as gw
+from gradwire import rpc
 from gradwire.autograd._backward_state import Introduction
 from gradwire.autograd.reach import Reach
+from gradwire.autograd.runs import EngineRun
 from gradwire.errors import ConnectFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
+from unit.autograd.layers import here
 from unit.autograd.pipelines import call_in_turn, compare, note_letters, ways_of_gradients
 
 
@@ -45,6 +49,42 @@ def test_where_there_is_no_way_gradients_take_the_long_one(trio: list[Agent], mo
             compare([b, c], ctx, x, 2)
     wait_until(lambda: len(tried) == 1)
     assert ways_of_gradients(letters) == ["ac", "ca", "ab", "ba"] * 3
+
+
+def test_answer_passed_on_beside_the_last_one(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of b has answered and is about to report when what c did not send by the shortcut has to be passed on."""
+    b, runs, second = trio[1], list[EngineRun](), threading.Event()
+    run = EngineRun.run
+
+    def run_and_wait(self: EngineRun) -> None:
+        run(self)
+        if self._pass.own == b.info.id:
+            runs.append(self)
+            if len(runs) == 1:
+                assert second.wait(20)
+            else:
+                second.set()
+
+    monkeypatch.setattr(EngineRun, "run", run_and_wait)
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", keep, args=(x,))
+        ctx.backward(rpc.rpc_sync("b", add_doubled, args=(y,)).sum(), timeout=20)
+        assert ctx.gradients()[x].tolist() == [2.0] * 3
+        assert ctx.gradients()[y].tolist() == [1.0] * 3
+    assert len(runs) == 2
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def keep(x: torch.Tensor) -> None:
+    KEPT.append(x)
+
+
+def add_doubled(y: torch.Tensor) -> torch.Tensor:
+    doubled: torch.Tensor = here().call("c", torch.mul, (KEPT.pop(), 2))
+    return doubled + y
 
 
 def test_which_shortcuts_are_kept(trio: list[Agent]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
 from unit.autograd.layers import context_of, layer, num_contexts
-from unit.autograd.pipelines import Letter, call_in_turn, compare, note_letters, ways_of_gradients
+from unit.autograd.pipelines import Letter, call_in_turn, compare, expected, note_letters, ways_of_gradients
 
 
 @pytest.fixture
@@ -99,6 +100,45 @@ def shifted(x: torch.Tensor, name: str) -> torch.Tensor:
     return x + SHIFTS[name]
 
 
+@pytest.mark.parametrize("to", "bc")
+@pytest.mark.parametrize("name", ["sparse", "both", "complex"])
+def test_gradients_of_all_kinds(trio: list[Agent], to: str, name: str) -> None:
+    weight = WEIGHTS[name]
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync(to, use, args=(rpc.rpc_sync("b", weight_of, args=(name,)), name)), timeout=20)
+        found = worker.of(trio[1]).gradients_of(context_of(trio[1], ctx), 5.0)[weight]
+    (wanted,) = torch.autograd.grad(use(weight, name), weight)
+    assert found.layout is wanted.layout
+    assert torch.allclose(found.to_dense(), wanted.to_dense())
+
+
+WEIGHTS = {
+    "sparse": torch.ones(5, 2, requires_grad=True),
+    "both": torch.ones(5, 2, requires_grad=True),
+    "complex": torch.ones(3, dtype=torch.cfloat, requires_grad=True),
+}
+
+
+def weight_of(name: str) -> torch.Tensor:
+    return WEIGHTS[name]
+
+
+def use(x: torch.Tensor, name: str) -> torch.Tensor:
+    if name == "complex":
+        return (x * (2 + 1j)).abs().sum()
+    found = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), x, sparse=True).sum()
+    return found if name == "sparse" else found + (x * 3).sum()
+
+
+def test_passes_side_by_side(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = call_in_turn("bcbbc", x).sum()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: ctx.backward(loss, retain_graph=True, timeout=20), range(4)))
+        assert torch.allclose(ctx.gradients()[x], 4 * expected(5)[0])
+
+
 # -- somebody wants to see what passes -----------------------------------------------------------------------------------
 
 
@@ -157,7 +197,7 @@ def test_gradients_of_gradients(trio: list[Agent]) -> None:
         (lambda worker, message, *_: (worker, message, 1, 1), "a shortcut to tensors that cannot be"),
         (lambda worker, message, *_: (worker, message, 0, 2), "there are 2, but 1 tensors were sent"),
         (lambda worker, message, *_: (worker, message, 0, 1 << 40), "a shortcut to tensors that cannot be"),
-        (lambda worker, message, *rest: (worker, message + 1000, *rest), "which this worker has not sent to it"),
+        (lambda worker, message, *rest: (worker, message + 1000, *rest), "which this worker has not sent to worker 0"),
         (lambda *route: route, "does not fit message"),
     ],
     ids=["number", "too many", "far too many", "message", "one more"],
