@@ -189,8 +189,9 @@ def test_gradient_that_dies_unmissed_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Termination, "mistaken", frozenset())
     trouble = Trouble(crashes=(Crash(3, num_messages=2),), survives=0.5)
     program = make_last_gradient_from_the_dead
+    # Worker 1 must hear of the death before it hears of the pass: one seed in some thousands, of which one is among these.
     with pytest.raises(Violation, match="worker 1 has"):
-        Counter(Simulation(seed, trouble=trouble, program=program()).run() for seed in range(6000))
+        Counter(Simulation(seed, trouble=trouble, program=program()).run() for seed in range(2400, 2500))
 
 
 def test_gradients_of_a_made_up_program() -> None:
