@@ -80,6 +80,11 @@ def keep(name: str, rref: RRef[Any]) -> None:
     KEPT[name] = rref
 
 
+def give(name: str) -> RRef[Any]:
+    found: RRef[Any] = KEPT[name]
+    return found
+
+
 def kept_value(name: str) -> Any:
     return KEPT[name].to_here()
 

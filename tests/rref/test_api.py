@@ -79,8 +79,27 @@ def test_third_workers_and_the_way_back(names: list[str]) -> None:
     back = rpc.rpc_sync(names[2], tasks.hand_back, args=(rref,))
     assert back.owner_name() == names[0]
     assert back.to_here().tolist() == [7.0] * 3
-    own = RRef("mine")
-    assert rpc.rpc_sync(names[1], tasks.hand_back, args=(own,)) is own  # the owner has one reference object
+    own = RRef(["mine"])
+    back = rpc.rpc_sync(names[1], tasks.hand_back, args=(own,))
+    assert back.is_owner()
+    assert back.local_value() is own.local_value()
+    back.close()
+    assert own.local_value() == ["mine"]
+
+
+def test_closing_one_of_two_that_share_a_fork(names: list[str]) -> None:
+    """A reference that this worker passes to itself is another one, and each may be closed alone."""
+    first = rpc.remote(names[0], tasks.make, args=(3.0,))
+    second = rpc.rpc_sync(rpc.get_worker_info(), tasks.hand_back, args=(first,))
+    first.close()
+    assert second.to_here().tolist() == [3.0] * 3
+    with pytest.raises(RRefError, match="deleted"):
+        first.to_here()
+    again = rpc.rpc_sync(rpc.get_worker_info(), tasks.hand_back, args=(second,))
+    del second
+    assert again.to_here().tolist() == [3.0] * 3
+    again.close()
+    wait_until(lambda: not any(tasks.counts()), 20.0, "that nothing is left here")
 
 
 def test_results_and_containers(names: list[str]) -> None:

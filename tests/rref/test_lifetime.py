@@ -16,7 +16,7 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
 from gradwire.rref import references
-from gradwire.rref.values import Owned
+from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
 from rref import tasks
 
@@ -69,6 +69,38 @@ def test_a_value_that_was_never_shared_needs_nobody(names: list[str]) -> None:
     assert rref.local_value().value == 1
     del rref
     assert gone() is None
+
+
+def test_a_reference_that_comes_back_while_the_one_before_goes(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finalizer lets other threads run: none of them may get what is about to end."""
+    known = references.here()
+    in_finalizer, may_end = threading.Event(), threading.Event()
+    on_dropped = known.on_dropped
+
+    def slowly(state: Owned | UserFork) -> None:
+        in_finalizer.set()
+        assert may_end.wait(30)
+        on_dropped(state)
+
+    last = [RRef([1])]
+    gone = last[0]._state
+    assert isinstance(gone, Owned)
+    rpc.rpc_sync(names[0], tasks.keep, args=("a", last[0]))
+    monkeypatch.setattr(known, "on_dropped", slowly)
+    thread = threading.Thread(target=last.clear)
+    thread.start()
+    assert in_finalizer.wait(30)
+    back = rpc.rpc_sync(names[0], tasks.give, args=("a",))
+    may_end.set()
+    thread.join()
+    rpc.rpc_sync(names[0], tasks.drop, args=("a",))
+    wait_until(lambda: known.num_held == 0, 20.0, "that the worker lets go of it")
+    known.take_dropped()
+    assert back.local_value() == [1]
+    del back
+    wait_until(lambda: gone.is_freed, 20.0, "that the value is freed")
 
 
 def test_an_owner_that_gets_its_reference_back_and_drops_it(names: list[str]) -> None:

@@ -68,12 +68,11 @@ class Ownership(Holdings):
         value = self._values.setdefault(rref_id, Value())
         value.is_needed, value.maker = True, None
 
-    def value_needed(self, rref_id: int) -> bool:
-        """This worker's own code refers to its value again; False if it is not here any more."""
-        value = self._values.get(rref_id)
-        if value is not None:
-            value.is_needed = True
-        return value is not None
+    def needed_again(self, rref_id: int, fork_id: int) -> None:
+        """This worker's own code has one more reference: to its own value (fork 0), or through a fork that it has."""
+        held = self._forks.get(fork_id) if fork_id else self._values.get(rref_id)
+        if held is not None:
+            held.is_needed = True
 
     def value_dropped(self, rref_id: int) -> list[Action]:
         """This worker's own code needs its value no longer."""

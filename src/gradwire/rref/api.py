@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -179,8 +178,9 @@ class RRef(Generic[T]):
         if self._is_closed:
             return
         self._is_closed = True
-        if isinstance(state, UserFork):
-            state.end(deleted(state.rref_id))
+        if isinstance(state, UserFork):  # others may share it
+            self._state = UserFork(state.rref_id, state.fork_id, state.owner, state.owner_life)
+            self._state.end(deleted(state.rref_id))
         if isinstance(state, UserFork) or state.is_shared:
             self._known.on_dropped(state)
 
@@ -260,7 +260,6 @@ class RRef(Generic[T]):
             raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
         if trip.cargo is None:
             trip.cargo = {}
-        state.rref = weakref.ref(self)  # should it come back, it is this one again
         owner = state.owner_life if isinstance(state, UserFork) else known.own
         if trip.peer == known.agent.info.name:
             if isinstance(state, Owned):
@@ -393,32 +392,13 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
     key = (rref_id, fork_id)
     if key not in trip.cargo:
         state = (
-            _find_own(known, rref_id, fork_id)
+            known.arrive_here(rref_id, fork_id)
             if sender == known.own
             else known.arrive(rref_id, fork_id, owner, sender, maker)
         )
-        trip.cargo[key] = _reference_to(known, state)
+        trip.cargo[key] = RRef._of(known, state)
     found: RRef[Any] = trip.cargo[key]
     return found
-
-
-def _reference_to(known: References, state: Owned | UserFork) -> RRef[Any]:
-    """The reference that this worker's own code has; a new one if it has none. The state was counted for it already."""
-    rref = state.rref() if state.rref is not None else None
-    if rref is None or rref._is_closed:
-        rref = RRef._of(known, state)
-        state.rref = weakref.ref(rref)
-        return rref
-    if isinstance(state, Owned):
-        known.hold(state, -1)
-    return rref
-
-
-def _find_own(known: References, rref_id: int, fork_id: int) -> Owned | UserFork:
-    state = known.find_own(rref_id, fork_id)
-    if isinstance(state, Owned):
-        known.hold(state)
-    return state
 
 
 def _worker(value: Any) -> tuple[int, int]:

@@ -138,24 +138,19 @@ class References:
             with self._decisions as known:
                 known.share(owned)
 
-    def hold(self, owned: Owned, by: int = 1) -> None:
-        """This worker's own code is about to get a reference to one of its values; or, with -1, has one already."""
-        with self._decisions as known:
-            owned.num_local += by
-            known.ownership.value_needed(owned.rref_id)
-
-    def find_own(self, rref_id: int, fork_id: int) -> Owned | UserFork:
-        """What a reference that this worker sent to itself refers to.
+    def arrive_here(self, rref_id: int, fork_id: int) -> Owned | UserFork:
+        """A reference that this worker sent to itself arrived: what it refers to.
 
         Raises:
             RRefError: Nothing.
         """
-        if not fork_id:
-            return self.find(rref_id)
-        fork = self._decisions.forks.get(fork_id)
-        if fork is None:
-            raise RRefError(f"reference {describe(rref_id)} was deleted here")
-        return fork
+        with self._decisions as known:
+            state = known.forks.get(fork_id) if fork_id else known.owned.get(rref_id)
+            if state is None:
+                raise RRefError(f"reference {describe(rref_id)} was deleted here")
+            state.num_local += 1  # for the reference that is made of it next
+            known.ownership.needed_again(rref_id, fork_id)
+        return state
 
     def wait(self, owned: Owned, deadline: float) -> Any:
         """A value of this worker, once it is made.
@@ -277,10 +272,13 @@ class References:
                     owned.num_local += 1  # for the reference that is made of it next
                     return owned
                 fork = known.forks.get(fork_id)
-                if fork is None:
-                    fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner)
-                    if owner == sender:
-                        known.later(fork.confirm)
+                if fork is not None:  # a repeat
+                    fork.num_local += 1
+                    known.ownership.needed_again(rref_id, fork_id)
+                    return fork
+                fork = known.forks[fork_id] = UserFork(rref_id, fork_id, info, owner)
+                if owner == sender:
+                    known.later(fork.confirm)
                 return fork
         fork = UserFork(rref_id, fork_id, info, owner)
         text = f"reference {describe(rref_id)}, sent by {sender_info.name}, leads nowhere"
@@ -314,16 +312,17 @@ class References:
         with self._decisions as known:
             while self._dropped:
                 state = self._dropped.popleft()
+                state.num_local -= 1
+                if state.num_local:
+                    continue
                 if isinstance(state, UserFork):
                     if not state.is_done:
                         known.later(functools.partial(self.watch, state))
                     known.do(known.ownership.fork_dropped(state.fork_id))
                     if known.ownership.phase_of(state.fork_id) is None:
                         known.forks.pop(state.fork_id, None)
-                else:
-                    state.num_local -= 1
-                    if state.num_local == 0 and state.is_shared:
-                        known.do(known.ownership.value_dropped(state.rref_id))
+                elif state.is_shared:
+                    known.do(known.ownership.value_dropped(state.rref_id))
 
     def delete_all(self) -> None:
         """Deletes every reference of this worker to values elsewhere, whoever still has one."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,20 +19,21 @@ from gradwire.rref._ownership import ForkPhase
 from gradwire.rref.leaves import keep_leaves, may_have_leaves
 from gradwire.types import WorkerInfo
 
-if TYPE_CHECKING:
-    from gradwire.rref.api import RRef
-
 _lock = threading.Lock()  # guards is_done and _waiters of everything here; held for a moment only
 _SLICE_S = 0.2
 _LOOK_S = 1.0  # how often a value that is used is looked at for its leaves, at most
 
 
 class _Awaited(msgspec.Struct, eq=False, kw_only=True):
-    """Something that is done at some time, once, with an error or without."""
+    """Something that is done at some time, once, with an error or without.
 
+    Attributes:
+        num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
+    """
+
+    num_local: int = 1
     is_done: bool = False
     error: Callable[[], Exception] | None = None  # makes one for everybody who is told
-    rref: weakref.ref[RRef[Any]] | None = None  # what this worker's own code has of it, if it has travelled
     call: PendingCall | None = None  # the one that makes the value, while it is under way
     keeps: Any = None  # what must live until that call has ended
     _waiters: list[Callable[[], None]] | None = None
@@ -79,7 +79,6 @@ class Owned(_Awaited, eq=False):
     Attributes:
         rref_id: Its id.
         label: What makes it, for messages.
-        num_local: References to it that this worker's own code has, or is about to get; changed under the decisions' lock.
         is_shared: Whether other workers were ever told of it.
         is_freed: Whether nobody can refer to it any more.
         leaves: What makes its leaf tensors safe to be used by several threads.
@@ -87,7 +86,6 @@ class Owned(_Awaited, eq=False):
     """
 
     rref_id: int
-    num_local: int = 1
     label: str = ""
     value: Any = None
     leaves: Any = None
