@@ -274,8 +274,8 @@ class using:
 
 def _wait_turn(group: Group, context: DistAutogradContext) -> None:
     turns, context_id = group.turns, context.context_id
-    with lock:
-        if turns.ask_turn(context_id) and group in context.turns:
+    with lock:  # nobody would end the turn of a context that is over; one that ends after this look does, under the lock
+        if context.released is None and turns.ask_turn(context_id) and group in context.turns:
             return
     if group not in context.turns:
         context.turns.add(group)
