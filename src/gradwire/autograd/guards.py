@@ -136,10 +136,11 @@ class Guarded:
         """Gives the parameter new memory with the same values; the old one stays as it is."""
         before = self.cell
         param.data = param.data.clone()  # first: whoever finds it at its old address has found its old cell before
-        before.leave(param._version)
-        self.cell = Cell(self._ref)
-        self.users = []  # what they saw is safe
-        self.locate(param)
+        with lock:
+            before.leave(param._version)
+            self.cell = Cell(self._ref)
+            self.users = []  # what they saw is safe
+            self.locate(param)
 
 
 def check_mode(mode: str) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import reading, sharing
+from gradwire.autograd import guards, reading, sharing
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import Group
 from gradwire.autograd.reading import Call
 from gradwire.errors import UnknownContext
+
+WAIT_S = 20.0
 
 
 def use(group: Group, context: DistAutogradContext) -> None:
@@ -40,3 +46,39 @@ def test_a_late_call_of_a_context_that_is_over_takes_no_turn(
     assert (group.turns.holder, group.turns.num_in_line) == (0, 0)
     use(group, last)
     assert group.turns.holder == 3
+
+
+def test_a_parameter_that_is_guarded_while_another_leaves_its_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that moves a parameter; the memory that it had is another's by then."""
+    is_leaving, may_leave = threading.Event(), threading.Event()
+    table_lock = guards.lock
+
+    class Slow(dict[int, Any]):
+        """Stands still before it forgets an address, if somebody else could change it meanwhile."""
+
+        def __delitem__(self, address: int) -> None:
+            is_leaving.set()
+            if not table_lock._is_owned():  # type: ignore[attr-defined]
+                assert may_leave.wait(WAIT_S)
+            super().__delitem__(address)
+
+    memory = bytearray(16)
+    one, two = (nn.Parameter(torch.frombuffer(memory, dtype=torch.float32)) for _ in range(2))
+    sharing.guard([one], "snapshot")
+    monkeypatch.setattr(guards, "_by_memory", Slow(guards._by_memory))
+    context = DistAutogradContext(1)
+    found = guards.find(one)
+    assert found is not None
+    found.users = [weakref.ref(context)]
+
+    def step() -> None:
+        with sharing.stepping([one], [2]):
+            pass
+
+    stepper = threading.Thread(target=step)
+    stepper.start()
+    assert is_leaving.wait(WAIT_S)
+    sharing.guard([two], "snapshot")
+    may_leave.set()
+    stepper.join(WAIT_S)
+    assert [item.is_of(two) for item, _ in guards.find_by_memory(two.detach())] == [True]
