@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from gradwire.autograd.gradients import add_gradient
+from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import AbortPass, CommitPass
 from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
@@ -47,7 +47,13 @@ class Endings:
             others: Ranks of its other participants.
             follows: Whether those whom a follow-up tells need not be told here.
         """
-        self.end(current, PassPhase.COMMITTED)
+        try:
+            self.end(current, PassPhase.COMMITTED)
+        except Exception as error:  # out of memory, say; nobody has heard yet
+            with current.lock:
+                current.phase = PassPhase.DONE
+            self.fail(current, error, "adding up gradients")
+            return
         if follows and current.follow_up is not None:
             others = set(others) - current.follow_up.ranks
         if current.context.released is None:  # else they are told of that anyway
@@ -144,17 +150,28 @@ class Endings:
                 return False
             if current.is_undecided and not has_last_word:
                 return False
+            is_committed = phase is PassPhase.COMMITTED
+            gradients = self._joined(current) if is_committed else context.gradients
+            # Assignments only: no Ctrl-C comes between them. Before them all may be done again, after them nothing need be.
+            context.ended_passes[current.pass_id] = is_committed
+            context.gradients = gradients
             current.phase, current.error, current.is_over = phase, error, True
-            if phase is PassPhase.COMMITTED and current.joins_context and not context.released:
-                for leaf, gradient in current.gradients.items():
-                    add_gradient(context.gradients, leaf, gradient, current.options.create_graph)
             if not current.is_root:
                 current.forget()
             context.passes.pop(current.pass_id, None)
-            context.ended_passes[current.pass_id] = phase is PassPhase.COMMITTED
             context.wake()
             current.wake()
         return True
+
+    def _joined(self, current: BackwardPass) -> GradientTable:
+        """The gradients of a context and of its pass; nothing has changed yet."""
+        context = current.context
+        if not current.joins_context or context.released:
+            return context.gradients
+        found = dict(context.gradients)
+        for leaf, gradient in current.gradients.items():
+            add_gradient(found, leaf, gradient, current.options.create_graph)
+        return found
 
     def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
         """Sends a notice to several workers; those that are gone need not be told."""

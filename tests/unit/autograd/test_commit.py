@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
+from gradwire.autograd import endings, worker
+from gradwire.autograd.gradients import add_gradient
 from gradwire.autograd.passes import BackwardPass
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc import Agent
@@ -164,3 +167,31 @@ def test_gradient_for_a_worker_that_is_taken_for_dead_fails_the_pass(trio: list[
         worker.of(a).engine.lost.discard(b.info.id)
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("problem", "error", "num_counted"), [(KeyboardInterrupt, KeyboardInterrupt, 2), (RuntimeError, BackwardFailed, 1)]
+)
+def test_gradients_join_the_context_all_or_none(
+    trio: list[Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    problem: type[BaseException],
+    error: type[BaseException],
+    num_counted: int,
+) -> None:
+    """Ctrl-C comes when one of two has joined: then that is done again. Without memory for a sum, the pass fails."""
+    one, two = (torch.ones(3, requires_grad=True) for _ in range(2))
+    num_added = itertools.count(1)
+
+    def add(*args: Any) -> None:
+        if next(num_added) == 2:
+            raise problem("in a test")
+        add_gradient(*args)
+
+    with gw.autograd.context() as ctx:
+        ctx.backward((one * two).sum())
+        monkeypatch.setattr(endings, "add_gradient", add)
+        with pytest.raises(error, match="in a test"):
+            ctx.backward((one * two).sum())
+        assert [ctx.gradients()[leaf].tolist() for leaf in (one, two)] == [[float(num_counted)] * 3] * 2
+        assert not context_of(trio[0], ctx).passes
