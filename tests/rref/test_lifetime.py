@@ -15,6 +15,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
+from gradwire.rpc.trips import Passage
 from gradwire.rref import references
 from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
@@ -194,7 +195,7 @@ def test_a_reference_that_comes_back_while_the_old_one_ends(make_agents: Callabl
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
     rref_id = rref._state.rref_id
-    fork_id, _ = known.depart(rref._state, "b")
+    fork_id, _ = known.depart(rref._state, "b", Passage())
     state = known.arrive(rref_id, fork_id, known.own, references.of(b).own, None)
     del rref
     known.take_dropped()
@@ -209,7 +210,7 @@ def test_two_that_come_back_at_once_are_counted_each(make_agents: Callable[..., 
     known, other = references.of(a), references.of(b).own
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
-    rref_id, (fork_id, _) = rref._state.rref_id, known.depart(rref._state, "b")
+    rref_id, (fork_id, _) = rref._state.rref_id, known.depart(rref._state, "b", Passage())
     states = [known.arrive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
     first, second = (RRef._of(known, state) for state in states)
     del rref, second

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from gradwire.errors import ConfigurationError
+from gradwire.rpc.trips import Passage
 
 _NO_DEADLINE: Final = float("inf")
 
@@ -47,6 +48,7 @@ class PendingCall(msgspec.Struct, eq=False):
     error: Exception | None = None
     waiter: Any = None  # a lock that the finishing thread releases, made by a thread that waits
     table: CallTable | None = None
+    passage: Passage | None = None  # of what it carries, if somebody wonders
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
@@ -54,12 +56,15 @@ class PendingCall(msgspec.Struct, eq=False):
 
     def again(self) -> PendingCall:
         """The same call with another id, for another attempt to send it."""
-        call_id = new_call_id()
-        return PendingCall(call_id, self.worker, self.function, self.started, self.deadline, self.on_done, self.future)
+        again = PendingCall(new_call_id(), self.worker, self.function, self.started, self.deadline, self.on_done)
+        again.future, again.passage = self.future, self.passage
+        return again
 
     def mark_done(self) -> None:
         """It has its result or error: wakes the thread that waits."""
         self.is_done = True
+        if self.passage is not None:
+            self.passage.is_open = False
         if self.waiter is not None:
             with contextlib.suppress(RuntimeError):  # released already
                 self.waiter.release()

@@ -160,10 +160,15 @@ class Caller:
             self.local.start(call, function_name, packed, holder.notes)
             return call
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
+        if packed.trip is None:
+            return self._send_somehow(lane, call, message, packed, holder)
+        call.passage = passage = packed.trip.passage
+        passage.is_open = True
         try:
             return self._send_somehow(lane, call, message, packed, holder)
-        except Exception:  # after Ctrl-C the callee may have all of it
-            if packed.trip is not None:
+        except BaseException as error:
+            passage.is_open = False
+            if isinstance(error, Exception):  # after Ctrl-C the callee may have all of it
                 packed.trip.on_not_sent()
             raise
 

@@ -26,6 +26,19 @@ class Carrier(Protocol):
         """A message with these was unpacked."""
 
 
+class Passage:
+    """What the sender of a message knows of it.
+
+    Attributes:
+        is_open: Whether it is a call that has not ended: it may still have to leave, or be on its way.
+    """
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
 class Trip:
     """One message on its way.
 
@@ -33,14 +46,16 @@ class Trip:
         carrier: Of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
         cargo: What the carrier put on it, or took from it.
+        passage: Outlives the trip, for whoever wonders what has become of the cargo.
     """
 
-    __slots__ = ("cargo", "carrier", "peer")
+    __slots__ = ("cargo", "carrier", "passage", "peer")
 
     def __init__(self, carrier: Carrier | None, peer: str) -> None:
         self.carrier = carrier
         self.peer = peer
         self.cargo: dict[Any, Any] | None = None
+        self.passage = Passage()
 
     def on_not_sent(self) -> None:
         """The message will never arrive."""

@@ -43,28 +43,32 @@ class RRef(Generic[T]):
         NotInitialized: This process is no worker.
     """
 
-    __slots__ = ("__weakref__", "_is_closed", "_known", "_state")
+    __slots__ = ("__weakref__", "_is_open", "_known", "_state")
 
     _known: References
     _state: Owned | UserFork
-    _is_closed: bool
+    _is_open: bool  # deleted when it is closed: of two threads that close it, one can
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         known = references.here()
         owned = Owned(known.new_id())
         owned.set(value)
-        self._known, self._is_closed, self._state = known, False, owned
+        self._known, self._is_open, self._state = known, True, owned
 
     @classmethod
     def _of(cls, known: References, state: Owned | UserFork) -> RRef[Any]:
         made = cls.__new__(cls)
-        made._known, made._is_closed, made._state = known, False, state
+        made._known, made._is_open, made._state = known, True, state
         return made
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
-        if state is not None and not self._is_closed and (isinstance(state, UserFork) or state.is_shared):
+        if state is not None and state.is_shared and not self._is_closed:
             self._known.on_dropped(state)
+
+    @property
+    def _is_closed(self) -> bool:
+        return not hasattr(self, "_is_open")
 
     def __repr__(self) -> str:
         state = self._state
@@ -174,14 +178,14 @@ class RRef(Generic[T]):
 
     def close(self) -> None:
         """Lets go of the value now, instead of when this object is collected. May be called again."""
-        state = self._state
-        if self._is_closed:
+        try:
+            del self._is_open
+        except AttributeError:
             return
-        self._is_closed = True
-        if isinstance(state, UserFork):  # others may share it
-            self._state = UserFork(state.rref_id, state.fork_id, state.owner, state.owner_life)
-            self._state.end(deleted(state.rref_id))
-        if isinstance(state, UserFork) or state.is_shared:
+        state = self._state
+        if isinstance(state, UserFork):  # others may share it; no lock is taken, because finalizers may call this
+            self._state = state.closed()
+        if state.is_shared:
             self._known.on_dropped(state)
 
     # -- methods of the value ------------------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ class RRef(Generic[T]):
             number = state.fork_id if isinstance(state, UserFork) else 0
             return state.rref_id, number, owner, known.own, None
         if id(self) not in trip.cargo:
-            trip.cargo[id(self)], maker = known.depart(state, trip.peer)
+            trip.cargo[id(self)], maker = known.depart(state, trip.peer, trip.passage)
             trip.cargo[-id(self)] = (self, maker)  # so that its id stays its own
         return state.rref_id, trip.cargo[id(self)], owner, known.own, trip.cargo[-id(self)][1]
 

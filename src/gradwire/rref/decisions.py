@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradwire.errors import OwnerLost, RRefError
+from gradwire.rpc.trips import Passage
 from gradwire.rref._actions import Action, Break, Delete, Fail, Free, Message, Worker
 from gradwire.rref._outbox import Outbox
 from gradwire.rref._ownership import Ownership
@@ -17,9 +19,11 @@ _log = logging.getLogger("gradwire")
 
 
 class Decisions:
-    """What one worker knows of references. Use it inside ``with``: what is to be done is done when the lock is released.
+    """What one worker knows of references.
 
-    Where nothing is to be done, `lock` alone is enough.
+    Use it as ``with decisions as known, known.lock:``. What is to be done is done when the lock is released; what Ctrl-C
+    keeps from being done then is done next time. The lock is taken by the statement itself, because Ctrl-C between taking it
+    in a function and returning would leave it taken for ever. Where nothing is to be done, `lock` alone is enough.
 
     Args:
         own: The worker.
@@ -31,6 +35,7 @@ class Decisions:
         forks: References to values elsewhere, by fork id.
         on_put: Called when there is something to be sent.
         asked_at: By fork that was sent and not accepted: when it was, or when it was last asked for.
+        passages: By such a fork: what is known of the message that it is in.
     """
 
     def __init__(self, own: Worker) -> None:
@@ -39,25 +44,25 @@ class Decisions:
         self.owned: dict[int, Owned] = {}
         self.forks: dict[int, UserFork] = {}
         self.asked_at: dict[int, float] = {}
+        self.passages: dict[int, Passage] = {}
         self.lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
-        self._effects: list[Callable[[], Any]] = []
+        self._effects: collections.deque[Callable[[], Any]] = collections.deque()
         self._has_put = False
         self.on_put: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Decisions:
-        self.lock.acquire()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        effects, has_put = self._effects, self._has_put
-        if effects:
-            self._effects = []
-        self._has_put = False
-        self.lock.release()
-        for effect in effects:
+        if self._has_put:
+            self._has_put = False
+            self.on_put()  # first: an effect may be somebody's callback, which may wait for what is to be sent
+        while self._effects:
+            try:
+                effect = self._effects.popleft()
+            except IndexError:  # another thread does it
+                return
             effect()
-        if has_put:
-            self.on_put()
 
     def do(self, actions: Iterable[Action]) -> None:
         """Queues messages, and what concerns this worker alone for when the lock is released."""

@@ -98,13 +98,16 @@ class Delivery:
         """In a service thread: sends what waits, asks for what was not heard of, tries again where it failed."""
         now = time.monotonic()
         self._before_flush()
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             for child in known.asked_at.keys() - set(known.ownership.children()):
                 del known.asked_at[child]
+                known.passages.pop(child, None)
             for child in known.ownership.children():  # those of a worker that is back are asked for, too
                 known.asked_at.setdefault(child, now)
             overdue = [child for child, asked in known.asked_at.items() if asked <= now - _ASK_S]
-            known.do(known.ownership.overdue(overdue))
+            # While a call is under way, what it carries may still have to leave, or wait behind something large.
+            lost = [child for child in overdue if not (child in known.passages and known.passages[child].is_open)]
+            known.do(known.ownership.overdue(lost))
             known.asked_at.update(dict.fromkeys(overdue, now))
             next_ask = min(known.asked_at.values(), default=_NEVER)
             again = [batch for rank in self._take_unreached() for batch in known.outbox.cut(rank)]
@@ -123,13 +126,13 @@ class Delivery:
 
     def flush(self) -> None:
         """Sends whatever waits."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             batches = known.outbox.take()
         self._send(batches)
 
     def flush_urgent(self) -> None:
         """Sends whatever waits if somebody waits for it; else plans to."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             batches = known.outbox.take() if known.outbox.has_urgent else []
             is_empty, delay_s = known.outbox.is_empty, _DELAY_S if known.outbox.has_messages else _ACKNOWLEDGE_S
         self._send(batches)
@@ -169,7 +172,7 @@ class Delivery:
             raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
         if batch.to != self._own:
             return  # for an earlier life of this worker
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             known.outbox.arrived(batch)
             if not self._agent.has_ended(sender.name):  # else these are its last words
                 known.outbox.seen(batch.sender)
@@ -194,7 +197,7 @@ class Delivery:
             case Delete():
                 return known.delete_received(sender, message.rref_id, message.fork_id, message.is_first)
             case Ask():
-                may_come = self._agent.server.has_unread_call_of(name)
+                may_come = self._agent.server.has_unread_call_of(name) or self._may_be_answered_by(name)
                 return known.asked(sender, message.fork_id, message.is_last, may_come)
             case Answer():
                 return known.answered(sender, message.fork_id, message.has_it, message.is_last)
@@ -205,6 +208,12 @@ class Delivery:
                 return known.end_seen(sender, message.dead, message.round)
             case Resume():
                 return known.resume_received(sender)
+
+    def _may_be_answered_by(self, name: str) -> bool:
+        """Whether the answer to a call may be on its way from a worker that asks for what it has sent long ago."""
+        peer = self._agent.peers.known(name)
+        lane = peer.lanes.get("calls") if peer is not None else None
+        return lane is not None and lane.calls.has_older_than(time.monotonic() - _ASK_S / 2)
 
     # -- workers that are gone -----------------------------------------------------------------------------------------
 
@@ -219,14 +228,14 @@ class Delivery:
 
     def _lose(self, worker: Worker, reason: str) -> None:
         others = self._others(worker)
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             known.outbox.lost(worker)
             known.do(known.ownership.worker_lost(worker, others, reason))
         self.flush_urgent()
 
     def _others(self, dead: Worker) -> list[Worker]:
         """Everybody who may have got a reference from a dead worker."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             if not any(known.ownership.counts):
                 return []
         others: list[Worker] = []

@@ -21,6 +21,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.futures import copies_of
 from gradwire.rpc.incoming import current_request
+from gradwire.rpc.trips import Passage
 from gradwire.rref._actions import Worker
 from gradwire.rref.decisions import Decisions
 from gradwire.rref.delivery import Delivery
@@ -106,7 +107,7 @@ class References:
         owned = self._decisions.owned.get(rref_id)
         if owned is not None:
             return owned
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             if known.ownership.value_expected(rref_id, maker):
                 return known.expect(rref_id)
         raise RRefError(
@@ -121,21 +122,23 @@ class References:
         """
         known = self._decisions
         with known.lock:
-            if user == self.own or known.ownership.value_created(rref_id, fork_id, user):
+            if user == self.own:
+                return known.owned.get(rref_id) or Owned(rref_id)  # dropped before it was made: nobody will see it
+            if known.ownership.value_created(rref_id, fork_id, user):
                 return known.expect(rref_id)
         raise RRefError(f"nobody wants the value of reference {describe(rref_id)} any more")
 
     def make_here(self) -> Owned:
         """A value of this worker that a call of its own is going to make."""
         owned = Owned(self.new_id())
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             known.share(owned)
         return owned
 
     def share(self, owned: Owned) -> None:
         """Calls are going to name a value of this worker."""
         if not owned.is_shared:
-            with self._decisions as known:
+            with self._decisions as known, known.lock:
                 known.share(owned)
 
     def arrive_here(self, rref_id: int, fork_id: int) -> Owned | UserFork:
@@ -144,7 +147,7 @@ class References:
         Raises:
             RRefError: Nothing.
         """
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             state = known.forks.get(fork_id) if fork_id else known.owned.get(rref_id)
             if state is None:
                 raise RRefError(f"reference {describe(rref_id)} was deleted here")
@@ -193,7 +196,7 @@ class References:
         with self._decisions.lock:
             actions = self._decisions.ownership.confirmed(fork.fork_id)
         if actions:  # nobody needs it any more; messages may leave in any order, so the lock need not be kept
-            with self._decisions as known:
+            with self._decisions as known, known.lock:
                 known.do(actions)
         fork.confirm()
 
@@ -202,7 +205,7 @@ class References:
         if isinstance(state, Owned):
             state.fail(copies_of(error))
             return
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             known.do(known.ownership.fork_failed(state.fork_id, str(error)))
             if known.ownership.phase_of(state.fork_id) is None:
                 known.forks.pop(state.fork_id, None)
@@ -229,7 +232,7 @@ class References:
 
     # -- references on their way ---------------------------------------------------------------------------------------
 
-    def depart(self, state: Owned | UserFork, to: str) -> tuple[int, Worker | None]:
+    def depart(self, state: Owned | UserFork, to: str, passage: Passage) -> tuple[int, Worker | None]:
         """A reference is about to travel: the id of the new fork, and who may still have to make the value.
 
         Raises:
@@ -240,7 +243,7 @@ class References:
             state.use()
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
         child, maker = self.new_id(), None
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             if isinstance(state, Owned):
                 known.share(state)
                 is_sent = known.ownership.sent(state.rref_id, None, child, receiver)
@@ -249,6 +252,7 @@ class References:
                 is_sent = known.ownership.sent(state.rref_id, state.fork_id, child, receiver)
             if is_sent:
                 known.asked_at[child] = time.monotonic()
+                known.passages[child] = passage
         if not is_sent:
             raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
         self._delivery.plan_to_ask()
@@ -260,7 +264,7 @@ class References:
         """A reference arrived: what it refers to. One that cannot be used is a broken fork."""
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
         is_there = not self.agent.has_ended(sender_info.name)
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             if is_there:
                 known.outbox.seen(sender)
                 known.do(known.ownership.worker_seen(sender))
@@ -287,10 +291,11 @@ class References:
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
         """References were packed into a message that will never arrive."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             for child in cargo.values():
                 if type(child) is int:
                     known.asked_at.pop(child, None)
+                    known.passages.pop(child, None)
                     known.do(known.ownership.not_sent(child))
 
     def on_arrived(self, cargo: dict[Any, Any]) -> None:
@@ -309,7 +314,7 @@ class References:
     def take_dropped(self) -> None:
         """Tells the state machine of references that were let go of."""
         self._is_noticed = False
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             while self._dropped:
                 state = self._dropped.popleft()
                 state.num_local -= 1
@@ -327,7 +332,7 @@ class References:
     def delete_all(self) -> None:
         """Deletes every reference of this worker to values elsewhere, whoever still has one."""
         self.take_dropped()
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             for fork in list(known.forks.values()):
                 known.do(known.ownership.fork_dropped(fork.fork_id))
                 known.later(functools.partial(fork.end, deleted(fork.rref_id)))
@@ -350,7 +355,7 @@ class References:
 
     def access_of(self, caller: Worker, rref_id: int) -> Access:
         """What another worker, or this one, has to do with a value."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             is_held = caller == self.own or known.ownership.is_holder(rref_id, caller)
             return Access(rref_id in known.owned, is_held, known.ownership.can_expect(caller))
 
@@ -358,20 +363,20 @@ class References:
 
     def holders(self) -> dict[str, int]:
         """How many references to values of this worker each other worker has, by name."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             found = known.ownership.holders()
         return {self.agent.worker_info(rank).name: count for (rank, _), count in sorted(found.items())}
 
     @property
     def num_held(self) -> int:
         """Values here that other workers refer to."""
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             return known.ownership.num_held
 
     def statistics(self) -> ReferenceStatistics:
         """Counts, right now."""
         self.take_dropped()
-        with self._decisions as known:
+        with self._decisions as known, known.lock:
             return ReferenceStatistics(*known.ownership.counts, known.outbox.num_open)
 
 

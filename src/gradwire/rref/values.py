@@ -96,7 +96,8 @@ class Owned(_Awaited, eq=False):
 
     def free(self) -> None:
         """Nobody refers to it any more."""
-        self.value, self.leaves, self.error = None, None, functools.partial(_freed, self.rref_id)
+        self.error = functools.partial(_freed, self.rref_id)  # first: see `get`
+        self.value = self.leaves = None
 
     def set(self, value: Any) -> bool:
         """It is made; False if it had an outcome already."""
@@ -126,9 +127,9 @@ class Owned(_Awaited, eq=False):
         Raises:
             Exception: What went wrong when it was made.
         """
+        value = self.value
         if self.error is not None:
             raise self.error()
-        value = self.value
         if time.monotonic() >= self._next_look:
             self._look_at(value)
         return value
@@ -152,6 +153,7 @@ class UserFork(_Awaited, eq=False):
         type_: The value's type, once it was asked for.
         early: The value, if it came with the answer to that call.
         is_used: Whether the value may have changed since: the reference was passed on, or a method called.
+        is_shared: True, because its owner knows of it.
     """
 
     rref_id: int
@@ -163,6 +165,7 @@ class UserFork(_Awaited, eq=False):
     phase: ForkPhase = ForkPhase.PENDING
     type_: Any = None
     early: Any = None
+    is_shared: ClassVar[bool] = True
 
     def use(self) -> Any:
         """From now on the value may change; returns what came with the answer to the creation, to one caller only."""
@@ -187,6 +190,13 @@ class UserFork(_Awaited, eq=False):
             self.error, self.phase, self.early, self.is_done = error, ForkPhase.BROKEN, None, True
         if self._waiters is not None:
             self._tell_waiters()
+
+    def closed(self) -> UserFork:
+        """What a reference has that was closed."""
+        error, broken = deleted(self.rref_id), ForkPhase.BROKEN
+        return UserFork(
+            self.rref_id, self.fork_id, self.owner, self.owner_life, phase=broken, error=error, is_done=True
+        )
 
     def check(self) -> None:
         """

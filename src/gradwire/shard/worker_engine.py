@@ -8,7 +8,6 @@ function whose argument is still being made waits for it where it runs.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,15 +25,15 @@ Piece = tuple[Part, list[Range] | None, list[Range]]
 """Something to put into a tensor: what it is taken from, where it is in there (None: all of it), and where it goes."""
 
 
-_started: weakref.WeakSet[RRef[Any]] = weakref.WeakSet()  # what may not be made yet; what was dropped matters to nobody
-_lock = threading.Lock()  # guards _started
+# What may not be made yet, by id; what was dropped matters to nobody. Single operations only: it may end in any thread.
+_started: dict[int, weakref.ref[RRef[Any]]] = {}
 
 
 def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RRef[Any]:
     """Calls a function elsewhere, with gradients on or off as they are here."""
     made: RRef[Any] = remote(place, _in_mode, (torch.is_grad_enabled(), function, arguments))
-    with _lock:
-        _started.add(made)
+    number = id(made)
+    _started[number] = weakref.ref(made, lambda _: _started.pop(number, None))
     return made
 
 
@@ -150,13 +149,12 @@ class WorkerEngine(Engine):
 
     def settle(self, parts: Sequence[Part] = ()) -> None:
         """Waits for the calls whose results anybody still has. Others that fail tell whoever uses their results."""
-        with _lock:
-            waiting = list(_started)
+        waiting = [made for known in list(_started.values()) if (made := known()) is not None]
         for future in [item._get_future() for item in waiting]:
             with contextlib.suppress(Exception):
                 future.wait()
-        with _lock:
-            _started.difference_update(waiting)  # only now: another thread may have to wait for them, too
+        for made in waiting:  # only now: another thread may have to wait for them, too
+            _started.pop(id(made), None)
         for part in parts:
             if isinstance(part, RRef):
                 part._get_future().wait()
