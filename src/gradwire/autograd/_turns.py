@@ -87,17 +87,21 @@ class Change:
         self._groups = [*groups, everything]
         self._own = groups
         self._everything = everything
-        self._is_under_way = False
+        # How many of the groups count this step. Each changes together with a group's count, in one line: Ctrl-C may come
+        # between two groups, and what was counted is taken back.
+        self._num_waiting = 0
+        self._num_begun = 0
 
     def wait(self) -> None:
         """The step wants to begin."""
         for group in self._groups:
-            group.num_pending += 1
+            group.num_pending, self._num_waiting = group.num_pending + 1, self._num_waiting + 1
 
     def stop_waiting(self) -> None:
         """The step begins, or does not want to any more."""
-        for group in self._groups:
-            group.num_pending -= 1
+        while number := self._num_waiting:
+            group = self._groups[number - 1]
+            group.num_pending, self._num_waiting = group.num_pending - 1, number - 1
 
     def begin(self) -> bool:
         """Begins, if nobody is in the way."""
@@ -106,14 +110,14 @@ class Change:
         for group in self._own:
             if group.num_readers or group.num_changers:
                 return False
-        self._is_under_way = True
         for group in self._groups:
-            group.num_changers += 1
+            group.num_changers, self._num_begun = group.num_changers + 1, self._num_begun + 1
         return True
 
     def end(self) -> None:
-        """The step is over, if it has begun."""
-        if self._is_under_way:
-            self._is_under_way = False
-            for group in self._groups:
-                group.num_changers -= 1
+        """The step is over, if it has begun, and does not wait."""
+        while number := self._num_begun:
+            group = self._groups[number - 1]
+            group.num_changers, self._num_begun = group.num_changers - 1, number - 1
+        if self._num_waiting:
+            self.stop_waiting()

@@ -152,7 +152,6 @@ def begin(change: Change) -> Call | None:
         with lock:
             if change.begin():
                 return call
-            change.wait()
         _wait_begun(change)
     except BaseException:
         end(change, call)
@@ -175,6 +174,7 @@ def _wait_begun(change: Change) -> None:
     try:
         deadline = deadline_here()
         with while_waiting(), changed:
+            change.wait()
             while not change.begin():
                 if time.monotonic() >= deadline:
                     raise late("calls that use these parameters, or another step, have not ended")

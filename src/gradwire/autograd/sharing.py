@@ -274,7 +274,7 @@ class using:
 
 def _wait_turn(group: Group, context: DistAutogradContext) -> None:
     turns, context_id = group.turns, context.context_id
-    with lock:  # nobody would end the turn of a context that is over; one that ends after this look does, under the lock
+    with lock:  # under which a context ends its turn when it is over; nobody would end one that it takes later
         if context.released is None and turns.ask_turn(context_id) and group in context.turns:
             return
     if group not in context.turns:

@@ -82,3 +82,22 @@ def test_a_parameter_that_is_guarded_while_another_leaves_its_memory_is_found(mo
     may_leave.set()
     stepper.join(WAIT_S)
     assert [item.is_of(two) for item, _ in guards.find_by_memory(two.detach())] == [True]
+
+
+def test_a_step_that_is_interrupted_before_it_waits_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls let steps go first that wait: one that was counted for ever would cost each of them a second."""
+    weight = nn.Parameter(torch.zeros(1))
+    group = sharing.guard([weight], "snapshot")
+    call = Call(None)
+    monkeypatch.setattr(reading, "_wait_begun", interrupt)
+    with call:
+        call.read(group)
+        monkeypatch.setattr(reading._local, "call", None)  # the step is another thread's
+        with pytest.raises(KeyboardInterrupt), sharing.stepping([weight], ()):
+            pass
+        assert [turns.num_pending for turns in (group.turns, guards.EVERYTHING.turns)] == [0, 0]
+    assert group.turns.can_read(is_patient=True)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

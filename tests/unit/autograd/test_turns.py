@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +56,25 @@ def test_patient_readers_let_waiting_steps_go_first() -> None:
     assert group.can_read(is_patient=False)
     change.stop_waiting()
     assert group.can_read(is_patient=True)
+
+
+class Interrupted(Turns):
+    """Ctrl-C comes when it is to count somebody."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("num_pending", "num_changers") and value:
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("act", [Change.wait, Change.begin])
+def test_a_change_that_is_interrupted_between_two_groups_is_counted_by_none(act: Callable[[Change], object]) -> None:
+    groups = [Turns(), Interrupted(), Turns()]
+    change = Change(groups[:2], groups[2])
+    with pytest.raises(KeyboardInterrupt):
+        act(change)
+    change.end()
+    assert [(group.num_pending, group.num_changers) for group in groups] == [(0, 0)] * 3
 
 
 def test_turns_come_in_order() -> None:
