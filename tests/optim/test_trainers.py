@@ -10,6 +10,7 @@ import torch
 import gradwire as gw
 from gradwire import optim, rpc
 from gradwire.cluster.api import Cluster
+from gradwire.optim import distributed
 from gradwire.rpc import RRef
 
 NUM_TRAINERS, NUM_STEPS, RATE = 4, 12, 2.0**-6
@@ -57,3 +58,18 @@ def test_no_step_is_lost_and_no_gradient_is_another_trainers(cluster: Cluster) -
     expected = torch.full((8,), 1.0 - NUM_TRAINERS * NUM_STEPS * RATE)
     for weight in weights:
         assert torch.equal(weight.to_here().detach(), expected)
+
+
+def test_threads_share_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one looks for steps of contexts that are over, another forgets the same one and begins a step."""
+    optimizer = optim.DistributedOptimizer.__new__(optim.DistributedOptimizer)
+    optimizer._unfinished = {(1,): 0, (2,): 1}
+
+    def is_over(context_id: int) -> bool:
+        optimizer._unfinished.pop((1,), None)
+        optimizer._unfinished[3,] = 2
+        return context_id == 1
+
+    monkeypatch.setattr(distributed, "is_over", is_over)
+    optimizer._forget_unfinished()
+    assert optimizer._unfinished == {(2,): 1, (3,): 2}

@@ -149,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._owners[name].is_behind = False
         if answers.failed:
             raise _step_failed(answers)
-        del self._unfinished[contexts]
+        self._unfinished.pop(contexts, None)
         self._edits.drop(contexts)  # not before: a repeated step needs them
 
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
@@ -179,8 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return _StepAfterBackward(self, check_contexts(context_id))
 
     def _forget_unfinished(self) -> None:
-        for known in [key for key in self._unfinished if any(is_over(item) for item in key)]:
-            del self._unfinished[known]
+        for known in list(self._unfinished):  # other threads step with contexts of theirs meanwhile
+            if any(is_over(item) for item in known):
+                self._unfinished.pop(known, None)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class EditLog:
         self._forget()
         found = self._edits.get(contexts, ())
         if not found:
-            for others in self._edits:
+            for others in list(self._edits):
                 if not set(others).isdisjoint(contexts):
                     raise ConfigurationError(
                         f"gradients of contexts {others} were clipped or unscaled together, so they must be used together, "
@@ -74,5 +74,6 @@ class EditLog:
         self._edits.pop(contexts, None)
 
     def _forget(self) -> None:
-        for contexts in [key for key in self._edits if any(self._is_over(item) for item in key)]:
-            del self._edits[contexts]
+        for contexts in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile
+            if any(self._is_over(item) for item in contexts):
+                self._edits.pop(contexts, None)

@@ -43,6 +43,18 @@ def test_edits_end_with_the_step_they_were_for() -> None:
     assert log.of((3,)) == ((CLAMP, 1.0),)
 
 
+def test_other_threads_edit_and_forget_meanwhile() -> None:
+    def is_over(context_id: int) -> bool:
+        log._edits[(8,)] = ((SCALE, 0.5),)
+        log._edits.pop((1,), None)
+        return context_id == 1
+
+    log = EditLog(is_over)
+    log._edits[(1,)] = ((SCALE, 0.25),)
+    assert log.of((7,)) == ()
+    assert log.of((8,)) == ((SCALE, 0.5),)
+
+
 def test_entries_of_one_place_are_clamped_together() -> None:
     leaf = torch.zeros(2, requires_grad=True)
     gradient = torch.sparse_coo_tensor([[0, 0, 1]], [3.0, -2.5, -4.0], (2,), check_invariants=True)
