@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import optim
+import gradwire as gw
+from gradwire import optim, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import ConfigurationError, OptimizerError
 from optim.programs import Distributed, OneProcess, assert_same, batches, make
@@ -124,3 +125,25 @@ def test_an_owner_that_cannot_take_its_part_is_named(cluster: Cluster) -> None:
         there.optimizer._ask("load_named_state", lambda _: ({"z": {}},), 10.0)
     assert sorted(caught.value.failed) == ["driver", "worker0", "worker1"]
     assert isinstance(there.optimizer, optim.DistributedOptimizer)
+
+
+def test_saved_state_is_that_of_one_moment(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another trainer steps when the owner has answered already: what is saved stays what it was."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight)], lr=0.1, momentum=0.5)
+    ask = optimizer._ask
+
+    def step() -> None:
+        with gw.autograd.context() as ctx:
+            ctx.backward(weight.sum())
+            optimizer.step(ctx)
+
+    def step_after(*args: Any) -> Any:
+        answers = ask(*args)
+        step()
+        return answers
+
+    step()
+    monkeypatch.setattr(optimizer, "_ask", step_after)
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [1.0] * 3
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [1.5] * 3

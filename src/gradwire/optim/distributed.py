@@ -280,10 +280,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        answers = self._ask("named_state", lambda _: (), UNSET_RPC_TIMEOUT)
+        answers = self._ask("named_state", lambda _: (True,), UNSET_RPC_TIMEOUT)
         merged: states.NamedState = {}
-        for owner, part in answers.items():
-            merged.update(states.copied(part) if self._owners[owner].is_here else part)
+        for part in answers.values():
+            merged.update(part)
         packed = states.pack(fold_groups(self.param_groups, self._parts), join_states(merged, self._parts))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed

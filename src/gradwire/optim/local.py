@@ -17,7 +17,7 @@ from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
 from gradwire.optim._watched import quick_step
 from gradwire.optim.edits import Edit, edited
-from gradwire.optim.states import NamedState
+from gradwire.optim.states import NamedState, copied
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef
 from gradwire.shard.tensor import ShardedTensor
@@ -197,11 +197,16 @@ class LocalOptimizer:
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
-    def named_state(self) -> NamedState:
-        """State of the parameters that have any, by their names: tensors and plain values."""
+    def named_state(self, is_copied: bool = False) -> NamedState:
+        """State of the parameters that have any, by their names: tensors and plain values.
+
+        Args:
+            is_copied: Whether it shall stay as it is when the next step is made, at the price of its memory.
+        """
         with self._alone:
             state = self._optimizer.state
-            return {name: dict(state[leaf]) for leaf, name in self._names.items() if state.get(leaf)}
+            found = {name: dict(state[leaf]) for leaf, name in self._names.items() if state.get(leaf)}
+            return copied(found) if is_copied else found
 
     def load_named_state(self, state: NamedState) -> None:
         """Replaces the state of all parameters; those that are not named have none afterwards.
