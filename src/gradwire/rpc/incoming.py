@@ -30,6 +30,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Failure, Goodbye, Message, Refused, Reply
+from gradwire.wire.objects import Packed
 
 if TYPE_CHECKING:
     from gradwire.rpc.serving import Server
@@ -196,7 +197,7 @@ class Incoming:
         self.last_call_id = max(self.last_call_id, message.call_id)
         self.requests[message.call_id] = request
         if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
-            del self.requests[message.call_id]
+            self.requests.pop(message.call_id, None)  # the connection may be ending
         elif self.lane == "control":
             self.server.run_control(request)
         elif len(self.requests) > self._max_in_flight and self._has_too_many():
@@ -251,20 +252,36 @@ class Incoming:
         message = Reply(request.call_id, packed.codec, len(packed.body))
         if request.notes:
             envelope = Envelope("reply", self.info, request.function)
-            message.notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
+            try:
+                message.notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
+            except BaseException as error:
+                self._fail_instead(request, packed, error)
+                return
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
             hold_back = self.reader.has_more()
             self.connection.send(message, packed.body, packed.tensors, self._reply_deadline(request), hold_back)
             if hold_back and not self.reader.has_more():  # taken over meanwhile, maybe flushed before this reply
                 self.connection.flush()
-        except (LimitExceeded, TypeError) as error:  # nothing was sent yet: say why
-            if trip is not None:
-                trip.on_not_sent()
-            self.requests[request.call_id] = request
-            self.fail(request, error)
+        except (LimitExceeded, TypeError) as error:  # nothing was sent yet
+            self._fail_instead(request, packed, error)
         except (TransportError, TimeoutError) as error:
-            _log.info("%s could not send a reply to %s: %s", self._agent.info.name, self.info.name, error)
+            self._on_not_sent("a reply", error)
+        except Exception as error:  # a tensor that cannot be read, say
+            if self.connection.is_closed:  # part of it may be out
+                self._on_not_sent("a reply", error)
+            else:
+                self._fail_instead(request, packed, error)
+        except BaseException:  # Ctrl-C: all of it may be out, and what comes after it does no harm
+            self.requests[request.call_id] = request
+            raise
+
+    def _fail_instead(self, request: Request, packed: Packed, error: BaseException) -> None:
+        """Nothing of a reply was sent: says why."""
+        if packed.trip is not None:
+            packed.trip.on_not_sent()
+        self.requests[request.call_id] = request
+        self.fail(request, error)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Sends an error, unless nobody wants it any more."""
@@ -275,7 +292,10 @@ class Incoming:
         try:
             self.connection.send(Failure(request.call_id, described), deadline=self._reply_deadline(request))
         except (TransportError, TimeoutError) as problem:
-            _log.info("%s could not send an error to %s: %s", self._agent.info.name, self.info.name, problem)
+            self._on_not_sent("an error", problem)
+
+    def _on_not_sent(self, what: str, error: BaseException) -> None:
+        _log.info("%s could not send %s to %s: %s", self._agent.info.name, what, self.info.name, error)
 
     @staticmethod
     def _reply_deadline(request: Request) -> float:

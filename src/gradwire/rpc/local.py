@@ -52,6 +52,10 @@ class LocalSource:
         request.notes = {**found, **notes} if notes is not None else found
         self.requests[call.call_id] = request
         self.calls.add(call)
+        if self._agent.is_closed:  # `close` may have looked for calls before this one was listed
+            self.requests.pop(call.call_id, None)
+            self.close()
+            return
         self._agent.reactor.expect(call.deadline)
         self._agent.server.accept_elsewhere(request)
 

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Reactor:
         self._num_spawned = 0
         self._threads: set[threading.Thread] = set()
         self._closing = False
+        self._has_closed = False  # no service thread takes tasks any more
         self.lacks_thread = False  # nobody may be left to read: the clock tries again to start one
         self._busy: set[Watched] = set()
         self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
@@ -115,9 +117,15 @@ class Reactor:
             self._epoll.unregister(descriptor)
 
     def run_soon(self, task: Callable[[], None]) -> None:
-        """Runs a task in a service thread."""
+        """Runs a task in a service thread; after `close`, in one that is started for it."""
         self._tasks.append(task)
         self._wake()
+        # Looked at after the task was listed: `close` may have looked before. A finalizer at the program's end starts none.
+        if self._has_closed and not sys.is_finalizing():
+            # Not here: the caller may hold a lock that the task needs.
+            last = threading.Thread(target=self._run_rest, name=f"gradwire-{self._name}-last", daemon=True)
+            with contextlib.suppress(RuntimeError):  # a limit of the system
+                last.start()
 
     # -- activity, as seen by the clock -----------------------------------------------------------------------------
 
@@ -258,6 +266,13 @@ class Reactor:
             self._wake()  # several were queued behind one event: another thread takes the next
         task()
 
+    def _run_rest(self) -> None:
+        """After the end: futures to be completed, say. Whoever waits for one must not wait for ever."""
+        with contextlib.suppress(IndexError):  # several threads may do this at once
+            while True:
+                task = self._tasks.popleft()
+                self._guard(task)
+
     def _guard(self, handler: Callable[[], None]) -> None:
         try:
             handler()
@@ -277,8 +292,8 @@ class Reactor:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        while self._tasks:  # futures to be completed, say: whoever waits for one must not wait for ever
-            self._guard(self._tasks.popleft())
+        self._has_closed = True
+        self._run_rest()
         self._epoll.close()
         # A late run_soon must not write to whoever gets this number next.
         descriptor, self._wake_fd = self._wake_fd, -1

@@ -179,8 +179,8 @@ class StreamConnection:
 
     def _hold_back(self, frame: bytes) -> bool:
         with self._write_lock:
-            if self._num_held_back + len(frame) > _JOIN_BELOW:
-                return False
+            if self._closed or self._num_held_back + len(frame) > _JOIN_BELOW:
+                return False  # if closed, whoever writes it is told
             self._held_back.append(frame)
             self._num_held_back += len(frame)
             return True

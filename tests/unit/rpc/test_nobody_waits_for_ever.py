@@ -1,0 +1,185 @@
+"""Whatever ends at the wrong moment, a call ends too: its caller gets the value or an error."""
+
+from __future__ import annotations
+
+import errno
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import MakeAgents
+from gradwire.errors import ConnectionClosed, RpcTimeout, WorkerLost
+from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.rpc.reactor import Reactor
+from gradwire.testing import wait_until
+from gradwire.transports import unix
+from gradwire.transports.stream import StreamConnection
+
+gate = threading.Event()
+
+
+def wait_at_gate() -> bool:
+    return gate.wait(20)
+
+
+@pytest.fixture(autouse=True)
+def _open_gate() -> Iterator[None]:
+    gate.clear()
+    yield
+    gate.set()
+
+
+class Packed:
+    """An argument that runs something while it is packed, and arrives as 1."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._action()
+        return int, (1,)
+
+
+def test_a_call_on_a_connection_that_has_just_ended_is_sent_on_another(make_agents: MakeAgents) -> None:
+    """A callback makes it: small calls wait there for each other, to be sent together."""
+    a, _b = make_agents(2)
+    assert a.call("b", operator.add, (1, 1)) == 2
+    reader = a.peers.peer("b").lanes["calls"].reader
+    made: list[Any] = []
+
+    def end_lane() -> None:
+        assert reader.will_flush
+        reader.end(ConnectionClosed("by a test"))
+
+    def callback(done: Any) -> None:
+        made.append(a.submit("b", operator.add, (Packed(end_lane), 2), timeout_s=5.0))
+
+    first = a.submit("b", wait_at_gate)
+    first.add_done_callback(callback)
+    gate.set()
+    wait_until(lambda: made and made[0].done(), 20.0, "that the call has ended")
+    assert made[0].wait() == 3
+
+
+class FailsReplies(Interceptor):
+    name = "fails"
+    note_type = int
+
+    def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
+        if envelope.kind == "reply":
+            raise TimeoutError("cannot record the reply")
+        return 1
+
+
+def test_an_interceptor_that_fails_on_a_reply_fails_the_call(make_agents: MakeAgents) -> None:
+    a, b = make_agents(2)
+    for agent in (a, b):
+        agent.interceptors.append(FailsReplies())
+    with pytest.raises(TimeoutError, match="cannot record the reply"):
+        a.call("b", operator.add, (1, 2), timeout_s=5.0)
+    wait_until(lambda: b.is_quiet, 10.0, "that no answer is owed")
+
+
+def test_a_reply_that_cannot_be_read_fails_the_call(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_agents(2)
+    assert a.call("b", operator.add, (1, 2)) == 3
+    (there,) = [item for item in b.server._incoming if item.lane == "calls"]
+    send, num_failed = there.connection.send, 0
+
+    def fail_once(*args: Any) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        monkeypatch.setattr(there.connection, "send", send)
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(there.connection, "send", fail_once)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        a.call("b", operator.add, (1, 2), timeout_s=5.0)
+    assert num_failed == 1
+    assert a.call("b", operator.add, (1, 2)) == 3
+
+
+def test_a_deadline_counts_without_descriptors(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callee cannot be asked how far the call got: there is no connection to ask it on, and none can be opened."""
+    a, _b = make_agents(2)
+    assert a.call("b", operator.add, (1, 2)) == 3
+    late = a.submit("b", wait_at_gate, timeout_s=0.2)
+    control = a.peers.peer("b").lanes.pop("control")
+
+    def connect(*args: Any) -> StreamConnection:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unix.UnixTransport, "connect", connect)
+        wait_until(late.done, 20.0, "that the call has ended")
+    a.peers.peer("b").lanes["control"] = control
+    with pytest.raises(RpcTimeout) as caught:
+        late.wait()
+    assert caught.value.phase == "unknown"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.2])
+def test_a_call_to_oneself_while_the_worker_closes(make_agents: MakeAgents, timeout_s: float) -> None:
+    (a,) = make_agents(1)
+    future = a.submit("a", operator.add, (Packed(a.close), 2), timeout_s=timeout_s)
+    wait_until(future.done, 10.0, "that the call has ended")
+    with pytest.raises(WorkerLost, match="has shut down"):
+        future.wait()
+    assert a.caller.num_pending == 0
+
+
+def test_a_future_that_is_completed_while_the_worker_closes(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has read the answer and wants a service thread for the callback; then the last of those ends."""
+    a, _b = make_agents(2)
+    assert a.call("b", operator.add, (1, 2)) == 3
+    at, go_on, called = threading.Event(), threading.Event(), threading.Event()
+    values: list[bool] = []
+    run_soon = a.reactor.run_soon
+
+    def run_late(task: Callable[[], None]) -> None:
+        if threading.current_thread() is waiting:
+            at.set()
+            assert go_on.wait(10)
+        run_soon(task)
+
+    monkeypatch.setattr(a.reactor, "run_soon", run_late)
+
+    def wait() -> None:
+        future = a.submit("b", wait_at_gate)
+        future.add_done_callback(lambda done: called.set())
+        a.peers.peer("b").lanes["calls"].reader.read_until(at.is_set, time.monotonic() + 10)
+        values.append(future.wait())
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    gate.set()
+    assert at.wait(10)
+    a.close()
+    go_on.set()
+    waiting.join(10)
+    assert values == [True]
+    assert called.wait(10)
+
+
+def test_what_is_left_to_a_reactor_that_has_closed_is_done() -> None:
+    reactor = Reactor("late", 2, lambda now: float("inf"))
+    reactor.start()
+    reactor.close()
+    threads: list[str] = []
+    lock = threading.Lock()  # whoever leaves a task may hold one that the task needs
+
+    def task() -> None:
+        with lock:
+            threads.append(threading.current_thread().name)
+
+    with lock:
+        reactor.run_soon(task)
+    wait_until(lambda: threads, 10.0, "that the task has run")
+    assert threads == ["gradwire-late-last"]
