@@ -119,14 +119,14 @@ class Gathering:
             gathering.entries[source.name] = (codec, body, tensors)
             gathering.answers[source.name] = (deadline, answer)
             missing = gathering.missing()
-            lost = next((name for name in missing if name in self._lost), None)
+            lost = next(((name, self._lost[name]) for name in missing if name in self._lost), None)
             if not missing:
                 self._rounds.remove(gathering)
         if not missing:
             for _, waiting in gathering.answers.values():
                 waiting.set_result(gathering.entries)
         elif lost is not None:
-            self._on_worker_lost_name(lost, self._lost[lost])
+            self._on_worker_lost_name(*lost)
         self._agent.reactor.expect(deadline)
         return answer
 
@@ -143,7 +143,8 @@ class Gathering:
     def _on_worker_lost_name(self, name: str, reason: str) -> None:
         failed: list[InterruptibleFuture[Any]] = []
         with self._lock:
-            self._lost[name] = reason
+            if self._agent.has_ended(name):  # who is back already counts: see `on_returned`
+                self._lost[name] = reason
             for gathering in [item for item in self._rounds if name in item.names]:
                 self._rounds.remove(gathering)
                 failed.extend(answer for _, answer in gathering.answers.values())
@@ -151,7 +152,7 @@ class Gathering:
             answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
     def on_returned(self, name: str) -> None:
-        """A worker that was lost is back."""
+        """A worker that was lost is back; the agent says so already. What is still told of its end comes too late."""
         with self._lock:
             self._lost.pop(name, None)
 

@@ -183,3 +183,16 @@ def test_what_is_left_to_a_reactor_that_has_closed_is_done() -> None:
         reactor.run_soon(task)
     wait_until(lambda: threads, 10.0, "that the task has run")
     assert threads == ["gradwire-late-last"]
+
+
+def test_a_worker_that_is_back_at_once_takes_part_in_gatherings(make_agents: MakeAgents) -> None:
+    """Its return is noticed while its end is still being told."""
+    a, b = make_agents(2)
+    a.on_connected(b.address)
+    a._lost_callbacks.insert(0, lambda address, reason: a.on_connected(b.address))
+    a.on_worker_ended(b.address, "by a test", was_orderly=False)
+    assert not a.has_ended("b")
+    theirs = threading.Thread(target=lambda: b.gathering.all_gather(2, None, time.monotonic() + 10))
+    theirs.start()
+    assert a.gathering.all_gather(1, None, time.monotonic() + 10) == {"a": 1, "b": 2}
+    theirs.join(10)
