@@ -296,6 +296,8 @@ class Incoming:
 
     def _on_not_sent(self, what: str, error: BaseException) -> None:
         _log.info("%s could not send %s to %s: %s", self._agent.info.name, what, self.info.name, error)
+        if self.connection.is_closed:  # half of it is out, and the descriptor's number may be another's soon
+            self.reader.end(ConnectionClosed("a message was cut off"))
 
     @staticmethod
     def _reply_deadline(request: Request) -> float:

@@ -106,6 +106,8 @@ class Notices:
                 _end(lane, error)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
+                if lane.connection.is_closed:  # half of the message is out: the next one needs another connection
+                    _end(lane, ConnectionClosed("a message was cut off"))
                 text = f"worker {to} does not read: no room for a message ({name}) in time (phase: send)"
                 raise RpcTimeout(text, to, "send") from error
 

@@ -202,6 +202,9 @@ class Peer:
             for open_lane in lanes.values():
                 open_lane.reader.start()
             self.lanes.update(lanes)
+            for open_lane in lanes.values():
+                if open_lane.reader.has_ended:  # before it was listed, so that nobody has struck it off
+                    self.forget_lane(open_lane)
             self._check_open()  # again: `close` may have looked for lanes before these were listed
             return lanes
         except TimeoutError as error:

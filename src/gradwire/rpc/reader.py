@@ -267,7 +267,6 @@ class Reader:
         """
         self.is_lingered_on = False
         num_handled = 0
-        on_frame = self.on_frame
 
         def handle(frame: Frame) -> None:
             nonlocal num_handled
@@ -279,7 +278,8 @@ class Reader:
             self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
             self._reactor.enter(self)
             try:
-                contextvars.Context().run(on_frame, frame)  # as in a thread that knows nothing of this one
+                # As in a thread that knows nothing of this one.
+                contextvars.Context().run(self.on_frame, frame)
             finally:
                 with self._lock:
                     if self._epoch == epoch:
@@ -361,6 +361,11 @@ class Reader:
                 except KeyboardInterrupt:
                     self._give_up(epoch)
                     raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
 
     def end(self, error: Exception) -> None:
         """Stops reading and closes the connection. Idempotent."""
