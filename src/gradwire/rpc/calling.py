@@ -10,7 +10,6 @@ r"""The half of a worker that makes calls: starts them, waits for them, ends the
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc._calls import CallHolder, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.codec import describe_function
+from gradwire.rpc.finishing import Finisher
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
 from gradwire.rpc.interceptors import Envelope
@@ -39,14 +39,12 @@ from gradwire.wire.objects import Packed
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
-_log = logging.getLogger("gradwire")
-
 _PHASE_GRACE_S = 0.25  # how long a callee may take to say how far a timed-out call got
 _SWEEP_S = 1.0
 _NEVER = float("inf")
 
 
-class Caller:
+class Caller(Finisher):
     """Makes this worker's calls.
 
     Attributes:
@@ -55,12 +53,11 @@ class Caller:
     """
 
     def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+        super().__init__(agent)
         self.local = LocalSource(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
         self._max_in_flight = agent.config.limits.calls_in_flight
-        self._completing: set[PendingCall] = set()  # answered, and their callbacks run or are about to
 
     def call(
         self,
@@ -323,48 +320,17 @@ class Caller:
             with contextlib.suppress(RuntimeError):
                 call.waiter.release()  # somebody else may wait for the same call
 
-    def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
-        """Ends a call; only for whoever took it out of its table."""
-        call.value, call.error = value, error
-        future = call.future
-        if future is not None:
-            self._completing.add(call)
-            if self._must_run_elsewhere(future):
-                call.is_answered = True
-                self._agent.reactor.run_soon(lambda: self._complete(call, future))
-            else:
-                self._complete(call, future)
-            return
-        call.mark_done()
-        if call.on_done is not None:
-            call.on_done(call)
-
-    def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
-        """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
-        reactor = self._agent.reactor
-        if self._agent.is_closed:  # no service thread is left; better a callback here than a future never completed
-            return False
-        return reactor.is_clock_thread() or (future.has_callbacks and not reactor.is_service_thread())
-
-    def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
-        try:
-            if call.error is not None:
-                future.set_exception(call.error)
-            else:
-                future.set_result(call.value)
-        except Exception:
-            _log.exception("%s: a callback of %r failed", self._agent.info.name, call)
-        finally:
-            call.value = call.future = None  # the future holds the value, and must not hold itself
-            self._completing.discard(call)
-            call.mark_done()
-
     def cancel(self, call: PendingCall) -> bool:
         """Gives a call up; the callee is told to drop it."""
         if call.table is None or call.table.pop(call.call_id, None) is None:
             return False
-        self._tell_to_drop(call, lambda phase: None)
-        self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
+        error = CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here")
+        try:
+            self._tell_to_drop(call, lambda phase: None)
+            self.finish(call, None, error)
+        except BaseException:  # Ctrl-C: somebody else may wait for it
+            self.finish_soon(call, None, error)
+            raise
         return True
 
     def _cancel_elsewhere(self, call: PendingCall) -> None:

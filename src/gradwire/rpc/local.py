@@ -106,11 +106,10 @@ class LocalSource:
 
     def close(self) -> None:
         """Fails whatever is still under way."""
-        for call in self.calls.pop_all():
-            name = self.info.name
-            self._agent.caller.finish(
-                call, None, WorkerLost(f"call of {call.function} failed: {name} has shut down", name)
-            )
+        name = self.info.name
+        self._agent.caller.fail_all(
+            self.calls, lambda call: WorkerLost(f"call of {call.function} failed: {name} has shut down", name)
+        )
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

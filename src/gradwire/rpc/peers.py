@@ -106,7 +106,7 @@ class OpenLane:
             if self.calls.pop(message.call_id, None) is not None:
                 self._agent.caller.finish(call, value, error)
         except BaseException:  # Ctrl-C, maybe in a thread that reads for another one
-            self._agent.reactor.run_soon(lambda: self._finish_again(call, value, error))
+            self._agent.caller.finish_soon(call, value, error)
             raise
         if self.num_waiting_for_room:
             self.room.ring()
@@ -127,10 +127,6 @@ class OpenLane:
                     self.room.wait(min(left, 0.01))
         finally:
             self.num_waiting_for_room -= 1
-
-    def _finish_again(self, call: PendingCall, value: Any, error: Exception | None) -> None:
-        if not call.is_done and self.calls.get(call.call_id) is None:
-            self._agent.caller.finish(call, value, error)
 
     def _on_end(self, error: Exception) -> None:
         self.peer.on_lane_end(self, error)
@@ -294,8 +290,7 @@ class Peer:
                 open_lane.reader.end(ConnectionClosed(reason))
 
     def _fail(self, open_lane: OpenLane, reason: str) -> None:
-        for call in open_lane.calls.pop_all():
-            self.agent.caller.finish(call, None, self.lost(reason, call))
+        self.agent.caller.fail_all(open_lane.calls, lambda call: self.lost(reason, call))
         open_lane.room.ring()
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:

@@ -323,7 +323,11 @@ class _Clock:
         self.is_awake = True
         self._is_sweep_due = True
         self.next_sweep = 0.0  # so that nobody wakes it a second time
-        self._bell.ring()
+        try:
+            self._bell.ring()
+        except KeyboardInterrupt:  # it may have hit before the bell rang, and nobody else rings it now
+            self._bell.ring()
+            raise
 
     def expect(self, when: float) -> None:
         """A sweep is wanted earlier than planned."""

@@ -41,6 +41,7 @@ _looking = threading.RLock()  # held by the one thread of this process that look
 
 class _Local(threading.local):
     hold: tuple[Reader, int] | None = None  # what the current thread holds, and its epoch
+    passed_on: collections.deque[Frame] | None = None  # the frame that it is leaving to a service thread
 
 
 _local = _Local()
@@ -272,7 +273,9 @@ class Reader:
             nonlocal num_handled
             num_handled += 1
             if not may_run_here(frame):
-                self._reactor.run_soon(functools.partial(self._handle, frame))
+                _local.passed_on = collections.deque((frame,))
+                self._pass_on(frame)
+                _local.passed_on = None
                 return
             epoch = self._epoch
             self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
@@ -289,8 +292,19 @@ class Reader:
         self.read_until(is_done, time.monotonic() + seconds, handle)
         return num_handled > 0
 
-    def _handle(self, frame: Frame) -> None:
+    def _pass_on(self, frame: Frame) -> None:
+        """Leaves a frame to a service thread. Passed on again after Ctrl-C, it is handled once all the same."""
+        frames = _local.passed_on
+        if frames is None:
+            frames = collections.deque((frame,))
+        self._reactor.run_soon(functools.partial(self._handle, frames))
+
+    def _handle(self, frames: collections.deque[Frame]) -> None:
         """In a service thread that does not hold the connection: what cannot be handled ends it, as it does elsewhere."""
+        try:
+            frame = frames.popleft()
+        except IndexError:  # another thread has taken it
+            return
         try:
             self.on_frame(frame)
         except TransportError as error:
@@ -349,13 +363,13 @@ class Reader:
             return True
         except BaseException:
             if frame is not None:  # it may be what another thread waits for
-                self._reactor.run_soon(functools.partial(self._handle, frame))
+                self._pass_on(frame)
             elif epoch and self._epoch == epoch and self.is_reading:  # bytes may be lost: the rest is out of step
                 self.end(ConnectionClosed("reading was interrupted"))
             raise
         finally:
             if epoch:
-                _local.hold = outer
+                _local.hold, _local.passed_on = outer, None
                 try:
                     self._give_up(epoch)
                 except KeyboardInterrupt:
