@@ -101,8 +101,9 @@ class Agent:
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
-        self._lock = threading.Lock()  # guards _membership and is_closed
+        self._lock = threading.Lock()  # guards _membership, is_closed and _is_closing
         self.is_closed = False
+        self._is_closing = False  # or has closed; not after Ctrl-C has cut that off
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
@@ -284,9 +285,16 @@ class Agent:
     def close(self) -> None:
         """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""
         with self._lock:
-            if self.is_closed:
+            if self._is_closing:
                 return
-            self.is_closed = True
+            self.is_closed = self._is_closing = True
+        try:
+            self._close()
+        except BaseException:  # Ctrl-C: called again, it goes on
+            self._is_closing = False
+            raise
+
+    def _close(self) -> None:
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()

@@ -282,9 +282,9 @@ class Reactor:
     def close(self) -> None:
         """Ends all threads, waiting briefly for those that run user code. Idempotent."""
         with self._lock:
-            if self._closing:
+            if self._wake_fd < 0:
                 return
-            self._closing = True
+            self._closing = True  # it may be already: Ctrl-C has cut the first attempt off
             threads = list(self._threads)
         self._clock.close()
         self._wake()

@@ -155,3 +155,18 @@ def test_the_clock_wakes_all_the_same(interrupt: Interrupt) -> None:
         assert len(sweeps) >= 1
     finally:
         reactor.close()
+
+
+def test_closing_again_goes_on(make_agents: MakeAgents, interrupt: Interrupt) -> None:
+    a, _b = make_agents(2)
+    assert a.call("b", operator.add, (1, 1)) == 2
+    future = a.submit("a", wait_at_gate)
+    interrupt(Peer, "close")
+    with pytest.raises(KeyboardInterrupt):
+        a.close()
+    assert not a.wait_closed(0.0)
+    gate.set()
+    a.close()
+    assert a.wait_closed(0.0)
+    assert a.peers.lanes() == []
+    wait_until(lambda: future.done() and not a.reactor.num_threads, 10.0, "that nothing is left")
