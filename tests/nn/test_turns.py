@@ -12,7 +12,9 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import reading
+from gradwire.autograd import reading, sharing
+from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.reading import Call
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
 from gradwire.nn import RemoteModule, operations
@@ -249,6 +251,54 @@ def test_waiting_in_vain_names_the_holder(cluster: Cluster) -> None:
         ):
             remote.rpc_sync(timeout=1.0).first_only(x)
     assert forward_and_step(remote, x) == 4
+
+
+class Scaled(nn.Module):
+    """Uses a weight of another module, and one of its own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.factor, self.weight = nn.Parameter(torch.full((4,), 2.0)), weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.factor
+
+
+@pytest.mark.parametrize(("mode", "changed"), [("snapshot", "factor"), ("hogwild", "weight")])
+def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
+    mode: sharing.Mode, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch saves any of them: it is an error if one is changed while it is saved."""
+    lent = nn.Linear(4, 1, bias=False)
+    sharing.guard(lent.parameters(), mode)
+    module, x = Scaled(lent.weight), torch.ones(1, 4, requires_grad=True)
+    param = module.get_parameter(changed)
+    operations._groups_of(module)
+    is_waiting, has_begun = threading.Event(), threading.Event()
+    wait_readable = Call._wait_readable
+
+    def wait_noticed(call: Call, group: sharing.Group) -> None:
+        is_waiting.set()
+        wait_readable(call, group)
+
+    def step() -> None:
+        with sharing.stepping([param], ()), torch.no_grad():
+            has_begun.set()
+            assert is_waiting.wait(20)
+            param.fill_(3.0)
+
+    monkeypatch.setattr(Call, "_wait_readable", wait_noticed)
+    monkeypatch.setattr(operations, "_module", lambda *_: module)
+    context = DistAutogradContext(1)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(step)
+        assert has_begun.wait(20)
+        with sharing.recording(context, operations.FORWARD):
+            result = operations.forward(0, None, x)
+        other.result(timeout=20)
+    assert torch.equal(result, x * module.weight * module.factor)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient, module.weight * module.factor)
 
 
 def test_inference_waits_for_no_turn(cluster: Cluster) -> None:

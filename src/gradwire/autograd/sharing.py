@@ -38,6 +38,7 @@ __all__ = [
     "Held",
     "Mode",
     "check_mode",
+    "groups_of",
     "guard",
     "lending_grads",
     "mode_of",
@@ -70,6 +71,11 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
         ConfigurationError: There is no such mode.
     """
     return guards.guard(params, mode)
+
+
+def groups_of(params: Iterable[torch.Tensor]) -> set[Group]:
+    """All that parameters of this worker belong to: those that were guarded together first."""
+    return {item.group for param in params if (item := guards.find(param)) is not None}
 
 
 def mode_of(param: torch.Tensor) -> Mode | None:
@@ -134,10 +140,9 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
     Raises:
         RpcTimeout: A step has not ended in time.
     """
-    groups = {item.group for param in params if (item := guards.find(param)) is not None}
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(Call(None))
-        for group in groups:
+        for group in groups_of(params):
             call.read(group)
         yield
 
@@ -239,19 +244,22 @@ class recording:
 
 
 class using:
-    """Surrounds a function that uses a whole group, which stays as it is meanwhile; with ``"serialize"``, first waits.
+    """Surrounds a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, first waits.
 
     Args:
-        group: What `guard` returned.
+        group: What `guard` returned; with ``"serialize"``, the function waits for its turn with this one.
+        others: What else parameters belong to that it uses. Later would be too late: when torch saves a parameter, nobody
+            may wait until it is changed.
 
     Raises:
         RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
     """
 
-    __slots__ = ("_group", "_own")
+    __slots__ = ("_group", "_others", "_own")
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *others: Group) -> None:
         self._group = group
+        self._others = others
         self._own: Call | None = None
 
     def __enter__(self) -> None:
@@ -263,6 +271,8 @@ class using:
             if group.mode == "serialize" and call.context is not None:
                 _wait_turn(group, call.context)
             call.read(group)
+            for other in self._others:
+                call.read(other)
         except BaseException:
             self.__exit__()
             raise

@@ -34,7 +34,9 @@ HAS_METHOD = "gradwire.nn.has_method"
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 _HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
-_groups: weakref.WeakKeyDictionary[nn.Module, sharing.Group] = weakref.WeakKeyDictionary()
+# What the parameters belong to. First comes what calls wait for their turn with; parameters that were guarded before, with
+# other modules or by an optimizer, may belong to others.
+_groups: weakref.WeakKeyDictionary[nn.Module, tuple[sharing.Group, ...]] = weakref.WeakKeyDictionary()
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()  # those not on the CPU
 _CHANGES = ("train", "to", "type", "requires_grad_", "zero_grad")
 _CHANGES_OF_GRAD = ("to", "type", "zero_grad")
@@ -66,15 +68,18 @@ def make(
         )
     module.to(device)
     _note_device(module)
-    _groups[module] = sharing.guard(module.parameters(), mode)
+    _guard(module, mode)
     return module
 
 
-def _group_of(module: nn.Module) -> sharing.Group:
+def _groups_of(module: nn.Module) -> tuple[sharing.Group, ...]:
     """How the module's parameters are shared; one that was not made here is found when it is first used."""
-    found = _groups.get(module)
-    if found is None:
-        found = _groups[module] = sharing.guard(module.parameters(), "snapshot")
+    return _groups.get(module) or _guard(module, "snapshot")
+
+
+def _guard(module: nn.Module, mode: sharing.Mode) -> tuple[sharing.Group, ...]:
+    first = sharing.guard(module.parameters(), mode)
+    found = _groups[module] = (first, *(sharing.groups_of(module.parameters()) - {first}))
     return found
 
 
@@ -108,14 +113,14 @@ def _find(name: str) -> Callable[..., Any]:
 def forward(rref_id: int, maker: Any, *args: Any) -> Any:
     """Calls the module, with its hooks."""
     module = _module(rref_id, maker)
-    with sharing.using(_group_of(module)):
+    with sharing.using(*_groups_of(module)):
         return module(*args) if module not in _devices else _call_on_device(module, args, {})
 
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
     module = _module(rref_id, maker)
-    with sharing.using(_group_of(module)):
+    with sharing.using(*_groups_of(module)):
         return module(*args, **kwargs) if module not in _devices else _call_on_device(module, args, kwargs)
 
 
@@ -127,7 +132,7 @@ def _call_on_device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
-    with sharing.using(_group_of(_module(rref_id, maker))):
+    with sharing.using(*_groups_of(_module(rref_id, maker))):
         return operations.invoke(rref_id, maker, name, args, kwargs)
 
 
@@ -177,7 +182,7 @@ def load(
         except RuntimeError as error:
             return [], [], str(error)
     if assign:  # these are new parameters
-        _groups[module] = sharing.guard(module.parameters(), _group_of(module).mode)
+        _guard(module, _groups_of(module)[0].mode)
     return missing, unexpected, ""
 
 
@@ -194,7 +199,7 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     with sharing.lending_grads() if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
         getattr(module, name)(*args, **kwargs)
     _note_device(module)
-    sharing.guard(module.parameters(), _group_of(module).mode)  # their memory may be elsewhere now
+    sharing.guard(module.parameters(), _groups_of(module)[0].mode)  # their memory may be elsewhere now
 
 
 def apply(rref_id: int, maker: Any, function: Callable[[nn.Module], Any] | str) -> None:
