@@ -110,8 +110,15 @@ class Reactor:
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(descriptor, 0)
 
-    def remove(self, descriptor: int) -> None:
-        """Forgets a descriptor; call it before closing."""
+    def remove(self, descriptor: int, handler: Callable[[], None] | None = None) -> None:
+        """Forgets a descriptor; call it before closing.
+
+        Args:
+            descriptor: Its number.
+            handler: What it was added with, if it may be closed already: the number of another one then stays.
+        """
+        if handler is not None and self._handlers.get(descriptor, handler) != handler:
+            return
         self._handlers.pop(descriptor, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(descriptor)

@@ -390,7 +390,7 @@ class Reader:
         finally:  # Ctrl-C must not leave a connection that is closed and still in use
             if is_first:
                 try:
-                    self._reactor.remove(self._fd)
+                    self._reactor.remove(self._fd, self._on_ready)  # a message that was cut off has closed it
                     if isinstance(error, DecodeError):
                         self._say_why(error)
                 finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -234,6 +235,25 @@ def test_the_end_is_told_once(setting: Setting) -> None:
     assert [type(error) for error in setting.ends] == [ConnectionLost]
     assert setting.numbers == [1]
     assert setting.here.is_closed
+
+
+def test_an_end_that_comes_late_leaves_the_next_owner_of_the_descriptor_alone(
+    setting: Setting, reactor: Reactor
+) -> None:
+    """A message that was cut off has closed the connection, and its number was given away before the reader ends."""
+    setting.reader.start()
+    number, seen = setting.here.fileno(), threading.Event()
+    read_end, write_end = os.pipe()
+    setting.is_wanted = False
+    setting.here.close()
+    os.dup2(read_end, number)
+    reactor.add(number, seen.set, armed=True)
+    setting.reader.end(ConnectionClosed("a message was cut off"))
+    os.write(write_end, b"x")
+    assert seen.wait(10)
+    reactor.remove(number)
+    for descriptor in (number, read_end, write_end):
+        os.close(descriptor)
 
 
 def test_the_end_wakes_a_waiting_caller(setting: Setting) -> None:
