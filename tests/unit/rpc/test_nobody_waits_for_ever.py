@@ -149,17 +149,24 @@ def test_a_future_that_is_completed_while_the_worker_closes(
             assert go_on.wait(10)
         run_soon(task)
 
+    reader = a.peers.peer("b").lanes["calls"].reader
+    wait_readable = reader._wait_readable
+
+    def wait_here(timeout_s: float) -> bool:
+        if threading.current_thread() is waiting:  # which reads now, so that nobody else does
+            gate.set()
+        return wait_readable(timeout_s)
+
     monkeypatch.setattr(a.reactor, "run_soon", run_late)
+    monkeypatch.setattr(reader, "_wait_readable", wait_here)
 
     def wait() -> None:
         future = a.submit("b", wait_at_gate)
         future.add_done_callback(lambda done: called.set())
-        a.peers.peer("b").lanes["calls"].reader.read_until(at.is_set, time.monotonic() + 10)
         values.append(future.wait())
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    gate.set()
     assert at.wait(10)
     a.close()
     go_on.set()
