@@ -105,10 +105,6 @@ class CallTable(dict[int, PendingCall]):
         call.table = self
         self[call.call_id] = call
 
-    def pop_all(self) -> list[PendingCall]:
-        """Takes all calls out: the connection is gone."""
-        return [call for call_id in list(self) if (call := self.pop(call_id, None))]
-
     def has_older_than(self, when: float) -> bool:
         """Whether a call is under way that was made before that time."""
         return any(call.started < when for call in list(self.values()))

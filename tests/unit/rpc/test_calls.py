@@ -31,14 +31,6 @@ def test_whoever_takes_a_call_out_ends_it() -> None:
     assert len(table) == 0
 
 
-def test_all_are_taken_out_once() -> None:
-    calls = [make_call(number) for number in range(5)]
-    table = make_table(*calls)
-    table.pop(2)
-    assert [call.call_id for call in table.pop_all()] == [0, 1, 3, 4]
-    assert table.pop_all() == []
-
-
 def test_threads_that_race_for_calls_get_each_once() -> None:
     table = make_table(*(make_call(number) for number in range(2000)))
     taken: list[list[PendingCall]] = [[] for _ in range(4)]
@@ -50,7 +42,6 @@ def test_threads_that_race_for_calls_get_each_once() -> None:
             call = table.pop(number, None)
             if call is not None:
                 mine.append(call)
-        mine.extend(table.pop_all())
 
     threads = [threading.Thread(target=take, args=(mine,)) for mine in taken]
     for thread in threads:
