@@ -51,6 +51,8 @@ class Endings:
             self.end(current, PassPhase.COMMITTED)
         except Exception as error:  # out of memory, say; nobody has heard yet
             with current.lock:
+                if current.is_over:  # another thread could make them
+                    return
                 current.phase = PassPhase.DONE
             self.fail(current, error, "adding up gradients")
             return

@@ -57,14 +57,23 @@ class PendingCall(msgspec.Struct, eq=False):
     def again(self) -> PendingCall:
         """The same call with another id, for another attempt to send it."""
         again = PendingCall(new_call_id(), self.worker, self.function, self.started, self.deadline, self.on_done)
-        again.future, again.passage = self.future, self.passage
+        again.future = self.future
+        if self.passage is not None:
+            again.embark(self.passage)
         return again
+
+    def embark(self, passage: Passage) -> None:
+        """It carries what somebody wonders about."""
+        self.passage, passage.call_id = passage, self.call_id
+
+    def disembark(self) -> None:
+        """It has ended: what it carries has arrived by now, or nobody wants it there."""
+        if self.passage is not None and self.passage.call_id == self.call_id:
+            self.passage.call_id = 0
 
     def mark_done(self) -> None:
         """It has its result or error: wakes the thread that waits."""
         self.is_done = True
-        if self.passage is not None:
-            self.passage.is_open = False
         if self.waiter is not None:
             with contextlib.suppress(RuntimeError):  # released already
                 self.waiter.release()

@@ -284,14 +284,16 @@ class Agent:
 
     def close(self) -> None:
         """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""
-        with self._lock:
-            if self._is_closing:
-                return
-            self.is_closed = self._is_closing = True
+        is_ours = False
         try:
+            with self._lock:
+                if self._is_closing:
+                    return
+                self.is_closed = self._is_closing = is_ours = True
             self._close()
         except BaseException:  # Ctrl-C: called again, it goes on
-            self._is_closing = False
+            if is_ours:
+                self._is_closing = False
             raise
 
     def _close(self) -> None:

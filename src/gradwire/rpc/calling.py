@@ -157,12 +157,11 @@ class Caller(Finisher):
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         if packed.trip is None:
             return self._send_somehow(lane, call, message, packed, holder)
-        call.passage = passage = packed.trip.passage
-        passage.is_open = True
+        call.embark(packed.trip.passage)
         try:
             return self._send_somehow(lane, call, message, packed, holder)
         except BaseException as error:
-            passage.is_open = False
+            packed.trip.passage.call_id = 0
             if isinstance(error, Exception):  # after Ctrl-C the callee may have all of it
                 packed.trip.on_not_sent()
             raise
@@ -220,7 +219,7 @@ class Caller(Finisher):
             lane.reader.end(error)
             lane.peer.forget_lane(lane)
             if lane.calls.pop(call.call_id, None) is not None:  # the lane had ended before the call was in its table
-                self.finish(call, None, lane.peer.lost(str(error), call))
+                self.finish_surely(call, None, lane.peer.lost(str(error), call))
         except TimeoutError as error:
             self._give_up_sending(lane, call)
             raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send") from error

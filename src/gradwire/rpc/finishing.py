@@ -31,6 +31,7 @@ class Finisher:
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """Ends a call; only for whoever took it out of its table."""
         call.value, call.error = value, error
+        call.disembark()
         future = call.future
         if future is not None:
             self._completing.add(call)
@@ -47,9 +48,17 @@ class Finisher:
     def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
         """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
         reactor = self._agent.reactor
-        if self._agent.is_closed:  # no service thread is left; better a callback here than a future never completed
+        if self._agent.is_closed:  # no service thread may be left; better a callback here than a thread for each
             return False
         return reactor.is_clock_thread() or (future.has_callbacks and not reactor.is_service_thread())
+
+    def finish_surely(self, call: PendingCall, value: Any, error: Exception | None) -> None:
+        """As `finish`; after Ctrl-C, a service thread does it again."""
+        try:
+            self.finish(call, value, error)
+        except BaseException:
+            self.finish_soon(call, value, error)
+            raise
 
     def finish_soon(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """As `finish`, in a service thread: Ctrl-C has hit the thread that took the call out of its table."""
@@ -70,10 +79,15 @@ class Finisher:
                     self.finish(call, None, make_error(call))
                 current = None
         except BaseException:
-            if current is not None:
-                self.finish_soon(current, None, make_error(current))
-            self._agent.reactor.run_soon(partial(self.fail_all, calls, make_error))
+            self._agent.reactor.run_soon(partial(self._fail_rest, calls, make_error, current))
             raise
+
+    def _fail_rest(
+        self, calls: CallTable, make_error: Callable[[PendingCall], Exception], interrupted: PendingCall | None
+    ) -> None:
+        self.fail_all(calls, make_error)
+        if interrupted is not None and not interrupted.is_done:
+            self.finish(interrupted, None, make_error(interrupted))
 
     def _complete(self, call: PendingCall, future: CallFuture[Any]) -> None:
         is_over = True

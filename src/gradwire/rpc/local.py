@@ -87,7 +87,7 @@ class LocalSource:
         request.phase = "reply"
         call = self.calls.pop(request.call_id, None)
         if call is not None:
-            self._agent.caller.finish(call, value, error)
+            self._agent.caller.finish_surely(call, value, error)
 
     def cancel(self, call_id: int) -> str:
         """Drops a call; returns how far it got."""

@@ -280,7 +280,7 @@ class Peer:
     def forget_lane(self, ended: OpenLane) -> None:
         """The next call opens another connection."""
         if self.lanes.get(ended.kind) is ended:
-            del self.lanes[ended.kind]
+            self.lanes.pop(ended.kind, None)  # another thread may be here, too
 
     def end_lanes(self, incarnation: int, reason: str) -> None:
         """The worker (up to that incarnation) is gone: ends its lanes here."""

@@ -30,13 +30,13 @@ class Passage:
     """What the sender of a message knows of it.
 
     Attributes:
-        is_open: Whether it is a call that has not ended: it may still have to leave, or be on its way.
+        call_id: The call that it is, if that has not ended: it may still have to leave, or be on its way. Else 0.
     """
 
-    __slots__ = ("is_open",)
+    __slots__ = ("call_id",)
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.call_id = 0
 
 
 class Trip:

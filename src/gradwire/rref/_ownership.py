@@ -224,7 +224,7 @@ class Ownership(Holdings):
         return actions
 
     def asked(self, by: Worker, fork_id: int, is_last: bool, may_come: bool) -> list[Action]:
-        """Somebody sent us a fork and heard nothing; `may_come` if messages of that worker lie here unread."""
+        """Somebody sent us a fork and heard nothing; `may_come` if a message of that worker may bring it yet."""
         phase = self.phase_of(fork_id)
         if phase is ForkPhase.CONFIRMED:
             return [Accept(by, fork_id)]  # that we said so before may have been lost while one took the other for dead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -46,7 +47,8 @@ class Decisions:
         self.asked_at: dict[int, float] = {}
         self.passages: dict[int, Passage] = {}
         self.lock = threading.Lock()  # guards everything here; never held while anything is sent, freed or called back
-        self._effects: collections.deque[Callable[[], Any]] = collections.deque()
+        self._effects: list[Callable[[], Any]] = []
+        self._due: collections.deque[Callable[[], Any]] = collections.deque()  # effects that wait for no lock any more
         self._has_put = False
         self.on_put: Callable[[], None] = lambda: None
 
@@ -54,15 +56,36 @@ class Decisions:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._has_put:
+        if self._has_put:  # first: an effect may be somebody's callback, which may wait for what is to be sent
             self._has_put = False
-            self.on_put()  # first: an effect may be somebody's callback, which may wait for what is to be sent
-        while self._effects:
             try:
-                effect = self._effects.popleft()
-            except IndexError:  # another thread does it
-                return
+                self.on_put()
+            except BaseException:
+                self._has_put = True
+                raise
+        if self._effects:
+            with self.lock:
+                self._due.extend(self._effects)
+                self._effects.clear()
+        while self._due:
+            self._do_next()
+
+    def _do_next(self) -> None:
+        """Has one effect. All may be repeated: after Ctrl-C they are, and two threads may have one at the same time."""
+        try:
+            effect = self._due[0]
+        except IndexError:  # another thread had it
+            return
+        is_over = True
+        try:
             effect()
+        except KeyboardInterrupt:
+            is_over = False
+            raise
+        finally:
+            if is_over:
+                with contextlib.suppress(ValueError):
+                    self._due.remove(effect)
 
     def do(self, actions: Iterable[Action]) -> None:
         """Queues messages, and what concerns this worker alone for when the lock is released."""

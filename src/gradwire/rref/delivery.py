@@ -106,7 +106,7 @@ class Delivery:
                 known.asked_at.setdefault(child, now)
             overdue = [child for child, asked in known.asked_at.items() if asked <= now - _ASK_S]
             # While a call is under way, what it carries may still have to leave, or wait behind something large.
-            lost = [child for child in overdue if not (child in known.passages and known.passages[child].is_open)]
+            lost = [child for child in overdue if not (child in known.passages and known.passages[child].call_id)]
             known.do(known.ownership.overdue(lost))
             known.asked_at.update(dict.fromkeys(overdue, now))
             next_ask = min(known.asked_at.values(), default=_NEVER)

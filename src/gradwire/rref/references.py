@@ -242,8 +242,8 @@ class References:
             state.check()
             state.use()
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
-        child, maker = self.new_id(), None
-        with self._decisions as known, known.lock:
+        child, maker, known = self.new_id(), None, self._decisions
+        with known.lock:  # nothing is to be done; and what others left must not run in the middle of packing
             if isinstance(state, Owned):
                 known.share(state)
                 is_sent = known.ownership.sent(state.rref_id, None, child, receiver)
