@@ -45,8 +45,11 @@ Interrupt = Callable[..., None]
 
 
 @pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
     """``interrupt(Class, "method")``: Ctrl-C when the main thread enters that method for the first time."""
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell may have told its background jobs to ignore it
 
     def prepare(owner: Any, name: str, is_meant: Callable[[Any], bool] = lambda self: True) -> None:
         original, has_hit = getattr(owner, name), False
@@ -60,7 +63,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
 
         monkeypatch.setattr(owner, name, entered)
 
-    return prepare
+    yield prepare
+    signal.signal(signal.SIGINT, before)
 
 
 def lane_of(agent: Agent, name: str = "b") -> OpenLane:
