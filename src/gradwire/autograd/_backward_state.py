@@ -180,14 +180,19 @@ class BackwardState:
         """The worker joins the pass; `heard` are those whose message made it join and is handled next."""
         actions: list[Action] = []
         if self._mode is Mode.SMART:
-            self._offer_shortcuts(heard)
-            reached = {recv for component in self._components for recv in component.recvs}
-            self._answer_nothing((recv for recv in self._recvs if recv not in reached), actions)
+            if self._untouched:
+                self._offer_shortcuts(heard)
+            reached: set[int] = set()
+            for component in self._components:
+                reached |= component.recvs
+            if len(reached) < len(self._recvs):
+                self._answer_nothing([recv for recv in self._recvs if recv not in reached], actions)
             for peer in self._peers_to_wake(heard):
                 self._told.add(peer)
                 actions.append(Tell(peer))
             missed = [send for send, peer in self._sends.items() if peer == self._own and send not in self._recvs]
-            self._settle(dict.fromkeys(missed, False), actions)
+            if missed:
+                self._settle(dict.fromkeys(missed, False), actions)
             for peer in sorted(self._lost):
                 self._do_without(peer, actions)
         for index, component in enumerate(self._components):
@@ -204,7 +209,7 @@ class BackwardState:
         if introduction is not None:
             has = set(introduction.has)
             missed = {send: False for send, to in self._sends.items() if to == peer and send not in has}
-            unknown = tuple(send for send in introduction.expects if send not in self._recvs)
+            unknown = tuple([send for send in introduction.expects if send not in self._recvs])
             if unknown:
                 self._told.add(peer)
                 actions.append(Tell(peer, unknown))
@@ -259,15 +264,14 @@ class BackwardState:
         """What to put on the first message to a worker; None in FAST mode and for this worker itself."""
         if self._mode is Mode.FAST or peer == self._own:
             return None
-        return Introduction(
-            tuple(recv for recv, sender in self._recvs.items() if sender == peer),
-            tuple(send for send, to in self._sends.items() if to == peer),
-            tuple(
-                (send, tuple((self._recvs[origin[0]], *origin) for origin in origins))
-                for send, origins in self._offered.items()
-                if self._sends[send] == peer
-            ),
-        )
+        has = tuple([recv for recv, sender in self._recvs.items() if sender == peer])
+        expects = tuple([send for send, to in self._sends.items() if to == peer])
+        shortcuts = [
+            (send, tuple([(self._recvs[origin[0]], *origin) for origin in origins]))
+            for send, origins in self._offered.items()
+            if self._sends[send] == peer
+        ]
+        return Introduction(has, expects, tuple(shortcuts))
 
     def has_fired(self, recv: int) -> bool:
         """Whether a recv of this pass has fired, or is not part of it."""
@@ -320,7 +324,7 @@ class BackwardState:
         """Workers that might not learn of the pass, or of what was recorded here, without us."""
         skipped = {self._recvs[recv] for recv in self._skipped}
         known = {self._own, *self._told, *self._lost, *(set(heard) - skipped)}
-        waiting = dict.fromkeys(peer for peer in (*self._sends.values(), *skipped) if peer not in known)
+        waiting = dict.fromkeys([peer for peer in (*self._sends.values(), *skipped) if peer not in known])
         return [peer for peer in waiting if self._has_last_word(self._youngest[peer])]
 
     def _has_last_word(self, youngest: Exchange) -> bool:
