@@ -37,8 +37,10 @@ def install() -> None:
     global _patch, _depth
     with _lock:
         if _patch is None:
-            tables = importlib.import_module("gradwire.compat._tables")  # imports all of torch that is answered for
-            _patch = Patch(tables.make_tables())
+            tables = importlib.import_module(
+                "gradwire.compat._tables"
+            )  # imports the parts of gradwire behind the names
+            _patch = tables.make_patch()
             _printing.start()
         _depth += 1
 

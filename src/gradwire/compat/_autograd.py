@@ -48,10 +48,10 @@ def backward(context_id: Any, roots: Any, retain_graph: bool = False) -> None:
         autograd.backward(context_id, roots, retain_graph)
 
 
-def make_tables() -> dict[str, Mapping[str, Any]]:
-    """By torch module, the values of its names."""
+def make_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.autograd``."""
     same = {name: getattr(autograd, name) for name in _SAME}
-    return {"torch.distributed.autograd": {**same, "_init": _init, "backward": backward}}
+    return {**same, "_init": _init, "backward": backward}
 
 
 def make_node_names() -> dict[type, str]:

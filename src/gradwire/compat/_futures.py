@@ -54,6 +54,6 @@ def _complete(outcome: InterruptibleFuture[Any], value: Any) -> None:
             return
 
 
-def make_tables() -> dict[str, Mapping[str, Any]]:
-    """By torch module, the values of its names."""
-    return {"torch.futures": {"wait_all": wait_all}}
+def make_table() -> Mapping[str, Any]:
+    """The names of ``torch.futures``."""
+    return {"wait_all": wait_all}

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire import nn, optim
+
+def make_optimizer_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.optim.optimizer``."""
+    from gradwire import optim
+
+    return {"DistributedOptimizer": optim.DistributedOptimizer}
 
 
-def make_tables() -> dict[str, Mapping[str, Any]]:
-    """By torch module, the values of its names."""
-    return {
-        "torch.distributed.optim.optimizer": {"DistributedOptimizer": optim.DistributedOptimizer},
-        "torch.distributed.nn.api.remote_module": {"RemoteModule": nn.RemoteModule, "_RemoteModule": nn.RemoteModule},
-    }
+def make_remote_module_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.nn.api.remote_module``."""
+    from gradwire import nn
+
+    return {"RemoteModule": nn.RemoteModule, "_RemoteModule": nn.RemoteModule}

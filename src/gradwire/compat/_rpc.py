@@ -28,19 +28,8 @@ _SAME_REGISTRY = (
 )
 
 
-def make_tables() -> dict[str, Mapping[str, Any]]:
-    """By torch module, the values of its names."""
-    return {
-        "torch.distributed.rpc": _package(),
-        "torch.distributed.rpc.api": _api(),
-        "torch.distributed.rpc.functions": {"async_execution": rpc.functions.async_execution},
-        "torch.distributed.rpc.backend_registry": {
-            name: getattr(rpc.backend_registry, name) for name in _SAME_REGISTRY
-        },
-    }
-
-
-def _package() -> dict[str, Any]:
+def make_package_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.rpc``."""
     return {
         **{name: getattr(rpc, name) for name in _SAME},
         "PyRRef": rref.RRef,
@@ -58,7 +47,8 @@ def _package() -> dict[str, Any]:
     }
 
 
-def _api() -> dict[str, Any]:
+def make_api_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.rpc.api``."""
     return {
         **{name: getattr(rpc, name) for name in _SAME_API},
         "RRef": rref.RRef,
@@ -69,3 +59,13 @@ def _api() -> dict[str, Any]:
         "rpc_sync": _calls.rpc_sync,
         "shutdown": _start.shutdown,
     }
+
+
+def make_functions_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.rpc.functions``."""
+    return {"async_execution": rpc.functions.async_execution}
+
+
+def make_registry_table() -> Mapping[str, Any]:
+    """The names of ``torch.distributed.rpc.backend_registry``."""
+    return {name: getattr(rpc.backend_registry, name) for name in _SAME_REGISTRY}

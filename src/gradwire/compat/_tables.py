@@ -1,40 +1,48 @@
 """Which names of which torch modules gradwire answers for.
 
-One function for each part of gradwire. A name is listed at the module that people find it in; wherever else the same object
-is bound (torch's submodules, its C modules, programs), `_patching` finds it.
+One line for each torch module, with the function that makes its table. The function is called when a program has imported the
+module, so what only this table needs (`gradwire.optim`, say) is imported inside the function. A name is listed at the module that people find it in;
+wherever else the same object is bound (torch's submodules, its C modules, programs), `_patching` finds it.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
 
 from torch.autograd import profiler_legacy
 
 from gradwire.compat import _autograd, _futures, _modules, _profiling, _rpc, _rref
+from gradwire.compat._patching import MakeTable, Patch, Table
 from gradwire.rref import RRef
 
-Table = Mapping[str, Any]
+MODULES: dict[str, MakeTable] = {
+    "torch.distributed.rpc": _rpc.make_package_table,
+    "torch.distributed.rpc.api": _rpc.make_api_table,
+    "torch.distributed.rpc.functions": _rpc.make_functions_table,
+    "torch.distributed.rpc.backend_registry": _rpc.make_registry_table,
+    "torch.distributed.autograd": _autograd.make_table,
+    "torch.distributed.optim.optimizer": _modules.make_optimizer_table,
+    "torch.distributed.nn.api.remote_module": _modules.make_remote_module_table,
+    "torch.futures": _futures.make_table,
+}
 
 
-def make_tables() -> dict[ModuleType | type, Table]:
-    """By torch module, the values of its names; imports all of them. By class, its name.
+def make_patch() -> Patch:
+    """Replace the names of all modules that are imported, and see to the others when they are.
 
     Raises:
         RuntimeError: torch's own rpc is running in this process.
     """
-    parts = (_rpc, _autograd, _futures, _modules)
-    named: dict[str, Table] = {name: table for part in parts for name, table in part.make_tables().items()}
-    with warnings.catch_warnings():  # torch warns of itself when its optimizers are imported
-        warnings.simplefilter("ignore")
-        tables: dict[ModuleType | type, Table] = {importlib.import_module(name): item for name, item in named.items()}
     _check_quiet()
-    tables[RRef] = _rref.METHODS
-    tables[profiler_legacy.profile] = {"__enter__": _profiling.enter, "__exit__": _profiling.leave}
-    return {**tables, **{kind: {"__name__": name} for kind, name in _autograd.make_node_names().items()}}
+    return Patch(MODULES, _make_class_tables())
+
+
+def _make_class_tables() -> dict[type, Table]:
+    return {
+        RRef: _rref.METHODS,
+        profiler_legacy.profile: {"__enter__": _profiling.enter, "__exit__": _profiling.leave},
+        **{kind: {"__name__": name} for kind, name in _autograd.make_node_names().items()},
+    }
 
 
 def _check_quiet() -> None:

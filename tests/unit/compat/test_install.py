@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.rpc.api import rpc_sync
 import gradwire
 from gradwire import compat
 from gradwire.compat import _tables
+from gradwire.compat._import_hook import ImportHook
 from gradwire.compat._patching import MISSING, Patch, has_identity
 
 PLACES = (
@@ -65,13 +68,22 @@ def value_at(place: str) -> object:
     return getattr(sys.modules[module], name)
 
 
+def import_all() -> None:
+    """Import all of torch's modules that are answered for."""
+    with warnings.catch_warnings():  # torch warns of itself when its optimizers are imported
+        warnings.simplefilter("ignore")
+        for name in _tables.MODULES:
+            importlib.import_module(name)
+        importlib.import_module("torch.distributed.nn")
+
+
 def home_of(value: object) -> str:
     return str(value.__module__).partition(".")[0]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_place_has_gradwire_s_object_and_then_the_old_one(place: str) -> None:
-    _tables.make_tables()  # imports all of torch's modules
+    import_all()
     before = value_at(place)
     assert home_of(before) == "torch"
     with compat.installed():
@@ -80,7 +92,8 @@ def test_every_place_has_gradwire_s_object_and_then_the_old_one(place: str) -> N
 
 
 def test_uninstall_restores_the_identity_of_everything() -> None:
-    patch = Patch(_tables.make_tables())
+    import_all()
+    patch = _tables.make_patch()
     changes = patch.changes
     patch.undo()
     patch.undo()
@@ -94,13 +107,14 @@ def test_uninstall_restores_the_identity_of_everything() -> None:
             assert vars(holder)[name] is old, (holder, name)
 
 
-def test_a_patch_that_fails_leaves_nothing() -> None:
-    module = types.ModuleType("half_done")
-    module.first = before = object()  # type: ignore[attr-defined]
+def test_a_patch_that_fails_leaves_nothing(program: types.ModuleType) -> None:
+    program.first = before = object()  # type: ignore[attr-defined]
+    tables = {program.__name__: lambda: {"first": 1, "second": 2}}
     with pytest.raises(TypeError):
-        Patch({module: {"first": 1, "second": 2}, int: {"real": 3}})  # a built-in class cannot be changed
-    assert vars(module)["first"] is before
-    assert "second" not in vars(module)
+        Patch(tables, {int: {"real": 3}})  # a built-in class cannot be changed
+    assert vars(program)["first"] is before
+    assert "second" not in vars(program)
+    assert [hook for hook in sys.meta_path if isinstance(hook, ImportHook)] == []
 
 
 def test_modules_imported_before_are_reached(program: types.ModuleType) -> None:
@@ -136,6 +150,45 @@ def test_modules_imported_later_get_gradwire_s() -> None:
         assert names["context"] is gradwire.autograd.context
         assert names["backward"] is not before
     assert dist_autograd.backward is before
+
+
+LATER = """
+import sys
+from gradwire import compat
+
+HEAVY = ("torch.distributed.optim", "torch.distributed.nn", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy")
+
+def home(value):
+    return value.__module__.partition(".")[0]
+
+compat.install()
+print(*[name for name in HEAVY if name in sys.modules])
+import importlib
+import torch.distributed.nn, torch.distributed.optim
+from torch.distributed.nn.api import remote_module
+from torch.distributed.optim import optimizer
+PLACES = ((torch.distributed.nn, "RemoteModule"), (remote_module, "_RemoteModule"), (optimizer, "DistributedOptimizer"),
+    (torch.distributed.optim, "DistributedOptimizer"))
+print(*[home(getattr(*place)) for place in PLACES])
+print(type(optimizer.__loader__).__name__, type(optimizer.__spec__.loader).__name__)
+print(home(importlib.reload(optimizer).DistributedOptimizer))
+compat.uninstall()
+print(*[home(getattr(*place)) for place in PLACES])
+print(*[getattr(*place).__name__ for place in PLACES])
+"""
+
+
+def test_torch_s_modules_that_are_imported_later_are_changed_then_and_changed_back() -> None:
+    run = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "",
+        "gradwire gradwire gradwire gradwire",
+        "SourceFileLoader SourceFileLoader",
+        "gradwire",
+        "torch torch torch torch",
+        "RemoteModule _RemoteModule DistributedOptimizer DistributedOptimizer",
+    ]
 
 
 def test_this_module_is_one_of_those() -> None:

@@ -11,43 +11,43 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-
-class AfterTorch:
-    """Finds torch as ever, and has compat installed when its import has ended."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """The import system's question; answered for torch alone, and once."""
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then_install(spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
+_HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _then_install(execute: Any) -> Any:
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
+def _install_after_torch() -> None:
+    # By its path: importing it as a part of gradwire would import torch now.
+    path = os.path.join(os.path.dirname(_HERE), "_import_hook.py")
+    spec = importlib.util.spec_from_file_location("_gradwire_import_hook", path)
+    assert spec is not None
+    hooks: Any = _execute(spec)
+
+    def on_imported(module: ModuleType) -> None:
+        hook.remove()
         from gradwire import compat
 
         compat.install()
 
-    return exec_module
+    hook = hooks.ImportHook(("torch",), on_imported)
+    hook.install()
 
 
 def _run_other_sitecustomize() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if spec is not None:
+        _execute(spec)
+
+
+def _execute(spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    module = importlib.util.module_from_spec(spec)
+    if spec.loader is not None:
+        spec.loader.exec_module(module)
+    return module
 
 
 if os.environ.get("GRADWIRE_COMPAT") == "1":
-    sys.meta_path.insert(0, AfterTorch())
+    _install_after_torch()
 _run_other_sitecustomize()
