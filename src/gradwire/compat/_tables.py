@@ -1,8 +1,9 @@
 """Which names of which torch modules gradwire answers for.
 
-One line for each torch module, with the function that makes its table. The function is called when a program has imported the
-module, so what only this table needs (`gradwire.optim`, say) is imported inside the function. A name is listed at the module that people find it in;
-wherever else the same object is bound (torch's submodules, its C modules, programs), `_patching` finds it.
+One line for each torch module, with the function that makes its table. The function is called when a program has imported
+the module, so what only this table needs (`gradwire.optim`, say) is imported inside the function. A name is listed at the
+module that people find it in; wherever else the same object is bound (torch's submodules, its C modules, programs),
+`_patching` finds it.
 """
 
 from __future__ import annotations
