@@ -21,7 +21,7 @@ _hook_locks = [threading.RLock() for _ in range(_NUM_LOCKS)]
 
 def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
     """A gradient that shares no memory with those seen before, nor with itself, so that it may be changed in place."""
-    if gradient.layout is not torch.strided or not gradient.numel():
+    if gradient.layout is not torch.strided or gradient.is_nested or not gradient.numel():
         return gradient
     address = gradient.data_ptr()
     if address in seen or 0 in gradient.stride():

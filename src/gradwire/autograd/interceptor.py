@@ -13,7 +13,7 @@ from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import RESULT
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall
-from gradwire.errors import DecodeError, UnknownContext
+from gradwire.errors import CannotSend, DecodeError, UnknownContext
 from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 
@@ -63,6 +63,22 @@ class AutogradInterceptor(Interceptor):
         elif envelope.kind == "reply":
             return None
         return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())
+
+    def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuses tensors whose gradients would be lost.
+
+        Raises:
+            CannotSend: Always.
+        """
+        kind = type(tensors[0])
+        what = (
+            f"an argument of {envelope.function}" if envelope.kind == "call" else f"the result of {envelope.function}"
+        )
+        raise CannotSend(
+            f"{what} is a {kind.__module__}.{kind.__qualname__} that requires grad, and inside an autograd context it "
+            f"cannot be sent to {envelope.peer.name}: gradients do not get through its __reduce_ex__. Send a tensor that "
+            f"it is made of, or its detach()"
+        )
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Records a recv: the tensors that were recorded by the sender become outputs of its node.

@@ -180,7 +180,7 @@ class Caller(Finisher):
             lane = self._room_on(call)
         if agent.codec.has_interest_in_calls():
             envelope = Envelope("call", lane.address.info, call.function)
-            message.notes = agent.codec.outgoing_notes(envelope, packed.tensors)
+            message.notes = agent.codec.outgoing_notes(envelope, packed)
         if holder.notes is not None:
             message.notes = {**message.notes, **holder.notes}
         while not self._send(lane, call, message, packed):

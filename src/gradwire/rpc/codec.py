@@ -171,7 +171,7 @@ class Codec:
         return False
 
     def outgoing_notes(
-        self, envelope: Envelope, values: Sequence[torch.Tensor], call_notes: dict[str, Any] | None = None
+        self, envelope: Envelope, packed: objects.Packed, call_notes: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What the interceptors attach to a message that leaves; a reply's are told what came with the call."""
         notes = {}
@@ -182,7 +182,9 @@ class Codec:
                 envelope = Envelope(envelope.kind, envelope.peer, envelope.function, call_notes[interceptor.name])
             elif not interceptor.wants_calls():
                 continue
-            note = interceptor.outgoing(envelope, values)
+            if packed.untracked:
+                interceptor.on_untracked(envelope, packed.untracked)
+            note = interceptor.outgoing(envelope, packed.tensors)
             if note is not None:
                 notes[interceptor.name] = note
         return notes

@@ -253,7 +253,7 @@ class Incoming:
         if request.notes:
             envelope = Envelope("reply", self.info, request.function)
             try:
-                message.notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
+                message.notes = codec.outgoing_notes(envelope, packed, request.notes)
             except BaseException as error:
                 self._fail_instead(request, packed, error)
                 return

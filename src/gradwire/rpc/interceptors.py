@@ -61,6 +61,13 @@ class Interceptor:
         """Sees the tensors of a message that leaves; returns a note to attach, or None."""
         return None
 
+    def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
+        """Sees tensors of a message that leaves that require grad, but are not among those that `outgoing` sees.
+
+        Raises:
+            CannotSend: They must not leave.
+        """
+
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sees a message that came with a note; returns the tensors to use in place of those that came."""
         return tensors

@@ -45,7 +45,7 @@ class LocalSource:
         self, call: PendingCall, function: str, packed: objects.Packed, notes: dict[str, Any] | None = None
     ) -> None:
         """Queues a call to oneself."""
-        found = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed.tensors)
+        found = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed)
         captured = objects.Packed(packed.codec, packed.body, self._copies(packed.tensors), packed.trip)
         timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
         request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
@@ -72,7 +72,7 @@ class LocalSource:
         codec = self._agent.codec
         packed = codec.pack(value, self.info.name, shares_main=True)
         envelope = Envelope("reply", self.info, request.function)
-        notes = codec.outgoing_notes(envelope, packed.tensors, request.notes)
+        notes = codec.outgoing_notes(envelope, packed, request.notes)
         values = codec.incoming(envelope, notes, self._copies(packed.tensors))
         self._finish(request, codec.unpack(packed.codec, packed.body, values, self.info.name), None)
 

@@ -74,10 +74,10 @@ def carry(function: Any) -> CarriedFunction | None:
     if known is not None and len(known[0]) == len(parts) and all(map(_is_same, known[0], parts)):
         return known[1]
     try:
-        body, tensors = _pickled.dumps(function)
+        body, table = _pickled.dumps(function)
     except (CannotSend, Exception):  # the usual way says what is wrong
         return None
-    if tensors:
+    if table.tensors:
         return None
     made = CarriedFunction(body)
     _carried[function] = (parts, made)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import torch
+
 _MAX_TRIES: Final = 2000
 
 
@@ -46,7 +48,7 @@ def _children(value: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, set | frozenset):
         for item in value:
             yield "[item]", item
-    else:
+    elif not isinstance(value, torch.Tensor):  # a subclass stands for itself, whatever it holds
         yield from _inside_of(value)
 
 

@@ -19,6 +19,7 @@ import torch
 from gradwire.errors import CannotSend, DecodeError
 from gradwire.wire._plain import TensorTable
 from gradwire.wire._registry import BY_KIND
+from gradwire.wire._subclasses import is_ordinary, is_storage, reduce_storage, reduce_tensor
 
 MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
 _KEEP_PICKLERS: Final = 16
@@ -50,10 +51,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        # Tensors stay outside, except for those of registered classes, which know what they consist of.
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND else None
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and is_ordinary(obj) else None
 
     def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce(obj, self.table)
+        if reduced is not NotImplemented:
+            return reduced
         is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES
         if is_of_main and not (self.shares_main and is_in_script(obj)):
             raise _ByValue
@@ -74,8 +77,23 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        # Tensors stay outside, except for those of registered classes, which know what they consist of.
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and type(obj) not in BY_KIND else None
+        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and is_ordinary(obj) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce(obj, self.table)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _reduce(obj: Any, table: TensorTable) -> Any:
+    """What tensors that are not ordinary, and storages, consist of; `NotImplemented` for everything else."""
+    if is_storage(obj):
+        return reduce_storage(obj)
+    if not isinstance(obj, torch.Tensor) or type(obj) in BY_KIND:  # registered classes know it themselves
+        return NotImplemented
+    reduced, is_tracked = reduce_tensor(obj)
+    if not is_tracked:
+        table.untracked.append(obj)
+    return reduced
 
 
 class _Unpickler(pickle.Unpickler):
@@ -97,8 +115,8 @@ class _Unpickler(pickle.Unpickler):
 _idle: deque[_Pickler] = deque(maxlen=_KEEP_PICKLERS)
 
 
-def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle a value.
+def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, TensorTable]:
+    """Pickle a value. Its tensors are in the table.
 
     Args:
         value: What to pickle.
@@ -116,21 +134,21 @@ def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, list[torch.Tens
         buffer = io.BytesIO()
         pickler = _CloudPickler(buffer)
         pickler.dump(value)
-        return buffer.getvalue(), pickler.table.tensors
+        return buffer.getvalue(), pickler.table
 
 
-def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, list[torch.Tensor]]:
+def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTable]:
     try:
         pickler = _idle.pop()
     except IndexError:
         pickler = _Pickler()
     pickler.shares_main = shares_main
     pickler.dump(value)  # a pickler that failed is not kept
-    body, tensors = pickler.buffer.getvalue(), pickler.table.tensors
+    body, table = pickler.buffer.getvalue(), pickler.table
     if len(body) < _KEEP_BYTES:
         pickler.reset()
         _idle.append(pickler)
-    return body, tensors
+    return body, table
 
 
 def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:

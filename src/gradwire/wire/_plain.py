@@ -56,11 +56,12 @@ class NotPlain(Exception):
 class TensorTable:
     """The tensors of one message in order of first use, each once."""
 
-    __slots__ = ("_indices", "max_items", "tensors")
+    __slots__ = ("_indices", "max_items", "tensors", "untracked")
 
     def __init__(self, max_items: float = float("inf")) -> None:
         self.max_items = max_items  # in one container; others are left to pickle, which is faster with many
         self.tensors: list[torch.Tensor] = []
+        self.untracked: list[torch.Tensor] = []  # not in the table; require grad, and gradients do not get through
         self._indices: dict[int, int] = {}  # by id; the list keeps the tensors alive, so ids stay unique
 
     def index_of(self, tensor: torch.Tensor) -> int:
@@ -108,6 +109,8 @@ def _encode_int(value: int, table: TensorTable, depth: int) -> Any:
 
 
 def _encode_tensor(value: torch.Tensor, table: TensorTable, depth: int) -> Any:
+    if value.is_quantized or value.is_nested:
+        raise NotPlain(value)
     index = table.index_of(value)
     return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
 

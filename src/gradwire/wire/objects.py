@@ -26,6 +26,7 @@ from gradwire.wire._functions import function_name, resolve_function
 from gradwire.wire._locate import locate
 from gradwire.wire._registry import register_plain_class, register_plain_type
 from gradwire.wire._scan import check_structure
+from gradwire.wire.tensors import describe
 
 __all__ = [
     "BARE",
@@ -72,12 +73,14 @@ class Packed(msgspec.Struct, frozen=True):
         body: The value without its tensors.
         tensors: The tensors, in the order in which `body` numbers them.
         trip: For whoever packs: what the value holds that must know whether it arrives; opaque here.
+        untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
     """
 
     codec: int
     body: bytes
     tensors: list[torch.Tensor]
     trip: Any = None
+    untracked: list[torch.Tensor] = _NO_VALUE
 
 
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
@@ -101,7 +104,7 @@ def pack_bare(value: Any) -> Packed | None:
     if value is None:
         return Packed(NONE, b"", _NO_VALUE)
     if kind is _TENSOR_TYPE:
-        return Packed(TENSOR, b"", [value])
+        return None if value.is_quantized or value.is_nested else Packed(TENSOR, b"", [value])
     if kind is tuple and len(value) == 2:
         args, kwargs = value
         if type(args) is tuple and type(kwargs) is dict and not kwargs:
@@ -127,7 +130,7 @@ def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = Fal
 
 def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
     for item in args:  # a loop: half the cost of all() over a generator
-        if type(item) is not _TENSOR_TYPE:
+        if type(item) is not _TENSOR_TYPE or item.is_quantized or item.is_nested:
             return False
     return len(args) == 1 or len(set(map(id, args))) == len(args)
 
@@ -179,7 +182,8 @@ def _check_outgoing(body: bytes, limits: Limits) -> None:
 
 def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     try:
-        return Packed(PICKLE, *_pickled.dumps(value, shares_main))
+        body, table = _pickled.dumps(value, shares_main)
+        return Packed(PICKLE, body, table.tensors, None, table.untracked)
     except (CannotSend, WorkerLost):  # a reference whose owner is gone
         raise
     except Exception as error:
@@ -205,6 +209,8 @@ def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
         return True
 
     where, culprit = locate(value, is_plain)
+    if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
+        describe(culprit, limits)
     return CannotSend(
         f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '
         "data. Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, "
