@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from gradwire import autograd, checkpoint, config, errors, nn, optim, rpc, runtime, shard
-from gradwire.cluster import Cluster
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradwire import autograd, config, errors, nn, rpc, runtime
 from gradwire.types import WorkerInfo
+
+if TYPE_CHECKING:
+    from gradwire import checkpoint, optim, shard
+    from gradwire.cluster import Cluster
 
 __version__ = "0.1.0.dev0"
 
@@ -22,3 +28,15 @@ __all__ = [
     "runtime",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Cluster":
+        return importlib.import_module("gradwire.cluster").Cluster
+    if name == "cluster" or name in runtime.DEFERRED:
+        return importlib.import_module(f"gradwire.{name}")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`import gradwire` is quiet: no thread, no socket, no file, and nothing of torch's own rpc."""
+"""`import gradwire` is quiet and light: no thread, no socket, no file, and nothing that many programs do not use."""
 
 from __future__ import annotations
 
@@ -32,14 +32,35 @@ print(json.dumps({
 """
 
 
+HEAVY = (
+    "cryptography",
+    "rich",
+    "safetensors",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed._shard",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+)
+DEFERRED = ("gradwire.checkpoint", "gradwire.cluster", "gradwire.optim", "gradwire.shard")
+
+
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, Any]:
     """What happens in a fresh process that imports the package."""
-    command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{PROGRAM}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
+    found: dict[str, Any] = run(PROGRAM)
     return found
+
+
+def run(program: str) -> Any:
+    command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_no_thread_is_started(outcome: dict[str, Any]) -> None:
@@ -61,3 +82,22 @@ def test_neither_tests_nor_optional_parts_come_along(outcome: dict[str, Any]) ->
     unwanted = ("gradwire.testing", "gradwire.cli", "gradwire.dashboard", "gradwire.compat", "pytest", "ray")
     assert [name for name in outcome["modules"] if name.startswith(unwanted)] == []
     assert "gradwire.rpc.agent" in outcome["modules"]
+
+
+def test_libraries_and_packages_that_many_programs_do_not_use_stay_out(outcome: dict[str, Any]) -> None:
+    assert [name for name in outcome["modules"] if name.startswith((*HEAVY, *DEFERRED))] == []
+
+
+def test_compat_brings_nothing_but_itself() -> None:
+    """Every rank of a program under compat pays for it."""
+    found = run(PROGRAM.replace("import gradwire\n", "import gradwire.compat\ngradwire.compat.install()\n"))
+    assert "gradwire.compat._rpc" in found["modules"]
+    assert [name for name in found["modules"] if name.startswith((*HEAVY, *DEFERRED))] == []
+
+
+def test_packages_are_imported_when_they_are_used() -> None:
+    program = "import gradwire, json\nprint(json.dumps([gradwire.Cluster.__module__, gradwire.cluster.__name__, "
+    program += "gradwire.checkpoint.__name__, gradwire.optim.__name__, gradwire.shard.__name__, dir(gradwire)]))"
+    *found, names = run(program)
+    assert found == ["gradwire.cluster.api", "gradwire.cluster", *DEFERRED[:1], *DEFERRED[2:]]
+    assert set(names) > {"Cluster", "optim", "rpc"}

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 ProgressOption = bool | Callable[[int, int], None] | None
 """None: a bar if somebody looks. False: none. A function: called with the bytes done and the bytes in all."""
@@ -83,6 +83,17 @@ class ByteProgress:
             self._bar.refresh()
 
     def _make_bar(self) -> Progress | None:
+        # Imported when a bar may be shown, which in most processes is never.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
         console = Console(stderr=True)
         if not (sys.stderr.isatty() or console.is_jupyter):
             return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _DELAY_S = 1.0
 
@@ -47,6 +48,17 @@ class DelayedProgress:
             self._bar.refresh()
 
     def _make_bar(self) -> Progress | None:
+        # Imported when a bar may be shown, which in most processes is never.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         console = Console(stderr=True)
         if not (sys.stderr.isatty() or console.is_jupyter):
             return None

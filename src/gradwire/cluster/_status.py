@@ -7,10 +7,10 @@ import os
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _STYLES = {"running": "green", "starting": "yellow", "leaving": "yellow", "lost": "bold red"}
 
@@ -67,6 +67,8 @@ class ClusterStatus(Sequence[WorkerStatus]):
         return hash(self._workers)
 
     def __rich__(self) -> Table:
+        from rich.table import Table
+
         table = Table()
         for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
@@ -76,6 +78,8 @@ class ClusterStatus(Sequence[WorkerStatus]):
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         file = io.StringIO()
         Console(file=file, width=120, color_system=None).print(self)
         return file.getvalue().rstrip("\n")

@@ -43,6 +43,7 @@ from gradwire.cluster._control import (
 )
 from gradwire.cluster._linux import die_with_parent, name_process
 from gradwire.cluster._worker import WorkerFds, flush_output, run_worker
+from gradwire.runtime import import_all
 
 _REAP_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 10.0
@@ -210,5 +211,6 @@ def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
     name_process("gw-template")
     for module in modules:
         importlib.import_module(module)
+    import_all()
     Template(socket.socket(fileno=channel_fd), driver_pid).serve()
     os._exit(0)  # taking torch apart would take half a second, and the driver waits for us

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradwire.errors import ConfigurationError
-from gradwire.wire.objects import register_plain_class
+from gradwire.wire.objects import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,8 @@ def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) ->
 
 def exposed_function(name: str) -> Callable[..., Any] | None:
     """The function exposed under that name."""
-    return _exposed.get(name)
+    function = _exposed.get(name)
+    return _exposed.get(name) if function is None and import_home(name) else function
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:

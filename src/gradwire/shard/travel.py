@@ -243,6 +243,3 @@ def load_pickled(
 
         share_references(made)
     return made
-
-
-torch.serialization.add_safe_globals([load_pickled])  # so that torch.load takes it without weights_only=False

@@ -23,6 +23,7 @@ from msgspec.msgpack import Ext
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.wire._homes import import_home
 from gradwire.wire._registry import BY_KIND, BY_NAME
 
 # Extension codes. Those from _TUPLE on mark an array.
@@ -268,6 +269,8 @@ def _make_dict(items: list[Any], data: bytes) -> dict[Any, Any]:
 def _make_instance(items: list[Any], data: bytes) -> Any:
     name = data.decode()
     entry = BY_NAME.get(name)
+    if entry is None and import_home(name):
+        entry = BY_NAME.get(name)
     if entry is None:
         raise DecodeError(f"no class is registered here as {name[:200]!r} (gradwire.wire.objects.register_plain_class)")
     try:

@@ -23,6 +23,7 @@ from gradwire.types import Trust
 from gradwire.wire import _pickled, _plain
 from gradwire.wire._carried import CarriedFunction, carry
 from gradwire.wire._functions import function_name, resolve_function
+from gradwire.wire._homes import import_home, set_home
 from gradwire.wire._locate import locate
 from gradwire.wire._registry import register_plain_class, register_plain_type
 from gradwire.wire._scan import check_structure
@@ -40,12 +41,14 @@ __all__ = [
     "Packed",
     "carry",
     "function_name",
+    "import_home",
     "pack",
     "pack_bare",
     "pack_other",
     "register_plain_class",
     "register_plain_type",
     "resolve_function",
+    "set_home",
     "unpack",
     "unpack_bare",
 ]

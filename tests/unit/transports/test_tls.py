@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError
-from gradwire.transports import tls
+from gradwire.transports import _certificates, tls
 from gradwire.transports.tls import (
     certified_names,
     check_identity,
@@ -187,8 +187,8 @@ def test_half_an_authority_is_not_replaced(copied: Path, missing: str) -> None:
 
 
 def test_an_expired_authority_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_CA_DAYS", 1)
-    monkeypatch.setattr(tls, "_now", years_ago)
+    monkeypatch.setattr(_certificates, "_CA_DAYS", 1)
+    monkeypatch.setattr(_certificates, "_now", years_ago)
     make_keys(tmp_path, days=1)
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match=r"ca\.pem expired .* new folder"):
@@ -279,7 +279,7 @@ def test_a_client_without_a_certificate_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("expired", ["server", "client"])
 def test_an_expired_certificate_is_refused(copied: Path, expired: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_now", years_ago)
+    monkeypatch.setattr(_certificates, "_now", years_ago)
     make_keys(copied / "old", ["late"], days=1)  # its authority is still valid
     keys = keys_for(copied / "old", "late")
     contexts = {"server": server_context(keys), "client": client_context(keys)}  # made while the clock is wrong
@@ -304,11 +304,13 @@ def test_a_client_of_tls_1_2_is_refused(folder: Path) -> None:
 
 
 def test_a_worker_cannot_sign_for_another(folder: Path, tmp_path: Path) -> None:
-    signer = tls._Identity(
-        x509.load_pem_x509_certificate((folder / "ps0.pem").read_bytes()), tls._read_key(folder / "ps0.key")
+    signer = _certificates._Identity(
+        x509.load_pem_x509_certificate((folder / "ps0.pem").read_bytes()), _certificates._read_key(folder / "ps0.key")
     )
     forged = TlsKeys.in_folder(tmp_path, "forged")
-    tls._write_identity(forged, tls._issue(signer, "trainer", 1), may_replace=True)
+    _certificates._write_identity(
+        forged, _certificates._issue(signer, "urn:gradwire:worker:trainer", 1), may_replace=True
+    )
     chain = forged.certificate.read_bytes() + (folder / "ps0.pem").read_bytes()
     forged.certificate.write_bytes(chain)
     served, _ = shake_hands(server_context(keys_for(folder)), careless_client(folder, forged))
@@ -435,7 +437,7 @@ def test_two_authorities_in_one_file_for_the_time_of_a_change(copied: Path, othe
 @pytest.mark.parametrize(("offset_days", "word"), [(-800, "expired"), (800, "clock")])
 def test_the_wrong_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset_days: int, word: str) -> None:
     then = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=offset_days)
-    monkeypatch.setattr(tls, "_now", lambda: then)
+    monkeypatch.setattr(_certificates, "_now", lambda: then)
     make_keys(tmp_path)
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match=rf"worker\.pem .*{word}"):
@@ -451,8 +453,8 @@ def test_an_authority_that_has_expired(tmp_path: Path) -> None:
     old = builder.not_valid_after(now - datetime.timedelta(days=1)).sign(key, hashes.SHA256())
     keys = TlsKeys.in_folder(tmp_path)
     valid = builder.not_valid_after(now + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
-    leaf = tls._issue(tls._Identity(valid, key), "worker", 1)
-    tls._write_identity(keys, leaf, may_replace=True)
+    leaf = _certificates._issue(_certificates._Identity(valid, key), "urn:gradwire:worker:*", 1)
+    _certificates._write_identity(keys, leaf, may_replace=True)
     keys.ca.write_bytes(old.public_bytes(serialization.Encoding.PEM))
     with pytest.raises(ConfigurationError, match=r"ca\.pem expired"):
         server_context(keys)
