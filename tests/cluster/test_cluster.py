@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -20,6 +21,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
+    AlreadyInitialized,
     CannotSend,
     ConfigurationError,
     LimitExceeded,
@@ -248,10 +250,80 @@ def test_a_worker_that_cannot_start_shows_its_traceback() -> None:
         assert cluster.workers[0].call(tasks.add, 1) == 2
 
 
+def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unguarded.py").write_text("import gradwire\ncluster = gradwire.Cluster.local(1)\n")
+    (tmp_path / "joining.py").write_text("from gradwire import rpc\nrpc.init_rpc('me', rank=0, world_size=1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    guard = r'(?s)%s\.py, line 2, runs because.*    if __name__ == "__main__":\n        %s'
+    with pytest.raises(WorkerStartFailed, match=guard % ("unguarded", r".*Cluster\.local\(\.\.\.\)")):
+        Cluster.local(1, imports=["unguarded"])
+    with Cluster.local(1) as cluster:
+        with pytest.raises(ConfigurationError, match=guard % ("unguarded", r"with gradwire\.Cluster\.local\(\.\.\.\)")):
+            cluster.workers[0].call(importlib.import_module, "unguarded")
+        with pytest.raises(AlreadyInitialized, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
+            cluster.workers[0].call(importlib.import_module, "joining")
+        with pytest.raises(
+            ConfigurationError, match=r"worker0 is a worker of a cluster: only the driver can start one$"
+        ):
+            cluster.workers[0].call(Cluster.local, 1)
+
+
 def test_only_one_cluster_may_be_open(cluster: Cluster) -> None:
-    with pytest.raises(ConfigurationError, match="close"):
+    with pytest.raises(ConfigurationError, match=r"(?s)Cluster\.current\(\)\.close\(\).*replace=True"):
         Cluster.local(1)
     assert cluster.workers[0].call(tasks.add, 1) == 2
+
+
+def test_a_cluster_that_takes_the_place_of_the_open_one(cluster: Cluster) -> None:
+    assert Cluster.current() is cluster
+    with pytest.raises(ConfigurationError, match="n must be"):
+        Cluster.local(0, replace=True)
+    assert Cluster.current() is cluster, "wrong options close nothing"
+    with Cluster.local(1, replace=True) as other:
+        assert Cluster.current() is other
+        assert repr(cluster) == "<Cluster closed>"
+        assert not any(worker.is_alive for worker in cluster.workers)
+        assert other.workers[0].call(tasks.add, 1) == 2
+        cluster.close()
+        assert Cluster.current() is other, "closing the old one again has no effect"
+    assert Cluster.current() is None
+    with Cluster.local(1, replace=True) as alone:
+        assert Cluster.current() is alone
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_rpc_shutdown_in_the_driver_closes_the_cluster(cluster: Cluster, graceful: bool) -> None:
+    started = time.monotonic()
+    future = cluster.workers[0].submit(tasks.take_a_moment)
+    rpc.shutdown(graceful=graceful)
+    assert time.monotonic() - started < 5
+    assert repr(cluster) == "<Cluster closed>"
+    assert Cluster.current() is None
+    assert not any(is_there(worker.pid) for worker in cluster.workers if worker.pid is not None)
+    if graceful:
+        assert future.wait() == "done"
+    else:
+        with pytest.raises(WorkerLost):
+            future.wait()
+    with pytest.raises(NotInitialized):
+        rpc.shutdown()
+
+
+def test_rpc_shutdown_gives_calls_the_time_that_it_is_given(cluster: Cluster, tmp_path: Path) -> None:
+    future = cluster.workers[0].submit(tasks.block_until_killed, str(tmp_path / "ready"))
+    wait_until((tmp_path / "ready").exists)
+    started = time.monotonic()
+    rpc.shutdown(timeout=0.3)
+    assert time.monotonic() - started < 4.5
+    with pytest.raises(WorkerLost):
+        future.wait()
+
+
+def test_rpc_shutdown_in_a_worker_is_the_drivers_business(cluster: Cluster) -> None:
+    for graceful in (True, False):
+        with pytest.raises(RpcError, match=r"worker1 was started by Cluster\.local.*cluster\.close\(\)"):
+            cluster.workers[1].call(rpc.shutdown, graceful)
+    assert cluster.workers[1].call(tasks.add, 1) == 2
 
 
 def test_after_the_end(cluster: Cluster) -> None:

@@ -31,12 +31,21 @@ from gradwire.cluster._control import (
     send_message,
 )
 from gradwire.cluster._linux import name_process
+from gradwire.errors import RpcError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.runtime import start_worker
 
 CALLS_SERVED = "calls_served"  # the control operation that tells how many calls this worker has answered
+
+
+_own: tuple[int, str] | None = None  # process id and name, in a process that was forked to be a worker
+
+
+def own_worker_name() -> str | None:
+    """Return the name of the worker that this process was started to be; None in any other process."""
+    return _own[1] if _own is not None and _own[0] == os.getpid() else None  # a worker may fork processes of its own
 
 
 class WorkerFds(NamedTuple):
@@ -64,14 +73,16 @@ def run_worker(fds: WorkerFds) -> int:
     Returns:
         The exit status for the process.
     """
+    global _own
     start = read_start(fds.start)
+    _own = os.getpid(), start.info.name  # before any import of the user's
     os.close(fds.stdout)
     os.close(fds.stderr)
     lifeline = socket.socket(fileno=fds.lifeline)
     _settle_in(start)
     agent = start_worker(start.info, start.config, StaticDirectory(start.addresses), folder=Path(start.socket_folder))
     agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
-    set_current_agent(agent)
+    set_current_agent(agent, _refuse_shutdown)
     send_message(lifeline, Listening())
     with lifeline:
         _wait_for_leave(lifeline, agent)
@@ -81,6 +92,13 @@ def run_worker(fds: WorkerFds) -> int:
     # The usual end of an interpreter would wait for the user's threads and take torch apart; neither serves anyone.
     atexit._run_exitfuncs()
     return 0
+
+
+def _refuse_shutdown(graceful: bool, timeout: float) -> None:
+    raise RpcError(
+        f"{own_worker_name()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
+        "gradwire.rpc.shutdown() there"
+    )
 
 
 def flush_output() -> None:

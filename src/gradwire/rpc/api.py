@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from gradwire.errors import AlreadyInitialized, NotInitialized
@@ -29,8 +31,12 @@ from gradwire.rpc.store_directory import StoreDirectory
 from gradwire.rpc.worker import start_worker
 from gradwire.types import WorkerInfo
 
+ShutDown = Callable[[bool, float], None]
+"""Does what `shutdown(graceful, timeout)` is asked for."""
+
 _agent: Agent | None = None
-_lock = threading.Lock()  # guards _agent
+_shut_down: ShutDown | None = None  # of a cluster that _agent belongs to; None if it may leave on its own
+_lock = threading.Lock()  # guards _agent and _shut_down
 _thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
 _PREFIX = "gradwire"
 
@@ -55,19 +61,59 @@ def current_agent() -> Agent:
     return agent
 
 
-def set_current_agent(agent: Agent | None) -> None:
-    """Makes an agent the one that the functions of this module use.
+def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) -> None:
+    """Make an agent the one that the functions of this module use.
+
+    Args:
+        agent: The agent, or None for no agent.
+        shut_down: What `shutdown` does instead of `Agent.shutdown`, for an agent that a cluster started.
 
     Raises:
-        ConfigurationError: Another one is running.
+        ConfigurationError: Another agent is running.
     """
-    global _agent
+    global _agent, _shut_down
     with _lock:
-        if agent is not None and _agent is not None and not _agent.is_closed:
-            raise AlreadyInitialized(
-                f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
-            )
-        _agent = agent
+        if agent is not None and agent is not _agent:
+            _check_no_agent()
+        _agent, _shut_down = agent, shut_down
+
+
+def _check_no_agent() -> None:
+    if _agent is not None and not _agent.is_closed:
+        raise AlreadyInitialized(
+            f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
+            f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
+        )
+
+
+def find_import() -> FrameType | None:
+    """Return the frame of the module whose import runs the current code; None if no import does."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    is_import = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+    return frame if is_import else None
+
+
+def guard_hint(statement: str) -> str:
+    """Return advice, to be added to an error, for a script that starts workers while it is imported.
+
+    A worker that needs something from the program's script imports it, and so runs what is not under the guard.
+
+    Args:
+        statement: What has to go under the guard.
+
+    Returns:
+        The advice; empty if no import runs the current code.
+    """
+    frame = find_import()
+    if frame is None:
+        return ""
+    return (
+        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports that file (as "
+        f"{frame.f_globals.get('__name__')}). Put the code that only the program itself is to run under a guard:\n\n"
+        f'    if __name__ == "__main__":\n        {statement}\n'
+    )
 
 
 def init_rpc(
@@ -90,7 +136,7 @@ def init_rpc(
         ConfigurationError: An argument is wrong, or this process is a worker already.
         RendezvousFailed: Not every rank arrived in time; says which.
     """
-    set_current_agent(None if _agent is None or _agent.is_closed else _agent)
+    _check_no_agent()
     if backend is not None:
         backend_registry.find_backend(backend)  # raises if there is no such backend
     options = _as_options(rpc_backend_options)
@@ -135,7 +181,10 @@ def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leaves the cluster.
+    """Leave the cluster.
+
+    In the program that started a `gradwire.Cluster` this closes the cluster, as `Cluster.close` does: it waits for the
+    calls which this process has made (`timeout` seconds, or 5 if that is 0), not for the workers to call `shutdown`.
 
     Args:
         graceful: Wait until every worker has called `shutdown` and all calls have ended. A worker that died is not
@@ -143,10 +192,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: Seconds to wait for that; 0 waits as long as the others live.
 
     Raises:
-        RpcTimeout: Somebody did not come in time; this worker has left all the same.
-        NotInitialized: This process is no worker.
+        RpcTimeout: A worker did not call `shutdown` in time; this one has left all the same.
+        RpcError: This process was started by `Cluster.local`; only the program that started it can end it.
+        NotInitialized: This process is not a worker.
     """
     agent = current_agent()
+    if _shut_down is not None:
+        _shut_down(graceful, timeout)
+        return
     try:
         agent.shutdown(graceful, timeout)
     finally:
@@ -303,8 +356,8 @@ def _close_at_exit() -> None:
 
 def _forget_after_fork() -> None:
     """A forked child is not a worker; the connections are its parent's."""
-    global _agent
-    agent, _agent = _agent, None
+    global _agent, _shut_down
+    agent, _agent, _shut_down = _agent, None, None
     if agent is not None:
         agent.abandon_after_fork()
 
