@@ -108,8 +108,8 @@ class RpcTimeout(RpcError, TimeoutError):
 
     Attributes:
         worker: Name of the worker that was called.
-        phase: Where the call was when time ran out: ``connect``, ``send``, ``queue``, ``run``, ``reply`` or
-            ``unknown`` (the worker did not answer the question).
+        phase: Where the call was when time ran out: ``connect``, ``send``, ``held`` (the worker does not serve calls
+            yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not answer the question).
     """
 
     def __init__(self, message: str, worker: str = "", phase: str = "unknown") -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from gradwire.errors import AlreadyInitialized, NotInitialized
+from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcTimeout
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import CallFuture
@@ -122,8 +122,10 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    start_serving: bool = True,
 ) -> None:
-    """Makes this process a worker and waits for the others.
+    """Make this process a worker, and wait for the others.
 
     Args:
         name: Unique in the cluster.
@@ -131,6 +133,8 @@ def init_rpc(
         rank: 0 to world_size - 1; from ``RANK`` if not given.
         world_size: Number of workers; from ``WORLD_SIZE`` if not given; without either, workers come and go.
         rpc_backend_options: `RpcOptions` or PyTorch's.
+        start_serving: False holds calls of other workers back until this one calls `start_serving`, so that they do not
+            meet a worker that is still setting itself up. They wait as long as their deadline allows.
 
     Raises:
         ConfigurationError: An argument is wrong, or this process is a worker already.
@@ -143,14 +147,16 @@ def init_rpc(
     deadline = time.monotonic() + options.init_timeout
     while True:
         try:
-            _meet(name, rank, world_size, options, deadline)
+            _meet(name, rank, world_size, options, deadline, start_serving)
             return
         except MeetingPointLost:  # rank 0 was just leaving; it may come back
             if time.monotonic() >= deadline:
                 raise
 
 
-def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float) -> None:
+def _meet(
+    name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float, start_serving: bool
+) -> None:
     left_s = max(0.001, deadline - time.monotonic())
     point = open_meeting_point(options.init_method, rank, world_size, left_s)
     directory = StoreDirectory(point, _PREFIX)
@@ -159,6 +165,8 @@ def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, dea
     after = directory.last_incarnation(name)
     agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
     try:
+        if not start_serving:
+            agent.server.hold_calls()
         set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
         directory.publish(agent)
         if point.world_size is not None:
@@ -200,10 +208,48 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     if _shut_down is not None:
         _shut_down(graceful, timeout)
         return
+    if graceful:
+        agent.server.start_serving()  # the others cannot leave before their calls have ended
     try:
         agent.shutdown(graceful, timeout)
     finally:
         set_current_agent(None)
+
+
+def start_serving() -> None:
+    """Serve calls from here on, in a worker that was made with ``init_rpc(..., start_serving=False)``.
+
+    Calls that have arrived since run now. In a worker that serves already this has no effect.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+    """
+    current_agent().server.start_serving()
+
+
+def barrier(worker_names: Sequence[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Block until every worker has called `barrier`.
+
+    Args:
+        worker_names: The workers to wait for, which must name the same ones; all workers if not given, and with a
+            `gradwire.Cluster` the driver, too.
+        timeout: Seconds; 0 for no limit; `UNSET_RPC_TIMEOUT` for the default of calls.
+
+    Raises:
+        RpcTimeout: Some workers did not call it in time; the message names them.
+        WorkerLost: A worker died.
+        ConfigurationError: This worker is not among the named ones; or workers come and go, and none are named.
+    """
+    agent = current_agent()
+    if worker_names is None and not agent.directory.is_fixed:
+        raise ConfigurationError(
+            "barrier() has to be told the names of the workers, because workers come and go: init_rpc was called without "
+            "world_size"
+        )
+    try:
+        _all_gather(None, worker_names, timeout)
+    except RpcTimeout as error:
+        raise RpcTimeout(f"{agent.info.name} timed out in rpc.barrier: {error}", error.worker, error.phase) from error
 
 
 def rpc_sync(
