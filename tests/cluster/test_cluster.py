@@ -80,6 +80,19 @@ def test_a_worker_takes_over_what_the_driver_has(tmp_path: Path, monkeypatch: py
     assert all(name.startswith("gradwire-worker0-") for name in named), named
 
 
+def test_processes_have_the_names_of_their_workers() -> None:
+    long_name = "parameter-server-with-a-long-name"
+    with Cluster.local(2, names=["left", long_name]) as cluster:
+        pids = [worker.pid for worker in cluster.workers]
+        template = cluster.workers[0].call(tasks.parent_id, None)
+        comms, titles = (
+            [Path(f"/proc/{pid}/{file}").read_bytes().rstrip(b"\0\n").decode() for pid in (template, *pids)]
+            for file in ("comm", "cmdline")
+        )
+    assert comms == ["gw-template", "gw-left", "gw-parameter-se"]
+    assert titles == ["gradwire:template", "gradwire:left", f"gradwire:{long_name}"]
+
+
 def test_random_numbers_differ_between_workers_and_torch_repeats_them() -> None:
     draws = []
     for _ in range(2):

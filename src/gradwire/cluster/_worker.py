@@ -110,7 +110,7 @@ def flush_output() -> None:
 
 def _settle_in(start: WorkerStart) -> None:
     """Undoes what a fork shares by mistake, and takes over what the driver has."""
-    name_process(f"gw-{start.info.name}")
+    name_process(start.info.name)
     faulthandler.enable()  # a crash in native code prints where it happened
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start.surroundings.adopt()
