@@ -29,8 +29,8 @@ def die_with_parent(parent_pid: int) -> None:
 def name_process(name: str) -> None:
     """Set the names that tools show for this process.
 
-    ``top`` and ``ps -o comm`` show ``gw-<name>``, of which the kernel keeps 15 bytes; ``ps aux``, ``htop`` and ``nvidia-smi``
-    show the command line, which becomes ``gradwire:<name>``.
+    ``top`` and ``ps -o comm`` show ``gw-<name>``, of which the kernel keeps 15 bytes. ``ps aux``, ``htop`` and
+    ``nvidia-smi`` show the command line, which becomes ``gradwire:<name>``.
     """
     _libc.prctl(_PR_SET_NAME, f"gw-{name}".encode(), 0, 0, 0)
     with contextlib.suppress(OSError, IndexError, ValueError):  # /proc is missing or closed: it is only a name
