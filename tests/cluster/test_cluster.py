@@ -287,6 +287,8 @@ def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatc
     guard = r'(?s)%s\.py, line 2, runs because.*    if __name__ == "__main__":\n        %s'
     with pytest.raises(WorkerStartFailed, match=guard % ("unguarded", r".*Cluster\.local\(\.\.\.\)")):
         Cluster.local(1, imports=["unguarded"])
+    with pytest.raises(WorkerStartFailed, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
+        Cluster.local(1, imports=["joining"])
     with Cluster.local(1) as cluster:
         with pytest.raises(ConfigurationError, match=guard % ("unguarded", r"with gradwire\.Cluster\.local\(\.\.\.\)")):
             cluster.workers[0].call(importlib.import_module, "unguarded")

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from gradwire.cluster._worker import own_worker_name
 from gradwire.cluster.launcher import WorkerHandle, WorkerSpec
 from gradwire.cluster.local import LocalLauncher
 from gradwire.cluster.options import LocalOptions
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.api import current_agent, find_import, guard_hint, set_current_agent
+from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for, set_current_agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -67,7 +66,7 @@ def start_local(options: LocalOptions, make: MakeCluster[C]) -> C:
 
 def _check_no_other() -> None:
     hint = guard_hint("with gradwire.Cluster.local(...) as cluster:\n            ...")
-    if (name := own_worker_name()) is not None:
+    if (name := reserved_for()) is not None:
         raise ConfigurationError(f"{name} is a worker of a cluster: only the driver can start one{hint}")
     if _imports_the_script():
         raise ConfigurationError(f"the program's script was imported, and would start a second cluster{hint}")

@@ -33,19 +33,11 @@ from gradwire.cluster._control import (
 from gradwire.cluster._linux import name_process
 from gradwire.errors import RpcError
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.api import set_current_agent
+from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.runtime import start_worker
 
 CALLS_SERVED = "calls_served"  # the control operation that tells how many calls this worker has answered
-
-
-_own: tuple[int, str] | None = None  # process id and name, in a process that was forked to be a worker
-
-
-def own_worker_name() -> str | None:
-    """Return the name of the worker that this process was started to be; None in any other process."""
-    return _own[1] if _own is not None and _own[0] == os.getpid() else None  # a worker may fork processes of its own
 
 
 class WorkerFds(NamedTuple):
@@ -73,9 +65,8 @@ def run_worker(fds: WorkerFds) -> int:
     Returns:
         The exit status for the process.
     """
-    global _own
     start = read_start(fds.start)
-    _own = os.getpid(), start.info.name  # before any import of the user's
+    reserve_process(start.info.name)  # before any import of the user's
     os.close(fds.stdout)
     os.close(fds.stderr)
     lifeline = socket.socket(fileno=fds.lifeline)
@@ -96,7 +87,7 @@ def run_worker(fds: WorkerFds) -> int:
 
 def _refuse_shutdown(graceful: bool, timeout: float) -> None:
     raise RpcError(
-        f"{own_worker_name()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
+        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
         "gradwire.rpc.shutdown() there"
     )
 

@@ -37,6 +37,7 @@ ShutDown = Callable[[bool, float], None]
 _agent: Agent | None = None
 _shut_down: ShutDown | None = None  # of a cluster that _agent belongs to; None if it may leave on its own
 _lock = threading.Lock()  # guards _agent and _shut_down
+_reserved_for: str | None = None  # the worker that a cluster started this process to be
 _thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
 _PREFIX = "gradwire"
 
@@ -84,6 +85,17 @@ def _check_no_agent() -> None:
             f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
+
+
+def reserve_process(name: str) -> None:
+    """Note that a cluster started this process to be one worker: `init_rpc` and `Cluster.local` are refused in it."""
+    global _reserved_for
+    _reserved_for = name
+
+
+def reserved_for() -> str | None:
+    """Return the name of the worker that a cluster started this process to be; None in any other process."""
+    return _reserved_for
 
 
 def find_import() -> FrameType | None:
@@ -141,6 +153,11 @@ def init_rpc(
         RendezvousFailed: Not every rank arrived in time; says which.
     """
     _check_no_agent()
+    if _reserved_for is not None:
+        raise AlreadyInitialized(
+            f"this process was started by Cluster.local to be worker {_reserved_for}, and cannot be another one"
+            f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
+        )
     if backend is not None:
         backend_registry.find_backend(backend)  # raises if there is no such backend
     options = _as_options(rpc_backend_options)
@@ -402,8 +419,8 @@ def _close_at_exit() -> None:
 
 def _forget_after_fork() -> None:
     """A forked child is not a worker; the connections are its parent's."""
-    global _agent, _shut_down
-    agent, _agent, _shut_down = _agent, None, None
+    global _agent, _shut_down, _reserved_for
+    agent, _agent, _shut_down, _reserved_for = _agent, None, None, None
     if agent is not None:
         agent.abandon_after_fork()
 
