@@ -243,8 +243,8 @@ class Cluster:
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:
         """Calls a function once for each item, spread over the workers that live.
 
-        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal or in a notebook
-        if it takes longer than a second.
+        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal, or in a
+        notebook with ipywidgets, if it takes longer than a second.
 
         Args:
             function: Called with one item.
