@@ -10,6 +10,7 @@ GradwireError
       LimitExceeded                      a frame that is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
+  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
   RpcError (RuntimeError)
     RpcTimeout (TimeoutError)            the deadline passed; says in which phase
@@ -87,6 +88,13 @@ class AuthenticationFailed(TransportError):
     """The other side could not show that it belongs to this cluster."""
 
 
+class WaitTimeout(GradwireError, TimeoutError):
+    """A thread waited for a future as long as it wanted to. The future is not completed, and the call goes on.
+
+    The deadline of the call itself is another matter: when that passes, the call ends with `RpcTimeout`.
+    """
+
+
 class CannotSend(GradwireError, TypeError, RuntimeError):
     """A value or tensor that cannot travel to another worker; the message says which and why."""
 
@@ -100,8 +108,8 @@ class RpcTimeout(RpcError, TimeoutError):
 
     Attributes:
         worker: Name of the worker that was called.
-        phase: Where the call was when time ran out: ``connect``, ``send``, ``queue``, ``run``, ``reply`` or
-            ``unknown`` (the worker did not answer the question).
+        phase: Where the call was when time ran out: ``connect``, ``send``, ``held`` (the worker does not serve calls
+            yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not answer the question).
     """
 
     def __init__(self, message: str, worker: str = "", phase: str = "unknown") -> None:

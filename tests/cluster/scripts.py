@@ -20,18 +20,28 @@ _SOURCE = str(Path(gradwire.__file__).parents[1])
 
 
 class Script:
-    """A running program. Leaving the block checks that neither a process nor a file is left of it."""
+    """A running program. Leaving the block checks that neither a process nor a file is left of it.
 
-    def __init__(self, folder: Path, text: str, **streams: Any) -> None:
+    Args:
+        folder: Where it runs.
+        text: The program; without it, an interactive interpreter is started that reads what `enter` gives it.
+        **streams: For `subprocess.Popen`.
+    """
+
+    def __init__(self, folder: Path, text: str | None = None, **streams: Any) -> None:
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.temp = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: sockets have short paths
-        path = folder / "program.py"
-        path.write_text(textwrap.dedent(text))
+        arguments = ["-i", "-q"]
+        if text is not None:
+            path = folder / "program.py"
+            path.write_text(textwrap.dedent(text))
+            arguments = [str(path)]
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp), "PYTHONPATH": _SOURCE}
         self.process = subprocess.Popen(
-            [sys.executable, str(path)],
+            [sys.executable, *arguments],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+            **({"stdin": subprocess.PIPE} if text is None else {}),
             env=environment,
             cwd=folder,
             text=True,
@@ -50,6 +60,12 @@ class Script:
             wait_until(lambda: not os.listdir(self.temp), what=f"the removal of {os.listdir(self.temp)}")
         finally:
             shutil.rmtree(self.temp, ignore_errors=True)
+
+    def enter(self, cell: str) -> None:
+        """Types a block of code into an interactive interpreter."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(textwrap.dedent(cell).strip() + "\n\n")
+        self.process.stdin.flush()
 
     def line(self) -> str:
         """The next line of its output."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gradwire import rpc
+from gradwire.testing import wait_until
 
 
 @rpc.expose
@@ -109,3 +110,12 @@ def ignore_sigterm() -> None:
 def is_imported(module: str) -> bool:
     """Whether this worker has a module already."""
     return module in sys.modules
+
+
+def show_bar(path: str) -> None:
+    """Rewrites a line, as progress bars do, and ends it when a file is there."""
+    for percent in range(11):
+        sys.stderr.write(f"\r{percent:3}%")
+        sys.stderr.flush()
+    wait_until(Path(path).exists)
+    sys.stderr.write("\r100%\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -20,6 +21,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
+    AlreadyInitialized,
     CannotSend,
     ConfigurationError,
     LimitExceeded,
@@ -76,6 +78,19 @@ def test_a_worker_takes_over_what_the_driver_has(tmp_path: Path, monkeypatch: py
     named = [name for name in process["thread_names"] if name != "MainThread"]
     assert named
     assert all(name.startswith("gradwire-worker0-") for name in named), named
+
+
+def test_processes_have_the_names_of_their_workers() -> None:
+    long_name = "parameter-server-with-a-long-name"
+    with Cluster.local(2, names=["left", long_name]) as cluster:
+        pids = [worker.pid for worker in cluster.workers]
+        template = cluster.workers[0].call(tasks.parent_id, None)
+        comms, titles = (
+            [Path(f"/proc/{pid}/{file}").read_bytes().rstrip(b"\0\n").decode() for pid in (template, *pids)]
+            for file in ("comm", "cmdline")
+        )
+    assert comms == ["gw-template", "gw-left", "gw-parameter-se"]
+    assert titles == ["gradwire:template", "gradwire:left", f"gradwire:{long_name}"]
 
 
 def test_random_numbers_differ_between_workers_and_torch_repeats_them() -> None:
@@ -191,6 +206,23 @@ def test_what_workers_print_appears_with_their_name(capsys: pytest.CaptureFixtur
     assert err == "[left] warning\n"
 
 
+def test_progress_bars_of_workers_appear_while_they_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = ""
+    with Cluster.local(2) as cluster:
+        for worker in cluster.workers:
+            worker.submit(tasks.show_bar, str(tmp_path / "go on"))
+
+        def are_shown() -> bool:
+            nonlocal shown
+            shown += capsys.readouterr().err
+            return {"[worker0]  10%", "[worker1]  10%"} <= set(shown.splitlines())
+
+        wait_until(are_shown)
+        (tmp_path / "go on").touch()
+    shown += capsys.readouterr().err
+    assert sorted(shown.splitlines()) == ["[worker0]  10%", "[worker0] 100%", "[worker1]  10%", "[worker1] 100%"]
+
+
 def test_a_crash_in_native_code_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with Cluster.local(1) as cluster:
         with pytest.raises(WorkerLost):
@@ -248,10 +280,82 @@ def test_a_worker_that_cannot_start_shows_its_traceback() -> None:
         assert cluster.workers[0].call(tasks.add, 1) == 2
 
 
+def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unguarded.py").write_text("import gradwire\ncluster = gradwire.Cluster.local(1)\n")
+    (tmp_path / "joining.py").write_text("from gradwire import rpc\nrpc.init_rpc('me', rank=0, world_size=1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    guard = r'(?s)%s\.py, line 2, runs because.*    if __name__ == "__main__":\n        %s'
+    with pytest.raises(WorkerStartFailed, match=guard % ("unguarded", r".*Cluster\.local\(\.\.\.\)")):
+        Cluster.local(1, imports=["unguarded"])
+    with pytest.raises(WorkerStartFailed, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
+        Cluster.local(1, imports=["joining"])
+    with Cluster.local(1) as cluster:
+        with pytest.raises(ConfigurationError, match=guard % ("unguarded", r"with gradwire\.Cluster\.local\(\.\.\.\)")):
+            cluster.workers[0].call(importlib.import_module, "unguarded")
+        with pytest.raises(AlreadyInitialized, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
+            cluster.workers[0].call(importlib.import_module, "joining")
+        with pytest.raises(
+            ConfigurationError, match=r"worker0 is a worker of a cluster: only the driver can start one$"
+        ):
+            cluster.workers[0].call(Cluster.local, 1)
+
+
 def test_only_one_cluster_may_be_open(cluster: Cluster) -> None:
-    with pytest.raises(ConfigurationError, match="close"):
+    with pytest.raises(ConfigurationError, match=r"(?s)Cluster\.current\(\)\.close\(\).*replace=True"):
         Cluster.local(1)
     assert cluster.workers[0].call(tasks.add, 1) == 2
+
+
+def test_a_cluster_that_takes_the_place_of_the_open_one(cluster: Cluster) -> None:
+    assert Cluster.current() is cluster
+    with pytest.raises(ConfigurationError, match="n must be"):
+        Cluster.local(0, replace=True)
+    assert Cluster.current() is cluster, "wrong options close nothing"
+    with Cluster.local(1, replace=True) as other:
+        assert Cluster.current() is other
+        assert repr(cluster) == "<Cluster closed>"
+        assert not any(worker.is_alive for worker in cluster.workers)
+        assert other.workers[0].call(tasks.add, 1) == 2
+        cluster.close()
+        assert Cluster.current() is other, "closing the old one again has no effect"
+    assert Cluster.current() is None
+    with Cluster.local(1, replace=True) as alone:
+        assert Cluster.current() is alone
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_rpc_shutdown_in_the_driver_closes_the_cluster(cluster: Cluster, graceful: bool) -> None:
+    started = time.monotonic()
+    future = cluster.workers[0].submit(tasks.take_a_moment)
+    rpc.shutdown(graceful=graceful)
+    assert time.monotonic() - started < 5
+    assert repr(cluster) == "<Cluster closed>"
+    assert Cluster.current() is None
+    assert not any(is_there(worker.pid) for worker in cluster.workers if worker.pid is not None)
+    if graceful:
+        assert future.wait() == "done"
+    else:
+        with pytest.raises(WorkerLost):
+            future.wait()
+    with pytest.raises(NotInitialized):
+        rpc.shutdown()
+
+
+def test_rpc_shutdown_gives_calls_the_time_that_it_is_given(cluster: Cluster, tmp_path: Path) -> None:
+    future = cluster.workers[0].submit(tasks.block_until_killed, str(tmp_path / "ready"))
+    wait_until((tmp_path / "ready").exists)
+    started = time.monotonic()
+    rpc.shutdown(timeout=0.3)
+    assert time.monotonic() - started < 4.5
+    with pytest.raises(WorkerLost):
+        future.wait()
+
+
+def test_rpc_shutdown_in_a_worker_is_the_drivers_business(cluster: Cluster) -> None:
+    for graceful in (True, False):
+        with pytest.raises(RpcError, match=r"worker1 was started by Cluster\.local.*cluster\.close\(\)"):
+            cluster.workers[1].call(rpc.shutdown, graceful)
+    assert cluster.workers[1].call(tasks.add, 1) == 2
 
 
 def test_after_the_end(cluster: Cluster) -> None:

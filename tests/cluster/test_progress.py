@@ -6,6 +6,7 @@ import io
 import sys
 
 import pytest
+import rich.console
 
 from gradwire.cluster import _progress
 from gradwire.cluster._progress import DelayedProgress
@@ -52,3 +53,14 @@ def test_it_does_not_show_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.refresh()
         progress.refresh()
     assert file.getvalue() == ""
+
+
+def test_it_does_not_show_in_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(_progress, "_DELAY_S", 0.0)
+    with DelayedProgress("square", 4) as progress:
+        progress.refresh()  # rich would warn
+        progress.refresh()
+    assert sys.stderr.getvalue() == ""

@@ -58,6 +58,23 @@ if __name__ == "__main__":
     assert out.splitlines() == ["42", "[3, 6]", "true", "[worker0] hello"]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import beside",  # which imports this script
+        "multiprocessing.get_context('spawn').Process(target=print).start()",
+    ],
+)
+def test_a_script_without_a_guard_that_is_imported(tmp_path: Path, use: str) -> None:
+    (tmp_path / "beside.py").write_text("from program import FACTOR\n")
+    text = f"import multiprocessing\nimport gradwire as gw\nFACTOR = 2\nwith gw.Cluster.local(1):\n    {use}\n"
+    with Script(tmp_path, text) as script:
+        _, _, err = script.finish()
+    assert "ConfigurationError: the program's script was imported, and would start a second cluster" in err
+    assert "program.py, line 4, runs because" in err
+    assert '    if __name__ == "__main__":\n        with gradwire.Cluster.local(...) as cluster:\n' in err
+
+
 def test_a_notebook(tmp_path: Path) -> None:
     """Cells run by exec in a module without a file; functions change between cells; nobody closes the cluster."""
     text = """

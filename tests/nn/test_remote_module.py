@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
@@ -257,13 +256,12 @@ def test_a_module_of_this_worker(cluster: Cluster) -> None:
     assert torch.equal(found["first.weight"], local.first.weight.grad)
 
 
-def test_pickle_and_deepcopy_are_refused(cluster: Cluster) -> None:
+def test_pickle_is_refused(cluster: Cluster) -> None:
     remote = cluster.workers[0].module(Net, 4, 2)
-    for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(
-            RuntimeError, match=r"Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled"
-        ):
-            attempt(remote)
+    with pytest.raises(
+        RuntimeError, match=r"Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled"
+    ):
+        pickle.dumps(remote)
 
 
 def test_what_goes_wrong_in_the_making(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -113,6 +114,16 @@ def test_parameters_of_remote_modules_inside_of_others() -> None:
         ("last.weight", "c", (1, 3)),
         ("last.bias", "c", (1,)),
     ]
+
+
+def test_copies() -> None:
+    x, inner = torch.ones(2, 3), RemoteModule("b", Scaled, (3,))
+    made, outer = copy.deepcopy(inner), copy.deepcopy(RemoteModule("c", Around, (inner,)))
+    before = inner(x)
+    inner.apply(fill)
+    assert torch.equal(made(x), before)
+    assert not torch.equal(inner(x), before)
+    assert [rref.owner_name() for rref in outer.remote_parameters()] == ["b", "b", "c", "c"]
 
 
 def test_exposed_functions_are_applied_and_hooked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import operator
 import threading
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire.errors import CallCancelled, ConfigurationError, RpcTimeout, WaitTimeout
 from gradwire.rpc import Agent
 from rpc import handlers
 from rpc.puppets import wait_until
@@ -148,3 +151,126 @@ def test_several_threads_wait_for_one_future(pair: list[Agent]) -> None:
     for thread in threads:
         thread.join(10)
     assert results == [True] * 4
+
+
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_a_thread_may_stop_waiting_while_the_call_goes_on(pair: list[Agent], is_derived: bool) -> None:
+    call = pair[0].submit("b", handlers.wait_gate)
+    future = call.then(lambda done: done.wait()) if is_derived else call
+    for timeout in (0, 0.05):
+        with pytest.raises(WaitTimeout, match="wait again"):
+            future.wait(timeout=timeout)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ConfigurationError, match="seconds or None"):
+            future.wait(wrong)
+    assert not call.done()
+    handlers.gate.set()
+    assert future.wait(timeout=10) is True
+    assert future.wait(timeout=0) is True
+
+
+def test_the_end_of_a_wait_is_not_the_end_of_the_call(pair: list[Agent]) -> None:
+    future = pair[0].submit("b", handlers.wait_gate, (), None, 0.5)
+    with pytest.raises(WaitTimeout, match=r"worker b has not answered the call of .*wait_gate"):
+        future.wait(0.01)
+    with pytest.raises(RpcTimeout) as caught:
+        future.wait(10)
+    assert not isinstance(caught.value, WaitTimeout)
+    assert caught.value.phase == "run"
+
+
+def test_a_called_function_that_stops_waiting_goes_on(pair: list[Agent]) -> None:
+    assert pair[0].call("b", _wait_a_moment, ("a",)) == "gave up"
+
+
+def _wait_a_moment(name: str) -> Any:
+    try:
+        return handlers.agents["b"].submit(name, handlers.wait_gate).wait(0.05)
+    except WaitTimeout:
+        return "gave up"
+
+
+def test_coroutines_await_calls_side_by_side(pair: list[Agent]) -> None:
+    async def one(number: int) -> Any:
+        return await pair[0].submit("b", operator.add, (number, 1))
+
+    async def main() -> tuple[Any, ...]:
+        gated = asyncio.ensure_future(pair[0].submit("b", handlers.wait_gate))
+        first = await asyncio.gather(*(one(number) for number in range(50)))
+        assert not gated.done()
+        derived = pair[0].submit("b", operator.add, (1, 2)).then(lambda done: done.wait() * 2)
+        with pytest.raises(KeyError, match="gone"):
+            await pair[0].submit("b", handlers.fail, (KeyError, "gone"))
+        completed = pair[0].submit("b", operator.add, (2, 2))
+        completed.wait()
+        handlers.gate.set()  # the loop was not blocked by the call that waits for it
+        return first, await derived, await completed, await gated
+
+    assert asyncio.run(main()) == (list(range(1, 51)), 6, 4, True)
+
+
+def test_a_cancelled_coroutine_gives_up_its_call(pair: list[Agent]) -> None:
+    futures: list[Any] = []
+
+    async def main() -> None:
+        futures.append(pair[0].submit("b", handlers.wait_gate))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(futures[0], 0.05)
+        futures.append(pair[0].submit("b", handlers.wait_gate))
+        task = asyncio.ensure_future(asyncio.shield(asyncio.ensure_future(futures[1])))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not futures[1].done()
+        handlers.gate.set()
+        assert await futures[1] is True
+
+    asyncio.run(main())
+    with pytest.raises(CallCancelled):
+        futures[0].wait(10)
+
+
+def test_a_call_that_ends_after_the_event_loop_was_closed(pair: list[Agent], capfd: pytest.CaptureFixture[str]) -> None:
+    loop = asyncio.new_event_loop()
+    call = pair[0].submit("b", handlers.wait_gate)
+    waiting = call.__await__()
+
+    async def begin() -> None:
+        waiting.send(None)
+
+    loop.run_until_complete(begin())
+    loop.close()
+    handlers.gate.set()
+    assert call.wait(10) is True
+    assert wait_until(lambda: pair[0].is_quiet)
+    assert capfd.readouterr() == ("", ""), "torch prints what a callback raises"
+
+
+def test_futures_for_code_that_takes_those_of_the_standard_library(pair: list[Agent]) -> None:
+    calls = [pair[0].submit("b", operator.add, (number, 1)) for number in range(5)]
+    made = [call.as_concurrent() for call in calls]
+    assert sorted(future.result(0) for future in concurrent.futures.as_completed(made, timeout=10)) == [1, 2, 3, 4, 5]
+    failed = pair[0].submit("b", handlers.fail, (KeyError, "gone")).as_concurrent()
+    assert isinstance(failed.exception(10), KeyError)
+    late = pair[0].submit("b", handlers.wait_gate).then(lambda done: done.wait()).as_concurrent()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        late.result(0.01)
+    handlers.gate.set()
+
+    async def main() -> Any:
+        return await asyncio.wrap_future(late)
+
+    assert asyncio.run(main()) is True
+
+
+def test_cancelling_a_standard_future_gives_up_the_call(pair: list[Agent]) -> None:
+    call = pair[0].submit("b", handlers.wait_gate)
+    made = call.as_concurrent()
+    assert made.cancel()
+    done, _ = concurrent.futures.wait([made], timeout=10)
+    assert done == {made}
+    with pytest.raises(CallCancelled):
+        call.wait(10)
+    handlers.gate.set()
+    assert wait_until(lambda: pair[0].is_quiet and pair[1].is_quiet)

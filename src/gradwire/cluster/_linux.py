@@ -1,13 +1,15 @@
-"""The two process attributes that Python has no call for."""
+"""The process attributes that Python has no call for."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_ARG_START, _ARG_END = 45, 46  # fields of /proc/<pid>/stat, counted from the one after the name
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,5 +27,21 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Sets the name that ``ps -o comm`` and ``top`` show; the kernel keeps the first 15 bytes."""
-    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    """Set the names that tools show for this process.
+
+    ``top`` and ``ps -o comm`` show ``gw-<name>``, of which the kernel keeps 15 bytes. ``ps aux``, ``htop`` and
+    ``nvidia-smi`` show the command line, which becomes ``gradwire:<name>``.
+    """
+    _libc.prctl(_PR_SET_NAME, f"gw-{name}".encode(), 0, 0, 0)
+    with contextlib.suppress(OSError, IndexError, ValueError):  # /proc is missing or closed: it is only a name
+        _overwrite_arguments(f"gradwire:{name}".encode())
+
+
+def _overwrite_arguments(title: bytes) -> None:
+    """Write over the memory that the command line is read from. Python has copied the arguments long before."""
+    with open("/proc/self/stat", "rb") as stat:
+        fields = stat.read().rpartition(b")")[2].split()
+    begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:  # a wrong address is an error there, not a crash
+        memory.seek(begin)
+        memory.write(title[: end - begin - 1].ljust(end - begin, b"\0"))

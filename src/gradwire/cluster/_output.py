@@ -3,12 +3,17 @@
 `LineBuffer` cuts a stream of bytes into lines and does nothing else. `WorkerOutput` adds the name and writes. Until a
 worker is ready its lines are kept back: either it gets ready and they are written, or they become part of the error
 that says why it did not.
+
+A progress bar rewrites its line again and again and ends it when all is done. The bars of several workers cannot rewrite
+one line of the driver's output, so the state of a bar becomes a line of its own now and then: after a second, two more,
+four, and every ten seconds in the end; and its last state always.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -19,13 +24,22 @@ Stream = Literal["stdout", "stderr"]
 _MAX_LINE_BYTES = 1 << 16
 _KEPT_LINES = 200
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # cyan first; red is left to errors
+_CURSOR_UP = b"\x1b[A"
+_CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")  # all control sequences but those for colours, which end in "m"
+_FIRST_REFRESH_S = 1.0
+_LONGEST_REFRESH_S = 10.0
 
 
 class LineBuffer:
-    """Bytes in, whole lines out."""
+    """Bytes in, whole lines out.
+
+    Attributes:
+        progress: The state of a line that rewrites itself and has not ended; empty if there is none.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
+        self.progress = ""
 
     def feed(self, data: bytes) -> list[str]:
         """Returns the lines that this data completes, without their ends.
@@ -33,20 +47,52 @@ class LineBuffer:
         A line longer than 64 KiB comes in pieces, so that a worker which never ends a line costs no memory.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
+        whole = []
+        for line in lines:
+            if line.rstrip(b"\r").endswith(_CURSOR_UP):  # one of several bars below each other: it will be rewritten
+                self.progress = _as_shown(line)
+            else:
+                self.progress = ""
+                whole.append(line)
+        if b"\r" in self._rest:
+            _, begin, state = self._rest.rstrip(b"\r").rpartition(b"\r")  # what was there before is gone for good
+            self._rest = begin + state + (b"\r" if self._rest.endswith(b"\r") else b"")
+            self.progress = _as_shown(state).rstrip()
         while len(self._rest) > _MAX_LINE_BYTES:
-            lines.append(self._rest[:_MAX_LINE_BYTES])
+            whole.append(self._rest[:_MAX_LINE_BYTES])
             self._rest = self._rest[_MAX_LINE_BYTES:]
-        return [_as_shown(line) for line in lines]
+        return [_as_shown(line) for line in whole]
 
     def finish(self) -> list[str]:
         """Returns what has no line end and never will."""
-        rest, self._rest = self._rest, b""
-        return [_as_shown(rest)] if rest else []
+        rest, self._rest, self.progress = self._rest, b"", ""
+        shown = _as_shown(rest)
+        return [shown] if (shown.strip() if b"\r" in rest else shown) else []  # a bar may have been wiped out
 
 
 def _as_shown(line: bytes) -> str:
     """A line as a terminal would leave it: a progress bar that rewrites itself is its last state."""
-    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    return _CURSOR_MOVES.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+
+
+class _Progress:
+    """When the state of a stream's progress bar is shown."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+        self.due_at: float | None = None
+        self._interval_s = _FIRST_REFRESH_S
+
+    def on_state(self, state: str, now: float) -> None:
+        """The bar has this state, which is empty if there is no bar."""
+        if state in ("", self.shown):
+            self.due_at = None
+        elif self.due_at is None:
+            self.due_at = now + self._interval_s
+
+    def on_shown(self, state: str) -> None:
+        self.shown, self.due_at = state, None
+        self._interval_s = min(2 * self._interval_s, _LONGEST_REFRESH_S)
 
 
 class WorkerOutput:
@@ -56,16 +102,32 @@ class WorkerOutput:
         self._name = name
         self._colour = _COLOURS[rank % len(_COLOURS)]
         self._buffers: dict[Stream, LineBuffer] = {"stdout": LineBuffer(), "stderr": LineBuffer()}
+        self._progress: dict[Stream, _Progress] = {"stdout": _Progress(), "stderr": _Progress()}
         self._kept: deque[tuple[Stream, str]] | None = deque(maxlen=_KEPT_LINES)
 
-    def feed(self, stream: Stream, data: bytes) -> None:
+    def feed(self, stream: Stream, data: bytes, now: float) -> None:
         """Takes what arrived from the worker; empty data means that its stream has ended."""
-        buffer = self._buffers[stream]
+        buffer, progress = self._buffers[stream], self._progress[stream]
         lines = buffer.feed(data) if data else buffer.finish()
-        if self._kept is None:
-            self._write(stream, lines)
-        else:
+        if self._kept is not None:
             self._kept.extend((stream, line) for line in lines)
+            return
+        if lines:
+            self._write(stream, lines[1:] if lines[0].rstrip() == progress.shown != "" else lines)
+            self._progress[stream] = progress = _Progress()
+        progress.on_state(buffer.progress, now)
+
+    @property
+    def refresh_at(self) -> float | None:
+        """When to call `refresh`; None if there is nothing to show."""
+        return min((item.due_at for item in self._progress.values() if item.due_at is not None), default=None)
+
+    def refresh(self, now: float) -> None:
+        """Writes the states of progress bars for which it is time."""
+        for stream, progress in self._progress.items():
+            if progress.due_at is not None and progress.due_at <= now:
+                progress.on_shown(self._buffers[stream].progress)
+                self._write(stream, [progress.shown])
 
     def release(self) -> None:
         """Writes what was kept back, and from now on every line as it comes."""

@@ -1,7 +1,8 @@
-"""A progress bar that only shows itself where it helps: on a terminal or in a notebook, after a second."""
+"""A progress bar that only shows itself where it helps: on a terminal or in a notebook with ipywidgets, after a second."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from types import TracebackType
@@ -60,7 +61,9 @@ class DelayedProgress:
         )
 
         console = Console(stderr=True)
-        if not (sys.stderr.isatty() or console.is_jupyter):
+        # Without ipywidgets, rich would warn in a notebook with every refresh.
+        has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        if not (sys.stderr.isatty() or has_widgets):
             return None
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         bar = Progress(
@@ -69,7 +72,8 @@ class DelayedProgress:
             TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # into a file it must go on to be written
+            redirect_stdout=sys.stdout.isatty(),  # into a file or a notebook it must go on to be written as it is
+            redirect_stderr=sys.stderr.isatty(),
         )
         bar.add_task(self._description, total=self._total)
         bar.start()

@@ -16,6 +16,7 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -53,6 +54,7 @@ class Supervisor:
         self._arrivals: queue.SimpleQueue[LocalHandle] = queue.SimpleQueue()  # handles that the thread is to watch
         self._wakeup, self._alarm = socket.socketpair()  # a byte makes the thread look at _arrivals and _is_closing
         self._is_closing = False
+        self._unshown: set[LocalHandle] = set()  # those with a progress bar to show later; used by the thread alone
         self._selector = selectors.DefaultSelector()  # used by the thread alone
         self._selector.register(template, selectors.EVENT_READ, self._on_template_message)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
@@ -90,13 +92,24 @@ class Supervisor:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                for key, _ in self._selector.select():  # no deadline: the alarm ends it
+                for key, _ in self._selector.select(self._refresh()):
                     key.data()
         finally:
             for handle in self._all_handles():
                 handle.channels.close()
             for ours in (self._selector, self._wakeup, self._alarm):
                 ours.close()
+
+    def _refresh(self) -> float | None:
+        """Shows the progress bars for which it is time; returns the seconds until the next, or None for no limit."""
+        now, soonest = time.monotonic(), float("inf")
+        for handle in tuple(self._unshown):
+            handle.output.refresh(now)
+            if handle.output.refresh_at is None:
+                self._unshown.discard(handle)
+            else:
+                soonest = min(soonest, handle.output.refresh_at)
+        return soonest - now if self._unshown else None  # without a limit, the alarm ends the wait
 
     def _all_handles(self) -> tuple[LocalHandle, ...]:
         with self._changed:
@@ -184,7 +197,9 @@ class Supervisor:
         except BlockingIOError:
             return False
         if data:
-            handle.output.feed(stream, data)
+            handle.output.feed(stream, data, time.monotonic())
+            if handle.output.refresh_at is not None:
+                self._unshown.add(handle)
         else:
             self._close_pipe(handle, stream)
         return bool(data)
@@ -195,7 +210,7 @@ class Supervisor:
             with contextlib.suppress(KeyError):  # not watched yet
                 self._selector.unregister(fd)
             os.close(fd)
-            handle.output.feed(stream, b"")
+            handle.output.feed(stream, b"", time.monotonic())
 
 
 def _tell(handle: LocalHandle, message: ToWorker) -> None:

@@ -208,7 +208,7 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
     """Runs the template at the end of the channel with that descriptor, with these modules for its workers."""
-    name_process("gw-template")
+    name_process("template")
     for module in modules:
         importlib.import_module(module)
     import_all()

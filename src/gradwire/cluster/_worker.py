@@ -31,8 +31,9 @@ from gradwire.cluster._control import (
     send_message,
 )
 from gradwire.cluster._linux import name_process
+from gradwire.errors import RpcError
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.api import set_current_agent
+from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.runtime import start_worker
 
@@ -65,13 +66,14 @@ def run_worker(fds: WorkerFds) -> int:
         The exit status for the process.
     """
     start = read_start(fds.start)
+    reserve_process(start.info.name)  # before any import of the user's
     os.close(fds.stdout)
     os.close(fds.stderr)
     lifeline = socket.socket(fileno=fds.lifeline)
     _settle_in(start)
     agent = start_worker(start.info, start.config, StaticDirectory(start.addresses), folder=Path(start.socket_folder))
     agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
-    set_current_agent(agent)
+    set_current_agent(agent, _refuse_shutdown)
     send_message(lifeline, Listening())
     with lifeline:
         _wait_for_leave(lifeline, agent)
@@ -83,6 +85,13 @@ def run_worker(fds: WorkerFds) -> int:
     return 0
 
 
+def _refuse_shutdown(graceful: bool, timeout: float) -> None:
+    raise RpcError(
+        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
+        "gradwire.rpc.shutdown() there"
+    )
+
+
 def flush_output() -> None:
     """Writes what the worker has printed and Python still holds."""
     for stream in (sys.stdout, sys.stderr):
@@ -92,7 +101,7 @@ def flush_output() -> None:
 
 def _settle_in(start: WorkerStart) -> None:
     """Undoes what a fork shares by mistake, and takes over what the driver has."""
-    name_process(f"gw-{start.info.name}")
+    name_process(start.info.name)
     faulthandler.enable()  # a crash in native code prints where it happened
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start.surroundings.adopt()

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from gradwire.cluster._assembly import start_local
+from gradwire.cluster._assembly import CLUSTER, start_local
 from gradwire.cluster._mapping import MapRun
 from gradwire.cluster._status import ClusterStatus, WorkerStatus
 from gradwire.cluster._survey import ask_calls_served
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
 from gradwire.cluster.options import LocalOptions
 from gradwire.config import Limits
-from gradwire.errors import WorkerLost
+from gradwire.errors import NotInitialized, WorkerLost
 from gradwire.nn import RemoteModule
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.api import set_current_agent
+from gradwire.rpc.api import current_agent, set_current_agent
 from gradwire.rpc.futures import CallFuture
 from gradwire.types import Trust, WorkerInfo
 
@@ -153,12 +153,28 @@ class Cluster:
         self._is_closed = False
         self.workers = tuple(Worker(agent, handle) for handle in handles)
         atexit.register(self.close)
+        agent.extensions[CLUSTER] = self
+        set_current_agent(agent, self._shut_down)
+
+    @classmethod
+    def current(cls) -> Cluster | None:
+        """Return the cluster that is open in this process, or None.
+
+        A cell of a notebook that may run again can begin with ``cluster = Cluster.current() or Cluster.local(4)``.
+        """
+        try:
+            agent = current_agent()
+        except NotInitialized:
+            return None
+        cluster: Cluster | None = agent.extensions.get(CLUSTER)
+        return cluster
 
     @classmethod
     def local(
         cls,
         n: int,
         *,
+        replace: bool = False,
         names: Sequence[str] | None = None,
         num_worker_threads: int = 16,
         rpc_timeout: float = 60.0,
@@ -177,6 +193,8 @@ class Cluster:
 
         Args:
             n: How many.
+            replace: Close the cluster that is open in this process, if there is one, and take its place. Calls that are
+                under way on its workers fail. Without it, a second cluster is an error.
             names: Their names; ``worker0``, ``worker1`` ... if not given.
             num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
             rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
@@ -205,7 +223,9 @@ class Cluster:
             trust=trust,
             limits=Limits() if limits is None else limits,
         )
-        return cls(*start_local(options))
+        if replace and (old := cls.current()) is not None:
+            old.close(grace=0)
+        return start_local(options, cls)
 
     def __repr__(self) -> str:
         living = sum(worker.is_alive for worker in self.workers)
@@ -223,8 +243,8 @@ class Cluster:
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:
         """Calls a function once for each item, spread over the workers that live.
 
-        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal or in a notebook
-        if it takes longer than a second.
+        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal, or in a
+        notebook with ipywidgets, if it takes longer than a second.
 
         Args:
             function: Called with one item.
@@ -282,6 +302,10 @@ class Cluster:
             deadline = time.monotonic() + grace
             self._wait_quiet(deadline)
             self._launcher.terminate(self._handles, max(_LEAVE_S, deadline - time.monotonic()))
+
+    def _shut_down(self, graceful: bool, timeout: float) -> None:
+        """Do what `gradwire.rpc.shutdown` asks for in the driver."""
+        self.close((timeout or _GRACE_S) if graceful else 0.0)
 
     def _wait_quiet(self, deadline: float) -> None:
         """Waits for the driver's calls. What workers do for others ends with these: the driver began it all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ PARAMETERS = "gradwire.nn.parameters"
 VALUES = "gradwire.nn.values"
 SAVE = "gradwire.nn.save"
 LOAD = "gradwire.nn.load"
+COPY = "gradwire.nn.copy"
 CHANGE = "gradwire.nn.change"
 APPLY = "gradwire.nn.apply"
 HOOK = "gradwire.nn.hook"
@@ -186,6 +188,20 @@ def load(
     return missing, unexpected, ""
 
 
+def copy_module(rref_id: int, maker: Any) -> RRef[nn.Module]:
+    """Copy the module, as it is at one moment between steps; parts of it that are on other workers are copied there.
+
+    Returns:
+        A reference to the copy, whose parameters are shared by contexts as those of the module are.
+    """
+    module = _module(rref_id, maker)
+    with sharing.standing_still(module.parameters()):
+        made = copy.deepcopy(module)
+    _note_device(made)
+    _guard(made, _groups_of(module)[0].mode)
+    return RRef(made)
+
+
 def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Calls a method of `nn.Module` that changes the module and returns it.
 
@@ -244,6 +260,7 @@ for _name, _function in {
     VALUES: values,
     SAVE: save,
     LOAD: load,
+    COPY: copy_module,
     CHANGE: change,
     APPLY: apply,
     HOOK: hook,

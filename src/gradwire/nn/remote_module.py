@@ -11,6 +11,7 @@ It is an `nn.Module` without parameters of its own: hooks registered on it run h
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -33,6 +34,9 @@ from gradwire.rref.proxy import Proxy
 from gradwire.wire.objects import register_plain_type
 
 Self = TypeVar("Self", bound="RemoteModule")
+
+_COPIED = "gradwire.RemoteModule"
+"""With the id of a reference: where a deep copy notes the reference to the module's copy."""
 
 
 class RemoteModule(OwnedElsewhere):
@@ -278,6 +282,20 @@ class RemoteModule(OwnedElsewhere):
         return (
             f"{self._label or 'module'} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
         )
+
+    def __deepcopy__(self: Self, memo: dict[Any, Any]) -> Self:
+        """Copy the module on its owner, and return a handle on the copy, with copies of the hooks that are here.
+
+        Handles on one module that are copied together are handles on one copy.
+        """
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        key = _COPIED, self.module_rref._state.rref_id
+        if key not in memo:
+            memo[key] = self._ask(operations.COPY)
+        here = {name: value for name, value in self.__dict__.items() if name != "module_rref"}
+        made.__dict__.update(copy.deepcopy(here, memo), module_rref=memo[key])
+        return made
 
     def __reduce__(self) -> Any:
         trip = trips.departing()

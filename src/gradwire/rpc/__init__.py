@@ -22,6 +22,7 @@ from gradwire.rpc.api import (
     _set_rpc_timeout,
     _wait_all,
     _wait_all_workers,
+    barrier,
     current_agent,
     enable_gil_profiling,
     get_rpc_timeout,
@@ -32,6 +33,7 @@ from gradwire.rpc.api import (
     rpc_sync,
     set_current_agent,
     shutdown,
+    start_serving,
 )
 from gradwire.rpc.backend_registry import BackendType
 from gradwire.rpc.functions import expose
@@ -81,6 +83,7 @@ __all__ = [
     "_wait_all",
     "_wait_all_workers",
     "backend_registry",
+    "barrier",
     "current_agent",
     "enable_gil_profiling",
     "expose",
@@ -94,4 +97,5 @@ __all__ = [
     "rpc_sync",
     "set_current_agent",
     "shutdown",
+    "start_serving",
 ]

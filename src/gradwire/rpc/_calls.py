@@ -24,6 +24,7 @@ _NO_DEADLINE: Final = float("inf")
 PHASE_TEXT: Final = {
     "connect": "it could not be reached",
     "send": "its connection took no more bytes, or the request had not arrived",
+    "held": "it does not serve calls yet: it holds them back until it calls gradwire.rpc.start_serving()",
     "queue": "the call waited for a free worker thread there",
     "run": "the function was still running there",
     "reply": "the function had ended and its result was on the way",

@@ -4,6 +4,8 @@
 slot back until the answer is there, so nested calls of any depth end, with one slot too. Waiting that cannot be seen (a
 lock, a C++ future) is told from work by the processor time that it does not use: `on_stall` then grants further slots,
 twice as many each time.
+
+A worker that does not serve yet holds requests back: they join the queue, in their order, when it starts to serve.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ class Slots(Generic[R]):
         self._num_running = 0
         self._num_waiting = 0
         self._queue: collections.deque[R] = collections.deque()
+        self._held: collections.deque[R] = collections.deque()  # empty while the worker serves
+        self._is_serving = True
         self._num_finished = 0
         self._finished_at_last_look = -1
         self._num_granted = 1
 
     def __repr__(self) -> str:
         return (
-            f"<Slots {self._num_running}/{self._limit} running, {self._num_waiting} waiting, {len(self._queue)} queued>"
+            f"<Slots {self._num_running}/{self._limit} running, {self._num_waiting} waiting, {len(self._queue)} queued"
+            f"{'' if self._is_serving else f', {len(self._held)} held back'}>"
         )
 
     @property
@@ -47,8 +52,33 @@ class Slots(Generic[R]):
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def on_request(self, request: R) -> bool:
-        """A request arrived: True if it may run now; else it is queued."""
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._is_serving
+
+    def on_hold(self) -> None:
+        """The worker does not serve yet: requests of others that arrive are held back."""
+        self._is_serving = False
+
+    def on_serve(self) -> list[R]:
+        """The worker serves from now on: the requests to run at once."""
+        self._is_serving = True
+        self._queue.extend(self._held)
+        self._held.clear()
+        granted = []
+        while (request := self._next()) is not None:
+            granted.append(request)
+        return granted
+
+    def on_request(self, request: R, *, is_own: bool = False) -> bool:
+        """A request arrived: True if it may run now; else it is queued, or held back unless it is the worker's own."""
+        if not (self._is_serving or is_own):
+            self._held.append(request)
+            return False
         if self._num_running < self._limit:
             self._num_running += 1
             return True
@@ -73,12 +103,12 @@ class Slots(Generic[R]):
         self._num_running += 1
 
     def on_cancelled(self, request: R) -> bool:
-        """A request is no longer wanted: True if it was still queued."""
-        try:
-            self._queue.remove(request)
-        except ValueError:
-            return False
-        return True
+        """A request is no longer wanted: True if it was still queued or held back."""
+        for requests in (self._queue, self._held):
+            if request in requests:
+                requests.remove(request)
+                return True
+        return False
 
     def on_stall(self, is_working: bool = False) -> list[R]:
         """Called now and then: requests to run beyond the limit if nothing has moved since the last look.

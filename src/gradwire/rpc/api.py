@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
-from gradwire.errors import AlreadyInitialized, NotInitialized
+from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcTimeout
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import CallFuture
@@ -29,8 +31,13 @@ from gradwire.rpc.store_directory import StoreDirectory
 from gradwire.rpc.worker import start_worker
 from gradwire.types import WorkerInfo
 
+ShutDown = Callable[[bool, float], None]
+"""Does what `shutdown(graceful, timeout)` is asked for."""
+
 _agent: Agent | None = None
-_lock = threading.Lock()  # guards _agent
+_shut_down: ShutDown | None = None  # of a cluster that _agent belongs to; None if it may leave on its own
+_lock = threading.Lock()  # guards _agent and _shut_down
+_reserved_for: str | None = None  # the worker that a cluster started this process to be
 _thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
 _PREFIX = "gradwire"
 
@@ -55,19 +62,70 @@ def current_agent() -> Agent:
     return agent
 
 
-def set_current_agent(agent: Agent | None) -> None:
-    """Makes an agent the one that the functions of this module use.
+def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) -> None:
+    """Make an agent the one that the functions of this module use.
+
+    Args:
+        agent: The agent, or None for no agent.
+        shut_down: What `shutdown` does instead of `Agent.shutdown`, for an agent that a cluster started.
 
     Raises:
-        ConfigurationError: Another one is running.
+        ConfigurationError: Another agent is running.
     """
-    global _agent
+    global _agent, _shut_down
     with _lock:
-        if agent is not None and _agent is not None and not _agent.is_closed:
-            raise AlreadyInitialized(
-                f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
-            )
-        _agent = agent
+        if agent is not None and agent is not _agent:
+            _check_no_agent()
+        _agent, _shut_down = agent, shut_down
+
+
+def _check_no_agent() -> None:
+    if _agent is not None and not _agent.is_closed:
+        raise AlreadyInitialized(
+            f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
+            f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
+        )
+
+
+def reserve_process(name: str) -> None:
+    """Note that a cluster started this process to be one worker: `init_rpc` and `Cluster.local` are refused in it."""
+    global _reserved_for
+    _reserved_for = name
+
+
+def reserved_for() -> str | None:
+    """Return the name of the worker that a cluster started this process to be; None in any other process."""
+    return _reserved_for
+
+
+def find_import() -> FrameType | None:
+    """Return the frame of the module whose import runs the current code; None if no import does."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    is_import = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+    return frame if is_import else None
+
+
+def guard_hint(statement: str) -> str:
+    """Return advice, to be added to an error, for a script that starts workers while it is imported.
+
+    A worker that needs something from the program's script imports it, and so runs what is not under the guard.
+
+    Args:
+        statement: What has to go under the guard.
+
+    Returns:
+        The advice; empty if no import runs the current code.
+    """
+    frame = find_import()
+    if frame is None:
+        return ""
+    return (
+        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports that file (as "
+        f"{frame.f_globals.get('__name__')}). Put the code that only the program itself is to run under a guard:\n\n"
+        f'    if __name__ == "__main__":\n        {statement}\n'
+    )
 
 
 def init_rpc(
@@ -76,8 +134,10 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    start_serving: bool = True,
 ) -> None:
-    """Makes this process a worker and waits for the others.
+    """Make this process a worker, and wait for the others.
 
     Args:
         name: Unique in the cluster.
@@ -85,26 +145,35 @@ def init_rpc(
         rank: 0 to world_size - 1; from ``RANK`` if not given.
         world_size: Number of workers; from ``WORLD_SIZE`` if not given; without either, workers come and go.
         rpc_backend_options: `RpcOptions` or PyTorch's.
+        start_serving: False holds calls of other workers back until this one calls `start_serving`, so that they do not
+            meet a worker that is still setting itself up. They wait as long as their deadline allows.
 
     Raises:
         ConfigurationError: An argument is wrong, or this process is a worker already.
         RendezvousFailed: Not every rank arrived in time; says which.
     """
-    set_current_agent(None if _agent is None or _agent.is_closed else _agent)
+    _check_no_agent()
+    if _reserved_for is not None:
+        raise AlreadyInitialized(
+            f"this process was started by Cluster.local to be worker {_reserved_for}, and cannot be another one"
+            f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
+        )
     if backend is not None:
         backend_registry.find_backend(backend)  # raises if there is no such backend
     options = _as_options(rpc_backend_options)
     deadline = time.monotonic() + options.init_timeout
     while True:
         try:
-            _meet(name, rank, world_size, options, deadline)
+            _meet(name, rank, world_size, options, deadline, start_serving)
             return
         except MeetingPointLost:  # rank 0 was just leaving; it may come back
             if time.monotonic() >= deadline:
                 raise
 
 
-def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float) -> None:
+def _meet(
+    name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float, start_serving: bool
+) -> None:
     left_s = max(0.001, deadline - time.monotonic())
     point = open_meeting_point(options.init_method, rank, world_size, left_s)
     directory = StoreDirectory(point, _PREFIX)
@@ -113,6 +182,8 @@ def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, dea
     after = directory.last_incarnation(name)
     agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
     try:
+        if not start_serving:
+            agent.server.hold_calls()
         set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
         directory.publish(agent)
         if point.world_size is not None:
@@ -135,7 +206,10 @@ def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leaves the cluster.
+    """Leave the cluster.
+
+    In the program that started a `gradwire.Cluster` this closes the cluster, as `Cluster.close` does: it waits for the
+    calls which this process has made (`timeout` seconds, or 5 if that is 0), not for the workers to call `shutdown`.
 
     Args:
         graceful: Wait until every worker has called `shutdown` and all calls have ended. A worker that died is not
@@ -143,14 +217,56 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: Seconds to wait for that; 0 waits as long as the others live.
 
     Raises:
-        RpcTimeout: Somebody did not come in time; this worker has left all the same.
-        NotInitialized: This process is no worker.
+        RpcTimeout: A worker did not call `shutdown` in time; this one has left all the same.
+        RpcError: This process was started by `Cluster.local`; only the program that started it can end it.
+        NotInitialized: This process is not a worker.
     """
     agent = current_agent()
+    if _shut_down is not None:
+        _shut_down(graceful, timeout)
+        return
+    if graceful:
+        agent.server.start_serving()  # the others cannot leave before their calls have ended
     try:
         agent.shutdown(graceful, timeout)
     finally:
         set_current_agent(None)
+
+
+def start_serving() -> None:
+    """Serve calls from here on, in a worker that was made with ``init_rpc(..., start_serving=False)``.
+
+    Calls that have arrived since run now. In a worker that serves already this has no effect.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+    """
+    current_agent().server.start_serving()
+
+
+def barrier(worker_names: Sequence[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Block until every worker has called `barrier`.
+
+    Args:
+        worker_names: The workers to wait for, which must name the same ones; all workers if not given, and with a
+            `gradwire.Cluster` the driver, too.
+        timeout: Seconds; 0 for no limit; `UNSET_RPC_TIMEOUT` for the default of calls.
+
+    Raises:
+        RpcTimeout: Some workers did not call it in time; the message names them.
+        WorkerLost: A worker died.
+        ConfigurationError: This worker is not among the named ones; or workers come and go, and none are named.
+    """
+    agent = current_agent()
+    if worker_names is None and not agent.directory.is_fixed:
+        raise ConfigurationError(
+            "barrier() has to be told the names of the workers, because workers come and go: init_rpc was called without "
+            "world_size"
+        )
+    try:
+        _all_gather(None, worker_names, timeout)
+    except RpcTimeout as error:
+        raise RpcTimeout(f"{agent.info.name} timed out in rpc.barrier: {error}", error.worker, error.phase) from error
 
 
 def rpc_sync(
@@ -303,8 +419,8 @@ def _close_at_exit() -> None:
 
 def _forget_after_fork() -> None:
     """A forked child is not a worker; the connections are its parent's."""
-    global _agent
-    agent, _agent = _agent, None
+    global _agent, _shut_down, _reserved_for
+    agent, _agent, _shut_down, _reserved_for = _agent, None, None, None
     if agent is not None:
         agent.abandon_after_fork()
 

@@ -88,7 +88,7 @@ class Caller(Finisher):
                 del pending  # an error knows this frame, and would know itself through it
         except KeyboardInterrupt:
             if holder.call is not None:
-                self._cancel_elsewhere(holder.call)
+                self.cancel_soon(holder.call)
             raise
         finally:
             holder.call = None
@@ -113,7 +113,7 @@ class Caller(Finisher):
             self.start(to, function, args, kwargs, timeout_s, future)
         except KeyboardInterrupt:
             if future.call is not None:
-                self._cancel_elsewhere(future.call)
+                self.cancel_soon(future.call)
             raise
         return future
 
@@ -265,15 +265,15 @@ class Caller(Finisher):
 
     # -- waiting, ending -----------------------------------------------------------------------------------------
 
-    def wait(self, call: PendingCall) -> None:
-        """Blocks until a call has ended; reads its answer in this thread if nobody else does."""
+    def wait(self, call: PendingCall, deadline: float = _NEVER) -> None:
+        """Blocks until a call has ended, or the deadline is over; reads its answer in this thread if no other does."""
         if call.is_done:
             return
         if is_serving():
             with self._agent.server.waiting(), self._waiting_inside(call):
-                self._wait(call)
+                self._wait(call, deadline)
         else:
-            self._wait(call)
+            self._wait(call, deadline)
 
     def wait_until(self, call: PendingCall, deadline: float) -> None:
         """As `wait`, but no longer than that; nobody gives the call up for it."""
@@ -332,8 +332,12 @@ class Caller(Finisher):
             raise
         return True
 
-    def _cancel_elsewhere(self, call: PendingCall) -> None:
-        """As `cancel`, after Ctrl-C: a second one would cut the control lane off, and the callee think that we died."""
+    def cancel_soon(self, call: PendingCall) -> None:
+        """Cancel a call in another thread.
+
+        For an event loop, which must not wait for the control lane, and after Ctrl-C: a second one would cut that lane
+        off, and the callee would take this worker for dead.
+        """
 
         def cancel() -> None:
             self.cancel(call)

@@ -172,7 +172,7 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            error = RpcTimeout(f"_all_gather: these workers did not take part in time: {names}", names, "run")
+            error = RpcTimeout(f"these workers did not take part in time: {names}", names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 

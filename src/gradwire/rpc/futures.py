@@ -2,21 +2,28 @@
 
 `CallFuture` is a `torch.futures.Future`, so `then`, `add_done_callback` and `torch.futures.wait_all` work. Its own `wait`
 does more: the waiting thread reads its answer itself, a service thread that waits gives its slot back, and Ctrl-C works.
+Coroutines await it, and `as_concurrent` makes one for code that takes the futures of `concurrent.futures`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from gradwire.errors import RpcError
+from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.incoming import while_waiting
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from concurrent.futures import Future as ConcurrentFuture
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -48,20 +55,84 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
 
     has_callbacks = False
 
-    def wait(self) -> T:
-        """Blocks until the value is there.
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the value is there, and return it.
+
+        Args:
+            timeout: Seconds to wait; None waits until the future is completed.
 
         Raises:
-            Exception: Whatever the future was completed with.
+            WaitTimeout: It is not completed within `timeout`. It may be waited for again.
+            ConfigurationError: The timeout is negative or not a number.
+            Exception: What the future was completed with.
+        """
+        deadline = _deadline_of(timeout)
+        if not self.done():
+            ready = threading.Lock()  # released by the thread that completes the future
+            ready.acquire()
+            torch._C.Future.add_done_callback(self, lambda _: ready.release())
+            with while_waiting():
+                while not self.done() and (left_s := deadline - time.monotonic()) > 0:
+                    # In slices: Ctrl-C may have cut the callback off.
+                    ready.acquire(timeout=min(_SLICE_S, left_s))
+            if not self.done():
+                raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
+        return cast(T, torch._C.Future.wait(self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in a coroutine, without blocking its event loop: ``await rpc_async(...)``.
+
+        A coroutine that is cancelled meanwhile, as by `asyncio.wait_for`, gives up the call; `asyncio.shield` prevents
+        that.
+
+        Raises:
+            Exception: What the future was completed with.
         """
         if not self.done():
-            ready = threading.Lock()  # released by whoever completes the future
-            ready.acquire()
-            super().add_done_callback(lambda _: ready.release())
-            with while_waiting():
-                while not (ready.acquire(timeout=_SLICE_S) or self.done()):  # Ctrl-C may have cut the callback off
-                    pass
-        return cast(T, super().wait())
+            import asyncio  # whoever awaits has loaded it
+
+            loop = asyncio.get_running_loop()
+            arrival: asyncio.Future[None] = loop.create_future()
+            self.has_callbacks = True
+            torch._C.Future.add_done_callback(self, lambda _: _wake(loop, arrival))
+            try:
+                yield from arrival
+            except asyncio.CancelledError:
+                self._give_up()
+                raise
+        return cast(T, torch._C.Future.wait(self))
+
+    def as_concurrent(self) -> ConcurrentFuture[T]:
+        """Return a `concurrent.futures.Future` of the same result.
+
+        For `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and everything else that takes such
+        futures. Cancelling it gives up the call.
+        """
+        from concurrent.futures import Future, InvalidStateError
+
+        made: Future[T] = Future()
+
+        def on_done(_: Any) -> None:
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                try:
+                    value = cast(T, torch._C.Future.wait(self))
+                except Exception as error:
+                    made.set_exception(_without_this_frame(error))
+                else:
+                    made.set_result(value)
+
+        def on_ended(_: Any) -> None:
+            if made.cancelled():
+                made.set_running_or_notify_cancel()  # `concurrent.futures.wait` counts it as done from now on
+                self._give_up()
+
+        made.add_done_callback(on_ended)
+        self.has_callbacks = True
+        torch._C.Future.add_done_callback(self, on_done)
+        return made
+
+    def _give_up(self) -> None:
+        """The result is not wanted any more. Must not wait."""
 
     def set_exception(self, result: Any) -> None:
         """Completes the future with an error; everybody who asks for its value gets one of their own."""
@@ -109,6 +180,23 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         super().add_done_callback(lambda _: call_back(self))
 
 
+def _deadline_of(timeout: float | None) -> float:
+    if timeout is None:
+        return float("inf")
+    if not timeout >= 0:
+        raise ConfigurationError(f"wait() takes a number of seconds or None, not {timeout!r}")
+    return time.monotonic() + timeout
+
+
+def _wake(loop: AbstractEventLoop, arrival: Any) -> None:
+    def arrive() -> None:
+        if not arrival.done():  # the coroutine may have been cancelled
+            arrival.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits any more
+        loop.call_soon_threadsafe(arrive)
+
+
 def _without_this_frame(error: Exception) -> Exception:
     """The caller's frame knows the future that is to keep the error."""
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ is not None else None)
@@ -131,11 +219,14 @@ def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 class CallKeeper(Protocol):
     """Who made a call, and can wait for it and give it up."""
 
-    def wait(self, call: PendingCall) -> None:
-        """Blocks until the call has ended."""
+    def wait(self, call: PendingCall, deadline: float = ...) -> None:
+        """Blocks until the call has ended, or the deadline is over."""
 
     def cancel(self, call: PendingCall) -> bool:
         """Gives the call up; False if it had ended already."""
+
+    def cancel_soon(self, call: PendingCall) -> None:
+        """Gives the call up, in another thread."""
 
 
 class CallFuture(InterruptibleFuture[T]):
@@ -158,18 +249,32 @@ class CallFuture(InterruptibleFuture[T]):
         self.call: PendingCall | None = None
         self.keeps: Any = None  # what must live until the call has ended
 
-    def wait(self) -> T:
-        """Blocks until the result is there.
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the result is there, and return it.
+
+        Args:
+            timeout: Seconds to wait; None waits until the call has ended. The call goes on when they are over: its own
+                deadline is the `timeout` that it was made with.
 
         Raises:
+            WaitTimeout: The call has not ended within `timeout`. It may be waited for again, or cancelled.
             RpcTimeout: The call's deadline passed.
             WorkerLost: The worker died.
             CallCancelled: `cancel` was called.
-            Exception: Whatever the function raised, as its own type where that is known here.
+            ConfigurationError: The timeout is negative or not a number.
+            Exception: What the function raised, as its own type where that is known here.
         """
         call = self.call
         if call is not None and not (call.is_done or self.done()):
-            self._keeper.wait(call)
+            if timeout is None:
+                self._keeper.wait(call)
+            else:
+                self._keeper.wait(call, _deadline_of(timeout))
+                if not self.done():
+                    raise WaitTimeout(
+                        f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
+                        "waiting. The call goes on: wait again, or give it up with cancel()"
+                    )
         return cast(T, torch._C.Future.wait(self))
 
     def cancel(self) -> bool:
@@ -179,3 +284,7 @@ class CallFuture(InterruptibleFuture[T]):
             False if it had ended already.
         """
         return self.call is not None and self._keeper.cancel(self.call)
+
+    def _give_up(self) -> None:
+        if self.call is not None:
+            self._keeper.cancel_soon(self.call)

@@ -186,13 +186,26 @@ class Server:
             self.agent.reactor.expect(time.monotonic() + _STALL_S)
 
     def accept_elsewhere(self, request: Request) -> None:
-        """As `accept`, but runs in another thread."""
+        """As `accept`, for a call of this worker to itself: runs in another thread, and is never held back."""
         with self._lock:
-            may_run = self._slots.on_request(request)
+            may_run = self._slots.on_request(request, is_own=True)
         if may_run:
             self._run_soon(request)
         else:
             self.agent.reactor.expect(time.monotonic() + _STALL_S)
+
+    def hold_calls(self) -> None:
+        """Hold calls of other workers back until `start_serving`."""
+        with self._lock:
+            self._slots.on_hold()
+
+    def start_serving(self) -> None:
+        """Run the calls that were held back, and from now on those that come. May be called again."""
+        with self._lock:
+            granted = self._slots.on_serve()
+        for request in granted:
+            self._run_soon(request)
+        self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
 
     def _run_soon(self, request: Request) -> None:
         self.agent.reactor.run_soon(lambda: self._run(request))
@@ -281,9 +294,9 @@ class Server:
         """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
         with self._lock:
             request.is_dropped = True
-            self._slots.on_cancelled(request)
-            phase = request.phase
-        if phase == "queue":
+            is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
+            phase = "held" if is_held else request.phase
+        if phase in ("queue", "held"):
             request.frame = None
         nested = request.waits_for
         if nested is not None:
@@ -299,7 +312,7 @@ class Server:
                 request = incoming.requests.get(call_id)
                 if request is not None:
                     phase = self.drop(request)
-                    if phase == "queue":
+                    if phase in ("queue", "held"):
                         incoming.requests.pop(call_id, None)
                     return phase
                 return "reply" if call_id <= incoming.last_call_id else "send"
@@ -382,7 +395,7 @@ class Server:
     def numbers(self) -> tuple[int, int, int, int]:
         """Functions running, waiting and queued, and connections."""
         slots = self._slots
-        return slots.num_running, slots.num_waiting, slots.num_queued, len(self._incoming)
+        return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
 
     def connections(self) -> list[StreamConnection]:
         """What other workers opened."""

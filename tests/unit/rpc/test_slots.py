@@ -57,6 +57,24 @@ def test_a_stall_grants_one_more_at_a_time() -> None:
     assert slots.num_running == 3
 
 
+def test_a_worker_that_does_not_serve_yet_holds_the_requests_of_others_back() -> None:
+    slots: Slots[str] = Slots(2)
+    slots.on_hold()
+    assert [slots.on_request(name) for name in "abcd"] == [False] * 4
+    assert slots.on_request("own", is_own=True)
+    assert (slots.num_running, slots.num_queued, slots.num_held) == (1, 0, 4)
+    assert repr(slots) == "<Slots 1/2 running, 0 waiting, 0 queued, 4 held back>"
+    assert slots.on_stall() == slots.on_stall() == []
+    assert slots.on_cancelled("b")
+    assert slots.on_finished() is None
+    assert slots.on_serve() == ["a", "c"]
+    assert (slots.num_running, slots.num_queued, slots.num_held) == (2, 1, 0)
+    assert slots.on_serve() == []
+    assert slots.on_finished() == "d"
+    assert not slots.on_request("e")
+    assert slots.on_finished() == "e"
+
+
 def test_progress_is_no_stall() -> None:
     slots: Slots[str] = Slots(2)
     for name in "abcdef":
