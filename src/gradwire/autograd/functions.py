@@ -36,6 +36,7 @@ class LocalRun(Protocol):
 
 
 _current: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)  # what the engine runs, in all its threads
+_runs_hooks: Carried[bool] = Carried("gradwire.autograd.hooks", False)
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
@@ -54,9 +55,19 @@ class running:
         _current.set(self._outer)
 
 
+class hooks_running:
+    """Surrounds a run of the engine that reaches no messages, but hooks of leaves."""
+
+    def __enter__(self) -> None:
+        self._outer = _runs_hooks.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _runs_hooks.set(self._outer)
+
+
 def is_inside_run() -> bool:
     """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return _current.get() is not None
+    return _current.get() is not None or _runs_hooks.get()
 
 
 class SendFunction(torch.autograd.Function):
