@@ -46,9 +46,6 @@ LIMITS = {
 }
 
 OPEN = {
-    "DistAutogradTest.test_post_hooks": (
-        "hooks on AccumulateGrad nodes (not on tensors) do not run: gradients of leaves are taken before those nodes"
-    ),
     "RpcTest.test_server_process_global_profiler": (
         "a profile of all that a worker does for others is not offered; a caller's profile has what was done for it"
     ),

@@ -28,6 +28,8 @@ SUITES = (
     f"{_TORCH}.rpc.examples.reinforcement_learning_rpc_test:ReinforcementLearningRpcTest",
     f"{_TORCH}.nn.api.remote_module_test:RemoteModuleTest",
     f"{_TORCH}.nn.api.remote_module_test:ThreeWorkersRemoteModuleTest",
+    f"{_TORCH}.ddp_under_dist_autograd_test:DdpUnderDistAutogradTest",
+    f"{_TORCH}.ddp_under_dist_autograd_test:DdpComparisonTest",
 )
 """The suites in scope, as ``module:class``."""
 

@@ -24,6 +24,7 @@ TESTS = Path(__file__).parents[1]
 REPRESENTATIVE = (
     "DistAutogradTest.test_backward_multiple_round_trips",
     "DistAutogradTest.test_graph_for_py_nested_call",
+    "DistAutogradTest.test_post_hooks",
     "DistAutogradTest.test_trainer_ps",
     "TensorPipeAgentDistAutogradTest.test_backward_rref_nested_sparse",
     "DistOptimizerTest.test_dist_optim",
@@ -34,6 +35,8 @@ REPRESENTATIVE = (
     "TensorPipeAgentRpcTest.test_infer_backend_from_options",
     "ParameterServerTest.test_batch_updating_parameter_server",
     "RemoteModuleTest.test_remote_parameters",
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs",
+    "DdpComparisonTest.test_ddp_comparison",
 )
 
 

@@ -85,6 +85,7 @@ class Pair:
         self.there.optimizer.load_state_dict(states[0])
 
 
+@pytest.mark.filterwarnings("ignore:step changed nothing")  # some batches leave all parameters out
 @pytest.mark.parametrize("seed", range(6))
 def test_same_as_in_one_process(cluster: Cluster, seed: int) -> None:
     pair = Pair(cluster, random.Random(seed))

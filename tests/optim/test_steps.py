@@ -93,7 +93,7 @@ def test_zero_grad_clears_grad_and_leaves_contexts_alone(cluster: Cluster) -> No
 def test_without_backward_nothing_moves(cluster: Cluster) -> None:
     _, there = worlds(cluster)
     before = there.values()
-    with gw.autograd.context() as ctx:
+    with gw.autograd.context() as ctx, pytest.warns(UserWarning, match="step changed nothing"):
         there.optimizer.step(ctx)
     assert_same(there.values(), before)
 
@@ -310,3 +310,26 @@ def test_a_remote_module_is_trained(cluster: Cluster) -> None:
         here(batches(number)).square().sum().backward()
         here_opt.step()
     assert_same(list(module.state_dict().values()), list(here.state_dict().values()))
+
+
+# -- steps that change nothing -------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_any_gradient_warns_and_says_what_to_check(cluster: Cluster) -> None:
+    module = cluster.workers[0].module(torch.nn.Linear, 2, 1)
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, [module], lr=0.1)
+    with gw.autograd.context() as ctx, gw.autograd.context() as other:
+        with pytest.warns(UserWarning, match=rf"none has a gradient in context {ctx}\. Check") as caught:
+            optimizer.step(ctx)
+        assert "the 2 parameters (on worker0)" in str(caught[0].message)
+        assert caught[0].filename == __file__
+        with pytest.warns(UserWarning, match=rf"any of the contexts \({ctx:d}, {other:d}\)"):
+            optimizer.step([ctx, other])
+
+
+def test_a_step_with_a_gradient_for_one_of_several_owners_does_not_warn(cluster: Cluster) -> None:
+    modules = [worker.module(torch.nn.Linear, 2, 1) for worker in cluster.workers[:2]]
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, modules, lr=0.1)
+    with gw.autograd.context() as ctx:
+        ctx.backward(modules[0](torch.ones(1, 2)).sum())
+        optimizer.step(ctx)

@@ -2,7 +2,7 @@
 
 It learns which recvs and leaves the sources (roots and sends) reach, and which sources must run together because they
 share an interior node. A leaf that two sources share does not tie them together, unless it has hooks: those must see the
-sum of the pass, once.
+sum of the pass, once. Hooks that look at ``.grad`` are not meant: they run at the end (`accumulators`).
 """
 
 from __future__ import annotations
@@ -187,5 +187,5 @@ class LocalGraph:
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
-    """Whether hooks want to see the gradient of a leaf."""
-    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+    """Whether hooks want to see the gradient of a leaf before it is accumulated."""
+    return bool(leaf._backward_hooks)

@@ -3,7 +3,7 @@
 A context variable, so it goes where Python carries those: into asyncio tasks, into callbacks of futures (`gradwire.rpc`
 runs them in the context in which they were added), and into threads started inside. Python does the last by itself only from
 3.14 on, with ``thread_inherit_context``; before that, entering a context for the first time teaches
-`threading.Thread.start` to do the same.
+`threading.Thread.start` to do the same. Threads of torch's engine see it by `carried`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,24 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.autograd.carried import Carried
+
 _current: contextvars.ContextVar[int] = contextvars.ContextVar("gradwire_autograd_context", default=0)
+# The thread that began the run of the engine at hand, and its context: for the threads of devices.
+_of_run: Carried[tuple[int, int]] = Carried("gradwire.autograd.context", (0, 0))
 _lock = threading.Lock()  # guards _carries_over
 _carries_over = bool(getattr(sys.flags, "thread_inherit_context", False))
 
 
 def current_context_id() -> int:
     """The context that the current code runs in, or 0."""
-    return _current.get()
+    return _current.get() or _context_of_run()
+
+
+def _context_of_run() -> int:
+    thread, context_id = _of_run.get()
+    # The thread that began the run has its own variable, and may serve a call without a context while it waits.
+    return context_id if thread != threading.get_ident() else 0
 
 
 def enter(context_id: int) -> contextvars.Token[int]:
@@ -51,6 +61,18 @@ class inside:
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
+
+
+class carried:
+    """Takes the current context along into the threads of devices, for a run of torch's engine."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _of_run.set((threading.get_ident(), current_context_id()))
+
+    def __exit__(self, *_: object) -> None:
+        _of_run.set(self._before)
 
 
 def carry_into_threads() -> None:

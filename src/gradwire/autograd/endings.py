@@ -170,7 +170,7 @@ class Endings:
         context = current.context
         if not current.joins_context or context.released:
             return context.gradients
-        found = dict(context.gradients)
+        found = {leaf: gradient for leaf, gradient in context.gradients.items() if leaf not in current.totals}
         for leaf, gradient in current.gradients.items():
             add_gradient(found, leaf, gradient, current.options.create_graph)
         return found

@@ -6,17 +6,17 @@
 
 A send's node has the sent tensors' gradient edges behind it. A recv's node has the received tensors in front of it: they
 are ordinary non-leaf tensors, which may be changed in place. Both know only their message's id; what to do in backward is
-the business of the run that is under way in the current thread (`LocalRun`).
+the business of the run of the engine that has reached them (`LocalRun`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from gradwire.autograd.carried import Carried
 from gradwire.errors import AutogradError
 
 Gradients = Sequence[torch.Tensor | None]
@@ -35,32 +35,39 @@ class LocalRun(Protocol):
         """Blocks until a message for a send has come."""
 
 
-class _Local(threading.local):
-    run: LocalRun | None = None  # what the engine runs in this thread
-
-
-_local = _Local()
+_current: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)  # what the engine runs, in all its threads
+_runs_hooks: Carried[bool] = Carried("gradwire.autograd.hooks", False)
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
 
 
 class running:
-    """Makes a run the one that the nodes of this thread report to."""
+    """Makes a run the one that nodes report to, whichever thread of the engine they run in."""
 
     def __init__(self, run: LocalRun) -> None:
         self._run = run
 
     def __enter__(self) -> None:
-        self._outer, _local.run = _local.run, self._run
+        self._outer = _current.set(self._run)
 
     def __exit__(self, *_: object) -> None:
-        _local.run = self._outer
+        _current.set(self._outer)
+
+
+class hooks_running:
+    """Surrounds a run of the engine that reaches no messages, but hooks of leaves."""
+
+    def __enter__(self) -> None:
+        self._outer = _runs_hooks.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _runs_hooks.set(self._outer)
 
 
 def is_inside_run() -> bool:
     """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return _local.run is not None
+    return _current.get() is not None or _runs_hooks.get()
 
 
 class SendFunction(torch.autograd.Function):
@@ -149,7 +156,7 @@ _apply_gate: Any = super(torch.autograd.Function, Gate).apply
 
 
 def _run_here(what: str) -> LocalRun:
-    run = _local.run
+    run = _current.get()
     if run is None:
         raise AutogradError(
             f"local autograd reached {what}: use gradwire.autograd.backward(context_id, [loss]) instead of loss.backward()"

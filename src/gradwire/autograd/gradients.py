@@ -1,22 +1,14 @@
-"""What happens to gradients: kept apart, added up, shown to hooks."""
+"""What happens to gradients: kept apart, added up."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
-from gradwire.errors import AutogradError
-
 GradientTable = dict[torch.Tensor, torch.Tensor]
 K = TypeVar("K")
-
-_NUM_LOCKS = 256
-_HOOK_S = 60.0
-# Each guards `.grad` of some leaves while their hooks look at it; a hook may run another pass in its thread.
-_hook_locks = [threading.RLock() for _ in range(_NUM_LOCKS)]
 
 
 def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
@@ -57,32 +49,3 @@ def sum_by_origin(
             message_id, number = target
             add_gradient(found.setdefault(message_id, {}), number, gradient, is_recorded)
     return found
-
-
-def run_post_accumulate_hooks(table: GradientTable, leaves: Iterable[torch.Tensor]) -> None:
-    """Shows the total of a pass to the hooks of `Tensor.register_post_accumulate_grad_hook`, as `leaf.grad`.
-
-    A hook that sets `leaf.grad` to None has consumed the gradient; one that replaces it has changed it. What was in `.grad`
-    before is there again afterwards.
-    """
-    for leaf in leaves:
-        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
-        if not hooks or leaf not in table:
-            continue
-        lock = _hook_locks[hash(leaf) % _NUM_LOCKS]
-        if not lock.acquire(timeout=_HOOK_S):
-            raise AutogradError(f"another pass has been running the hooks of a leaf for {_HOOK_S:g} s")
-        try:
-            before, leaf.grad = leaf.grad, table[leaf]
-            try:
-                for hook in list(hooks.values()):
-                    hook(leaf)
-                after = leaf.grad
-            finally:
-                leaf.grad = before
-        finally:
-            lock.release()
-        if after is None:
-            del table[leaf]
-        else:
-            table[leaf] = after

@@ -16,15 +16,12 @@ import torch
 from gradwire.autograd._backward_state import Action, BackwardState, ComponentPhase, Mode
 from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
+from gradwire.autograd.accumulators import run_accumulators
 from gradwire.autograd.answers import Answers
 from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.functions import Gradients
-from gradwire.autograd.gradients import (
-    GradientTable,
-    add_gradient,
-    run_post_accumulate_hooks,
-)
+from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import PassOptions
 from gradwire.autograd.roots import Roots
 from gradwire.errors import AutogradError
@@ -95,6 +92,7 @@ class BackwardPass:
         self.introduced: set[int] = set()
         self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}
+        self.totals: set[torch.Tensor] = set()  # leaves whose gradient is that of the context, earlier passes included
         self._arrived: dict[int, Gradients] = {}
         self.last_answer: Answers | None = None  # waits for the report, to travel with it
         self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
@@ -253,7 +251,7 @@ class BackwardPass:
     def run_hooks(self) -> None:
         """Everything here is done: hooks see the totals. What they raise fails the pass."""
         if self.roots.joins_context:
-            run_post_accumulate_hooks(self.gradients, list(self.gradients))
+            self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
 
     def forget(self) -> None:
         """Drops what the pass held; under `lock`."""
@@ -261,7 +259,7 @@ class BackwardPass:
         self.last_answer = None
         self.roots = _NO_ROOTS
         self._watch = self.error = None  # both lead back to the pass
-        self.gradients = {}
+        self.gradients, self.totals = {}, set()
         if self.is_joined:
             del self.graph
 

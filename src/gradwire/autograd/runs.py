@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from gradwire.autograd import anomalies, guards
+from gradwire.autograd import ambient, anomalies, guards
 from gradwire.autograd._backward_state import Action, Route, RunComponent
 from gradwire.autograd._graph import Target
 from gradwire.autograd.answers import follow_routes
@@ -109,7 +109,7 @@ class EngineRun:
         inputs: list[torch.Tensor],
     ) -> None:
         current, options = self._pass, self._pass.options
-        with running(self), self._surroundings():
+        with running(self), ambient.carried(), self._surroundings():
             # What torch.autograd.grad calls, without its checks: they take longer than a small graph.
             results = _run_backward(
                 tuple(outputs),

@@ -10,13 +10,13 @@ than by such a step is an error, as always.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
 from gradwire.autograd import guards
+from gradwire.autograd.carried import Carried
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import Cell, Group, Guarded
 from gradwire.errors import AutogradError
@@ -25,12 +25,10 @@ Saved = tuple[torch.Tensor, int | None, Cell | None]
 """An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
 
 
-class _Local(threading.local):
-    context: DistAutogradContext | None = None  # for which the current thread saves
-    on_use: Callable[[Group], None] | None = None
+OnUse = Callable[[Group], None]
 
-
-_local = _Local()
+# For which context the current thread saves, and who is told what it uses. A recorded pass saves in threads of devices, too.
+_current: Carried[tuple[DistAutogradContext | None, OnUse | None]] = Carried("gradwire.autograd.saving", (None, None))
 
 
 class saving:
@@ -41,26 +39,25 @@ class saving:
         on_use: Told what is used, before it is saved; None if that is known already.
     """
 
-    def __init__(self, context: DistAutogradContext, on_use: Callable[[Group], None] | None = None) -> None:
+    def __init__(self, context: DistAutogradContext, on_use: OnUse | None = None) -> None:
         self._ours = context, on_use
 
     def __enter__(self) -> None:
-        self._outer = _local.context, _local.on_use
-        _local.context, _local.on_use = self._ours
+        self._outer = _current.set(self._ours)
         _hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
         _hooks.__exit__(*error)
-        _local.context, _local.on_use = self._outer
+        _current.set(self._outer)
 
 
 def pack(tensor: torch.Tensor) -> Saved:
     """What is kept of a tensor. Never the tensor itself: a result that its own node keeps is never freed."""
-    context = _local.context
+    context, on_use = _current.get()
     found = _find(tensor) if context is not None else []
     if context is not None:
         for item, _ in found:
-            _note(context, item)
+            _note(context, item, on_use)
     if len(found) != 1:  # with several, whose version it has cannot be told: at worst there is an error too many
         return tensor.detach(), tensor._version, None
     guarded, cell = found[0]
@@ -76,9 +73,9 @@ def _find(tensor: torch.Tensor) -> Sequence[tuple[Guarded, Cell]]:
     return guards.find_by_memory(tensor) if found is None else ((found, found.cell),)
 
 
-def _note(context: DistAutogradContext, guarded: Guarded) -> None:
-    if _local.on_use is not None:
-        _local.on_use(guarded.group)
+def _note(context: DistAutogradContext, guarded: Guarded, on_use: OnUse | None) -> None:
+    if on_use is not None:
+        on_use(guarded.group)
     user = weakref.ref(context)
     if user not in guarded.users:
         with guards.lock:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,6 +26,7 @@ from gradwire.autograd import guards, reading
 from gradwire.autograd._turns import Change
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.guards import EVERYTHING, Group, Mode, changed, check_mode, lock
+from gradwire.autograd.lending import GradClaim
 from gradwire.autograd.reading import Call, call_of_thread, deadline_here, late
 from gradwire.autograd.saving import saving
 from gradwire.errors import RpcTimeout
@@ -51,7 +51,6 @@ __all__ = [
 
 _SLICE_S = 0.2
 _WAIT_S = 600.0
-_grad_lock = threading.RLock()  # guards `.grad` of parameters while a step lends it gradients or somebody clears it
 
 
 # -- for whoever has parameters -------------------------------------------------------------------------------------------
@@ -174,13 +173,16 @@ class Held:
         self._lock.release()
 
 
-def lending_grads() -> Held:
+def lending_grads(params: Iterable[torch.Tensor]) -> Held:
     """Surrounds whatever uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts.
 
+    Args:
+        params: The parameters.
+
     Raises:
-        RpcTimeout: Somebody else has not ended in time.
+        RpcTimeout: Another user of one of them has not ended in time.
     """
-    return Held(_grad_lock, "another optimizer has been stepping")
+    return Held(GradClaim(params), "another optimizer, or hooks of a pass, have been using .grad")
 
 
 def time_left() -> float:

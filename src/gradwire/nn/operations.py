@@ -212,7 +212,7 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is no method that handles may call without a mark")
     # A step lends parameters its gradients, which these would clear or convert. The others leave `.grad` alone.
-    with sharing.lending_grads() if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
+    with sharing.lending_grads(module.parameters()) if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
         getattr(module, name)(*args, **kwargs)
     _note_device(module)
     sharing.guard(module.parameters(), _groups_of(module)[0].mode)  # their memory may be elsewhere now

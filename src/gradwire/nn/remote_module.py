@@ -11,6 +11,7 @@ It is an `nn.Module` without parameters of its own: hooks registered on it run h
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from gradwire.nn import operations
 from gradwire.nn.changes import OwnedElsewhere, name_of
 from gradwire.nn.hooks import OwnerHook
 from gradwire.nn.placement import parse_placement
+from gradwire.nn.untrained import ParametersElsewhere, is_unrecorded, warn_when_differentiated
 from gradwire.rpc import trips
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
@@ -95,6 +97,7 @@ class RemoteModule(OwnedElsewhere):
         self.module_rref = rref
         self._label = label
         self._methods: dict[str, bool] = {}  # what the owner said about names
+        self._parameters = ParametersElsewhere(self._title())
 
     @staticmethod
     def init_from_module_rref(remote_device: To, module_rref: RRef[Any]) -> RemoteModule:
@@ -121,21 +124,33 @@ class RemoteModule(OwnedElsewhere):
             RpcTimeout: It took longer than a call may.
             Exception: What the module raised, or what went wrong when it was made.
         """
-        function, sent = _forward_call(args, kwargs)
-        return self.module_rref._ask(function, sent, UNSET_RPC_TIMEOUT)
+        return self._call(*_forward_call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """Starts the module on its owner and returns a future of the result."""
-        function, sent = _forward_call(args, kwargs)
-        return self.module_rref._submit(function, sent, UNSET_RPC_TIMEOUT)
+        return self._start(*_forward_call(args, kwargs))
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
-        return Proxy(lambda *call: self.module_rref._ask(operations.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._call(operations.INVOKE, call, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
-        return Proxy(lambda *call: self.module_rref._submit(operations.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._start(operations.INVOKE, call, timeout))
+
+    def _call(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        result = self.module_rref._ask(function, args, timeout)
+        return warn_when_differentiated(result, self._title()) if is_unrecorded() else result
+
+    def _start(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> CallFuture[Any]:
+        future = self.module_rref._submit(function, args, timeout)
+        if is_unrecorded():
+            title = self._title()
+            future.add_done_callback(lambda done: _watch_result(done, title))
+        return future
+
+    def _title(self) -> str:
+        return f"{self._label or 'a RemoteModule'} on {self.module_rref.owner_name()}"
 
     def __getattr__(self, name: str) -> Any:
         """A method that the module has and `nn.Module` has not: calling it calls it on the owner."""
@@ -316,7 +331,12 @@ def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, t
 
 
 def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return module.module_rref._ask(operations.INVOKE, (name, args, kwargs), UNSET_RPC_TIMEOUT)
+    return module._call(operations.INVOKE, (name, args, kwargs))
+
+
+def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
+    with contextlib.suppress(Exception):  # the call has failed, which whoever waits for it is told
+        warn_when_differentiated(done.value(), title)
 
 
 def _refused(name: str) -> ConfigurationError:

@@ -12,6 +12,7 @@ learning-rate schedulers work on it as they are.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
@@ -112,8 +113,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:  # type: ignore[override]
         """Steps every parameter that has a gradient in a context, or in several: then gradients are added up.
 
-        Parameters without a gradient there are untouched, and ``.grad`` is neither used nor changed. If it fails on some
-        workers, the gradients are kept: call it again with the same contexts, and those that have stepped do not step again.
+        Parameters without a gradient there are untouched, and ``.grad`` is neither used nor changed; if none has one, there
+        is a warning. If it fails on some workers, the gradients are kept: call it again with the same contexts, and those
+        that have stepped do not step again.
 
         Args:
             context_id: What `gradwire.autograd.context` gave, or several of these.
@@ -151,6 +153,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise _step_failed(answers)
         self._unfinished.pop(contexts, None)
         self._edits.drop(contexts)  # not before: a repeated step needs them
+        if not any(answers.values.values()):
+            self._warn_of_no_gradients(contexts)
+
+    def _warn_of_no_gradients(self, contexts: tuple[int, ...]) -> None:
+        """A step that changes nothing is rarely what was meant, and shows only as a loss that stays as it is."""
+        where = f"context {contexts[0]}" if len(contexts) == 1 else f"any of the contexts {contexts}"
+        warnings.warn(
+            f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), none "
+            f"has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
+            f"that the forward calls were made inside of it, and that the loss depends on these parameters",
+            stacklevel=4,
+        )
 
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
 

@@ -149,7 +149,7 @@ class LocalOptimizer:
             return len(table)
 
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
-        with sharing.stepping(table, context_ids), sharing.lending_grads():
+        with sharing.stepping(table, context_ids), sharing.lending_grads(self._names):
             before = [(parameter, parameter.grad) for parameter in self._names]
             try:
                 for parameter in self._names:
@@ -192,7 +192,7 @@ class LocalOptimizer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears ``.grad`` of the parameters; contexts are left alone."""
-        with self._alone, sharing.lending_grads():  # another trainer's step may have lent them its gradients
+        with self._alone, sharing.lending_grads(self._names):  # another trainer's step may have lent them its gradients
             self._optimizer.zero_grad(set_to_none)
 
     # -- state -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from gradwire.errors import ConfigurationError
+from gradwire.nn.untrained import takes_parameters
 from gradwire.optim.parts import PartOf, ShardedParameter, take_sharded
 from gradwire.rref import RRef
 from gradwire.shard.sharded_optim import named_params_with_sharded_tensor
@@ -69,6 +70,7 @@ class GroupReader:
         )
         return made
 
+    @takes_parameters
     def read_all(self, params: Any) -> list[Group]:
         """Groups, or one group for parameters that are not in any.
 
@@ -82,6 +84,7 @@ class GroupReader:
             return [self.read({"params": items})]
         return [self.read(item) for item in items]
 
+    @takes_parameters
     def read(self, group: Any) -> Group:
         """One group.
 

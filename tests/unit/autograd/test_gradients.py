@@ -9,8 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart, run_post_accumulate_hooks
-from gradwire.errors import BackwardFailed
+from gradwire.autograd.gradients import GradientTable, add_gradient, keep_apart
 from gradwire.rpc import Agent
 from unit.autograd.layers import layer
 
@@ -116,90 +115,6 @@ def test_table_that_a_user_got_does_not_change(trio: list[Agent]) -> None:
         assert before[x].tolist() == [2.0, 2.0]
         assert ctx.gradients()[x].tolist() == [4.0, 4.0]
         assert x.grad is None
-
-
-# -- post-accumulate hooks -------------------------------------------------------------------------------------------
-
-
-def hooked_leaf(hook: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return leaf
-
-
-def test_hook_sees_the_gradient_and_grad_is_as_before() -> None:
-    seen: list[torch.Tensor | None] = []
-    leaf = hooked_leaf(lambda param: seen.append(param.grad))
-    leaf.grad = torch.full((2,), 7.0)
-    table = {leaf: torch.ones(2)}
-    run_post_accumulate_hooks(table, [leaf, torch.ones(2, requires_grad=True)])
-    (first,) = seen
-    assert first is not None
-    assert first.tolist() == [1.0, 1.0]
-    assert leaf.grad.tolist() == [7.0, 7.0]
-    assert table[leaf].tolist() == [1.0, 1.0]
-
-
-def test_hook_may_consume_the_gradient() -> None:
-    def consume(param: torch.Tensor) -> None:
-        param.grad = None
-
-    leaf = hooked_leaf(consume)
-    table = {leaf: torch.ones(2)}
-    run_post_accumulate_hooks(table, [leaf])
-    assert table == {}
-
-
-def test_hook_may_replace_the_gradient() -> None:
-    def scale(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        param.grad = param.grad * 10
-
-    leaf = hooked_leaf(scale)
-    table = {leaf: torch.ones(2)}
-    run_post_accumulate_hooks(table, [leaf])
-    assert table[leaf].tolist() == [10.0, 10.0]
-
-
-def test_hook_that_raises_leaves_grad_as_before() -> None:
-    def fail(param: torch.Tensor) -> None:
-        raise ValueError("on purpose")
-
-    leaf = hooked_leaf(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        run_post_accumulate_hooks({leaf: torch.ones(2)}, [leaf])
-    assert leaf.grad is None
-
-
-def test_hook_runs_once_with_the_total_of_the_pass(trio: list[Agent]) -> None:
-    """The leaf is used here, and behind two calls."""
-    seen: list[list[float]] = []
-
-    def note(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        seen.append(param.grad.tolist())
-
-    leaf = hooked_leaf(note)
-    with gw.autograd.context() as ctx:
-        there = [rpc.rpc_sync(name, torch.mul, args=(leaf * 2, 3.0)) for name in ("b", "c")]
-        ctx.backward((there[0] + there[1] + leaf).sum())
-        assert ctx.gradients()[leaf].tolist() == [13.0, 13.0]
-    assert seen == [[13.0, 13.0]]
-    assert leaf.grad is None
-
-
-def test_hook_that_raises_fails_the_pass(trio: list[Agent]) -> None:
-    def fail(param: torch.Tensor) -> None:
-        raise ValueError("no good gradient")
-
-    leaf = hooked_leaf(fail)
-    with gw.autograd.context() as ctx:
-        value = rpc.rpc_sync("b", torch.mul, args=(leaf, 3.0))
-        with pytest.raises(BackwardFailed, match=r"no good gradient \(ValueError;") as caught:
-            ctx.backward(value.sum())
-        assert caught.value.worker == "a"
-        assert ctx.gradients() == {}
-        assert leaf.grad is None
 
 
 def test_grad_leaves_the_context_alone(trio: list[Agent]) -> None:

@@ -456,7 +456,7 @@ def test_hook_may_run_a_pass_with_hooks(trio: list[Agent]) -> None:
     inner, x = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
 
     def run_another(_: torch.Tensor) -> None:
-        with gw.autograd.context() as other:
+        with gw.autograd.context() as other, torch.enable_grad():
             other.backward((inner * 2).sum(), timeout=LIMIT_S)
 
     inner.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))  # type: ignore[no-untyped-call]

@@ -1,0 +1,229 @@
+"""Hooks that look at ``.grad``: on the nodes that accumulate gradients of leaves, or registered as post-accumulate hooks.
+
+Runs of a pass capture the gradients of leaves before these nodes, so that ``.grad`` is left alone and passes can run side by
+side. A worker that is done with its part of a pass runs the nodes of those leaves that have such hooks: once, in one run of
+torch's engine, with the totals of the pass. Hooks see there what they see in a local backward: ``.grad`` with the gradient,
+and the end of a run, where `DistributedDataParallel` waits for the other ranks. What they leave in ``.grad`` is the gradient
+of the pass; what was there before is put back.
+
+torch does not say which nodes have hooks, so it is noted where they are registered: Python's come by
+`torch.autograd.Function._register_hook`, and C++ has `Reducer`, of `DistributedDataParallel`, alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.autograd.functions import hooks_running
+from gradwire.autograd.gradients import GradientTable
+from gradwire.autograd.lending import GradClaim
+from gradwire.errors import AutogradError
+from gradwire.rpc.incoming import while_waiting
+
+_WAIT_S = 60.0
+_CYCLE = r"Using backward\(\) with create_graph=True will create a reference cycle"
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+# Parameters of DistributedDataParallel, by id, and what averages them.
+_reduced: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = {}
+_static: weakref.WeakSet[Any] = weakref.WeakSet()  # reducers that expect the same graph every time
+_has_node_hooks = False  # whether Python has ever registered a hook on any node
+
+
+# -- which leaves have hooks ----------------------------------------------------------------------------------------------
+
+
+def _note_node_hooks() -> None:
+    """Learns from now on that there are hooks on nodes; where they are is looked up when it matters."""
+    mixin: Any = torch.autograd.function._HookMixin
+    register = mixin._register_hook
+
+    @functools.wraps(register)
+    def noted(backward_hooks: Any, hook: Any) -> Any:
+        global _has_node_hooks
+        _has_node_hooks = True
+        return register(backward_hooks, hook)
+
+    mixin._register_hook = staticmethod(noted)
+
+
+def _note_reducers() -> None:
+    """Learns of the parameters of every `DistributedDataParallel`: made from now on, or before."""
+    if not dist.is_available():
+        return
+    reducer: Any = dist.Reducer  # type: ignore[attr-defined]
+    make, fix_graph = reducer.__init__, reducer._set_static_graph
+
+    @functools.wraps(make)
+    def noted(self: Any, params: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        params = list(params)
+        make(self, params, *args, **kwargs)
+        _note_reduced(params, self)
+
+    @functools.wraps(fix_graph)
+    def noted_static(self: Any) -> None:
+        _static.add(self)
+        fix_graph(self)
+
+    reducer.__init__, reducer._set_static_graph = noted, noted_static
+    if dist.is_initialized():
+        for made in gc.get_objects():
+            if issubclass(type(made), DistributedDataParallel):
+                _note_reduced(made._module_parameters, made.reducer)
+                if made.static_graph:
+                    _static.add(made.reducer)
+
+
+def _note_reduced(params: Iterable[torch.Tensor], reducer: Any) -> None:
+    for param in params:
+        key = id(param)
+        known = weakref.ref(param, lambda _, key=key: _reduced.pop(key, None))  # type: ignore[misc]
+        _reduced[key] = known, weakref.ref(reducer)
+
+
+def _reducer_of(leaf: torch.Tensor) -> Any:
+    """What averages the gradient of a leaf with those of other ranks, if anything does."""
+    param, reducer = _reduced.get(id(leaf), (None, None))
+    return reducer() if reducer is not None and param is not None and param() is leaf else None
+
+
+def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
+    """The edge to the node of a leaf, if hooks want to see what it does."""
+    is_hooked = bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or _reducer_of(leaf) is not None
+    if not (is_hooked or _has_node_hooks) or leaf.grad_fn is not None or not leaf.requires_grad:
+        return None
+    edge = get_gradient_edge(leaf)
+    return edge if is_hooked or _has_hooks(edge.node) else None
+
+
+def _has_hooks(node: Any) -> bool:
+    """Asks a node for its table of hooks, by adding one and taking it away again."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """A hook that does nothing."""
+
+
+# -- running them ---------------------------------------------------------------------------------------------------------
+
+
+def run_accumulators(
+    table: GradientTable, of_context: GradientTable | None = None, is_recorded: bool = False
+) -> set[torch.Tensor]:
+    """Shows the totals of a pass to hooks, as ``.grad``, and takes what they make of them.
+
+    A hook that sets ``.grad`` to None has consumed the gradient; one that changes or replaces it has changed it.
+
+    Args:
+        table: The gradients of leaves; changed in place.
+        of_context: What earlier passes have left in the context. `DistributedDataParallel` averages it along, because they
+            may have been made with its ``no_sync``.
+        is_recorded: Whether the pass is, for gradients of gradients.
+
+    Returns:
+        The leaves whose gradient in the table is that of the whole context.
+
+    Raises:
+        AutogradError: Another pass has been running hooks of the same leaves for too long, or is doing so further out in
+            this thread.
+        Exception: What a hook raised; ``.grad`` is as it was.
+    """
+    edges = {leaf: edge for leaf in table if (edge := _find_accumulator(leaf)) is not None}
+    if not edges:
+        return set()
+    leaves = list(edges)
+    reducers = [_reducer_of(leaf) for leaf in leaves]  # held: one that goes meanwhile takes its hooks along
+    if any(reducer in _static for reducer in reducers):
+        # In its first backward it reduces at the end of the run that computes the gradients, which is over by now.
+        raise AutogradError(
+            "DistributedDataParallel(static_graph=True) does not work inside of a context; make it without static_graph"
+        )
+    claim = GradClaim(leaves)
+    _acquire(claim)
+    try:
+        before = [leaf.grad for leaf in leaves]
+        quiet = [hook for leaf in leaves for hook in _hooks_that_ran(leaf)]
+        try:
+            for leaf, reducer in zip(leaves, reducers, strict=True):
+                known = of_context.get(leaf) if of_context and reducer is not None else None
+                leaf.grad = known if known is None else known.detach().clone()
+            for hook, leaf in quiet:
+                hook.seen = table[leaf]
+            if is_recorded:  # torch warns, once, of a cycle through `.grad`, which ends here when that is put back
+                warnings.filterwarnings("ignore", message=_CYCLE)
+            with hooks_running():
+                _run_backward(
+                    tuple(edges.values()),
+                    tuple(table[leaf] for leaf in leaves),
+                    is_recorded,
+                    is_recorded,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+            after = [leaf.grad for leaf in leaves]
+        finally:
+            for hook, _ in quiet:
+                hook.seen = None
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+    finally:
+        claim.release()
+    for leaf, gradient, reducer in zip(leaves, after, reducers, strict=True):
+        if gradient is None:
+            del table[leaf]
+        else:  # a reducer goes on using the memory that it has put there
+            table[leaf] = gradient if reducer is None else gradient.clone()
+    return {leaf for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
+
+
+def _acquire(claim: GradClaim) -> None:
+    if claim.is_nested:
+        raise AutogradError(
+            "a hook of a leaf runs another pass that reaches the same leaf; use another copy of the leaf"
+        )
+    if not claim.acquire(blocking=False):
+        with while_waiting():
+            if not claim.acquire(timeout=_WAIT_S):
+                raise AutogradError(f".grad of a leaf with hooks has been in use elsewhere for {_WAIT_S:g} s")
+
+
+class _RanBefore:
+    """A hook on a leaf itself. It ran when the gradient was captured, so not again when that is accumulated."""
+
+    __slots__ = ("_hook", "seen")
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._hook = hook
+        self.seen: torch.Tensor | None = None  # what is accumulated now, in any thread
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if gradient is self.seen else self._hook(gradient)
+
+
+def _hooks_that_ran(leaf: torch.Tensor) -> list[tuple[_RanBefore, torch.Tensor]]:
+    hooks = leaf._backward_hooks or {}
+    for key, hook in list(hooks.items()):
+        if not isinstance(hook, _RanBefore):
+            hooks[key] = _RanBefore(hook)
+    return [(hook, leaf) for hook in hooks.values() if isinstance(hook, _RanBefore)]
+
+
+_note_node_hooks()
+_note_reducers()
