@@ -262,3 +262,13 @@ def test_a_false_report_does_not_replace_a_checkpoint(
     with pytest.raises(CheckpointError, match="worker b gave no valid report on what it has written"):
         checkpoint.save(allowed, {"x": reference})
     assert checkpoint.verify(allowed).generation == first.generation
+
+
+@pytest.mark.parametrize("answer", [b"nonsense", b'{"fits": []}', 3])
+def test_a_false_comparison_changes_nothing(
+    reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    checkpoint.save(allowed, {"x": reference})
+    monkeypatch.setitem(functions._exposed, owners.FIT, lambda *_: answer)
+    with pytest.raises(CheckpointError, match="worker b gave no valid answer when it was asked to compare"):
+        checkpoint.load(allowed, {"x": reference})

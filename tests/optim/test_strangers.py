@@ -10,8 +10,16 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.errors import ConfigurationError, DecodeError, NotExposed, OptimizerNotMade
+from gradwire.errors import (
+    ConfigurationError,
+    DecodeError,
+    NotExposed,
+    OptimizerError,
+    OptimizerNotMade,
+    OptimizerStepFailed,
+)
 from gradwire.optim.operations import MAKE, OPERATE
+from gradwire.rpc import functions
 from gradwire.rref import references
 from gradwire.rref.api import create
 
@@ -157,3 +165,22 @@ def test_a_state_that_does_not_fit_is_refused(weight: rpc.RRef[torch.Tensor]) ->
             there._ask(OPERATE, ("load_named_state", {"w": {**good["w"], key: value}}), 10.0)
     after = there._ask(OPERATE, ("named_state", True), 10.0)
     assert all(torch.equal(after["w"][key], value) for key, value in good["w"].items())
+
+
+@pytest.mark.parametrize("answer", [None, "done", [1], {"a": torch.ones(1)}])
+def test_answers_of_another_form_are_failures_of_that_owner(
+    weight: rpc.RRef[torch.Tensor], monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
+    with monkeypatch.context() as patch:
+        patch.setitem(functions._exposed, OPERATE, lambda *_: answer)
+        with pytest.raises(OptimizerStepFailed, match="Failed: b: DecodeError: not the answer to 'step'"):
+            step(optimizer, weight)
+        with (
+            pytest.raises(OptimizerError, match="b: DecodeError: not the answer to 'norms'"),
+            gw.autograd.context() as ctx,
+        ):
+            optimizer.clip_grad_norm_(ctx, 1.0)
+        with pytest.raises(OptimizerNotMade, match="b: DecodeError: not the answer to 'describe'"):
+            Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
+    assert torch.allclose(step(optimizer, weight), torch.full((3, 2), 0.8))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from gradwire.checkpoint import objects, owners, sharded
@@ -28,7 +29,7 @@ from gradwire.checkpoint.objects import Fit, Part
 from gradwire.checkpoint.owners import CheckOrder, FitReport, LoadOrder, SavedPart
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.reading import TensorReader, files_of
-from gradwire.errors import CheckpointMismatch, ConfigurationError
+from gradwire.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from gradwire.optim import DistributedOptimizer, states
 from gradwire.optim.parts import fold_groups
 from gradwire.shard import ShardedTensor
@@ -299,7 +300,17 @@ def _fit(plan: LoadPlan, own: LoadOrder, sent: dict[str, bytes], asked: Round) -
     for worker, order in sent.items():
         asked.ask(worker, owners.FIT, order, plan.parts.sent(worker))
     here, answers = asked.finish(lambda: owners.fit_all(own, plan.parts.here))
-    return {"": here.fits, **{worker: owners.decode(answer, FitReport).fits for worker, answer in answers}}
+    return {"": here.fits, **{worker: _read_fits(plan, worker, answer) for worker, answer in answers}}
+
+
+def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
+    try:
+        fits = owners.decode(answer, FitReport).fits
+        if len(fits) != len(plan.parts.elsewhere[worker]):
+            raise ValueError("it compared other parts than it was asked to")
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
+    return fits
 
 
 def _check(

@@ -135,7 +135,9 @@ def allow_directory(path: str | os.PathLike[str]) -> None:
     Args:
         path: The directory.
     """
-    _allowed.append(Path(os.path.realpath(path)))
+    real = Path(os.path.realpath(path))
+    if real not in _allowed:
+        _allowed.append(real)
 
 
 def worker_name() -> str:
