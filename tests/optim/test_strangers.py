@@ -17,6 +17,7 @@ from gradwire.errors import (
     OptimizerError,
     OptimizerNotMade,
     OptimizerStepFailed,
+    RRefError,
 )
 from gradwire.optim.operations import MAKE, OPERATE
 from gradwire.rpc import functions
@@ -184,3 +185,23 @@ def test_answers_of_another_form_are_failures_of_that_owner(
         with pytest.raises(OptimizerNotMade, match="b: DecodeError: not the answer to 'describe'"):
             Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
     assert torch.allclose(step(optimizer, weight), torch.full((3, 2), 0.8))
+
+
+def test_workers_that_hold_no_reference_are_refused(make_agents: MakeAgents) -> None:
+    """Ids can be guessed."""
+    a, _, c = make_agents(3, trust="data")
+    rpc.set_current_agent(a)
+    try:
+        weight = create(references.of(a), "b", make_weight, (3,), None, -1.0)
+        optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
+        (there,) = optimizer.remote_optimizers
+        for operation in (("describe",), ("zero_grad", True), ("named_state", True), ("load_named_state", {})):
+            _, order = there._prepare(operation, 10.0)
+            rref_id, maker = order[:2]
+            for claimed in {maker, None}:
+                with pytest.raises((RRefError, DecodeError), match=r"holds no reference to it|named another worker"):
+                    c.call("b", OPERATE, (rref_id, claimed, *operation))
+        assert torch.allclose(step(optimizer, weight), torch.full((3, 2), 0.8))
+        del optimizer, there, weight
+    finally:
+        rpc.set_current_agent(None)

@@ -95,7 +95,7 @@ def make_optimizer(optimizer_class: type[Any], params: Any, args: Sequence[Any],
     try:
         made.__init__(params, *args, **kwargs)
     finally:
-        del made.add_param_group
+        vars(made).pop("add_param_group", None)
     return made
 
 
