@@ -17,6 +17,15 @@ def is_imported(module: str) -> bool:
     return module in sys.modules
 
 
+def use_sharded_optimizer() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = gw.shard.ShardedOptimizer({"weight": weight}, torch.optim.Adam, lr=0.1)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
 def test_the_first_optimizer_of_a_worker_imports_no_compiler(leak_check: LeakCheck) -> None:
     """Made, grown, stepped, clipped, saved, loaded and cleared."""
     with Cluster.local(1) as cluster:
@@ -31,4 +40,6 @@ def test_the_first_optimizer_of_a_worker_imports_no_compiler(leak_check: LeakChe
                 optimizer.step(ctx)
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.zero_grad()
+        assert not worker.call(is_imported, "torch._dynamo")
+        worker.call(use_sharded_optimizer)
         assert not worker.call(is_imported, "torch._dynamo")

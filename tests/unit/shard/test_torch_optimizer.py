@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -17,6 +19,7 @@ from gradwire.shard.torch_optimizer import (
     laid_out_like,
     load_state,
     make_optimizer,
+    method_of,
     quick_step,
 )
 
@@ -104,6 +107,52 @@ def test_what_others_put_in_the_place_of_a_step_later_is_called(monkeypatch: pyt
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         step()
         scheduler.step()
+
+
+# -- the guard against torch's compiler ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["add_param_group", "load_state_dict", "state_dict", "zero_grad"])
+def test_the_guard_is_left_out_until_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    optimizer = make()
+    guarded = getattr(optimizer, name)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert method_of(optimizer, name) == guarded.__func__.__wrapped__.__get__(optimizer)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    assert method_of(optimizer, name) == guarded
+
+
+def test_methods_that_others_have_replaced_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    seen: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            seen.append("class")
+            super().add_param_group(param_group)
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer(Own, [weight], (), {"lr": 0.1})
+    assert seen == ["class"]
+    optimizer.zero_grad = lambda *_: seen.append("instance")
+    method_of(optimizer, "zero_grad")(True)
+    before = torch.optim.Optimizer.zero_grad
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", functools.wraps(before)(lambda *_: seen.append("wrapper")))
+    method_of(make(), "zero_grad")(True)
+    assert seen == ["class", "instance", "wrapper"]
+
+
+def test_an_optimizer_is_made_as_by_calling_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    weight = torch.nn.Parameter(torch.ones(2))
+    made, called = (
+        make_optimizer(torch.optim.SGD, [weight], (0.5,), {"momentum": 0.9}),
+        torch.optim.SGD([weight], 0.5, 0.9),
+    )
+    assert made.state_dict() == called.state_dict()
+    assert vars(made).keys() == vars(called).keys()
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        make_optimizer(torch.optim.SGD, [weight], (-1.0,), {})
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------
