@@ -24,8 +24,8 @@ def template_ends_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def template_is_prepared(template_ends_with_the_session: None) -> None:
-    """Optimizers are made without each worker importing a large part of torch first; for folders where most make some."""
-    prepare_template(["torch._dynamo", "pytest"], 60.0)
+    """Test modules are imported by workers, and import pytest: once in the template is enough."""
+    prepare_template(["pytest"], 60.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

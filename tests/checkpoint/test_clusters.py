@@ -14,6 +14,7 @@ from gradwire import autograd, checkpoint, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMismatch
 from gradwire.nn import RemoteModule
+from gradwire.optim import DistributedOptimizer
 
 NUM_STEPS = 6
 
@@ -182,6 +183,28 @@ def test_an_optimizer_of_other_parameters_is_refused(cluster: Cluster, tmp_path:
         CheckpointMismatch, match=r"'optim' is not the state of this optimizer: .*number of parameter groups"
     ):
         checkpoint.load(tmp_path, other.state)
+
+
+def test_an_optimizer_of_parameters_of_other_shapes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """The owner's fused kernel would write beyond the end of the state; its worker lives on."""
+    where = names(cluster)[0]
+    optimizers = []
+    for width in (4, 2):
+        layer = RemoteModule(where, nn.Linear, (width, width))
+        optimizer = DistributedOptimizer(torch.optim.Adam, [layer], lr=0.1, fused=True)
+        optimizers.append(optimizer)
+        with autograd.context() as ctx:
+            ctx.backward(layer(torch.ones(1, width)).sum())
+            optimizer.step(ctx)
+    large, small = optimizers
+    checkpoint.save(tmp_path, {"optim": large})
+    before = small.state_dict()["state"]
+    with pytest.raises(
+        CheckpointMismatch, match=r"state 'exp_avg' of parameter 'weight' has shape \[4, 4\], and must have \[2, 2\]"
+    ):
+        checkpoint.load(tmp_path, {"optim": small})
+    after = small.state_dict()["state"]
+    assert all(torch.equal(after[number][key], item) for number in before for key, item in before[number].items())
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, "text", object])

@@ -12,8 +12,6 @@ import sys
 import traceback
 from pathlib import Path
 
-from gradwire.cluster._template_process import prepare_template
-
 
 def run(program: Path) -> int:
     """Its exit code. It sees itself as the main module, started in its own folder."""
@@ -32,7 +30,6 @@ def run(program: Path) -> int:
 
 
 def main(programs: list[str]) -> None:
-    prepare_template(["torch._dynamo"], 60.0)
     for program in map(Path, programs):
         for descriptor, suffix in ((1, ".out"), (2, ".err")):
             file = os.open(program.with_suffix(suffix), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)

@@ -147,3 +147,40 @@ def test_saved_state_is_that_of_one_moment(cluster: Cluster, monkeypatch: pytest
     monkeypatch.setattr(optimizer, "_ask", step_after)
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [1.0] * 3
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [1.5] * 3
+
+
+def test_state_of_other_shapes_is_refused_before_anything_is_loaded(cluster: Cluster) -> None:
+    """An owner whose fused kernel was given it would die."""
+    made = make(torch.optim.Adam, lr=0.1, fused=True)
+    there = trained(Distributed(SEEDS, cluster.workers), made)
+    before = there.optimizer.state_dict()
+    small = torch.ones(1)
+    for number in range(len(SEEDS)):
+        wrong = {**before["state"], number: {**before["state"][number], "exp_avg": small, "exp_avg_sq": small}}
+        with pytest.raises(ConfigurationError, match=rf"state 'exp_avg' of parameter '{number}' has shape \[1\]"):
+            there.optimizer.load_state_dict({**before, "state": wrong})
+    after = there.optimizer.state_dict()
+    for number, values in before["state"].items():
+        assert all(torch.equal(after["state"][number][key], value) for key, value in values.items())
+    here = OneProcess(SEEDS)
+    trained(here, made)
+    assert here.step(batches(9)) == there.step(batches(9))
+
+
+def test_fused_steps_with_gradients_of_other_strides(cluster: Cluster) -> None:
+    """Torch lays gradients out like their parameter before a fused kernel sees them."""
+    weights = [torch.nn.Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2)]
+    factors = torch.arange(6.0).view(3, 2)
+    options = {"lr": 0.1, "momentum": 0.9, "fused": True}
+    here, there = (
+        torch.optim.SGD(weights[:1], **options),
+        optim.DistributedOptimizer(torch.optim.SGD, weights[1:], **options),
+    )
+    for _ in range(3):
+        here.zero_grad()
+        (weights[0].t() * factors).sum().backward()
+        here.step()
+        with gw.autograd.context() as ctx:
+            ctx.backward((weights[1].t() * factors).sum())
+            there.step(ctx)
+    assert torch.equal(weights[0], weights[1])

@@ -23,10 +23,7 @@ from gradwire.shard import (
 )
 from gradwire.shard.layouts import whole
 from gradwire.shard.sharding_spec import ShardingSpec
-from per_file import template_is_prepared
 from shard.worlds import World, Worlds
-
-__all__ = ["template_is_prepared"]  # every test here makes optimizers
 
 ROWS, COLUMNS = 7, 5
 CLASSES: list[tuple[type[Any], dict[str, Any]]] = [

@@ -11,10 +11,7 @@ from torch.nn import functional as F
 import gradwire as gw
 from gradwire.rpc import RRef
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardMetadata
-from per_file import template_is_prepared
 from shard.worlds import Worlds
-
-__all__ = ["template_is_prepared"]  # every test here makes optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, in one process, too
 

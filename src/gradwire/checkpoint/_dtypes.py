@@ -57,14 +57,3 @@ def num_bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def alignment_of(dtype: torch.dtype) -> int:
     """What the place of a tensor in its file must be a multiple of."""
     return dtype.itemsize
-
-
-def from_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor as it was saved, from its form in the file; shares its memory where it can.
-
-    Complex numbers must begin at a multiple of their size, or processors refuse to read them; files of version 1 of the
-    format have them at multiples of half of it.
-    """
-    if dtype not in _IN_TWO_PARTS:
-        return tensor
-    return torch.view_as_complex(tensor.clone() if tensor.data_ptr() % dtype.itemsize else tensor)

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from gradwire.checkpoint._dtypes import DTYPES, num_bytes_of
-from gradwire.checkpoint._pieces import bodies, find_problem
+from gradwire.checkpoint._pieces import bodies, find_problem, find_unlike
 from gradwire.checkpoint._tree import check_node, tensor_names
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 FORMAT: Final = "gradwire.checkpoint"
 VERSION: Final = 2
 _READABLE: Final = (1, 2)  # version 1 had no tensors in pieces
+MAX_DIMS: Final = 64
+_MAX_BYTES: Final = 2**62  # of a file; what is beyond overflows elsewhere
 GENERATION: Final = re.compile(r"g[0-9]{4,12}-[0-9a-f]{8}")
 FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9_.:-]{{1,160}}\.safetensors")
 
@@ -161,38 +164,89 @@ def parse(data: bytes, where: str) -> Index:
         if checksum_of(envelope.content) != envelope.checksum:
             raise _damaged(where, "its checksum is wrong")
         index = _decode_index(envelope.content)
-        _check(index, where)
+        check(index, where)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(where, str(error)) from error
     return index
 
 
-def _check(index: Index, where: str) -> None:
-    """What types alone cannot say. Names of files must not lead out of the directory."""
-    if not GENERATION.fullmatch(index.generation):
-        raise _damaged(where, f"{index.generation!r} is no generation")
-    for name in index.files:
-        if not FILE_NAME.fullmatch(name):
-            raise _damaged(where, f"{name!r} is not the name of a file of a checkpoint")
-    for name, entry in index.tensors.items():
-        file = index.files.get(entry.file)
-        if entry.dtype not in DTYPES or any(size < 0 for size in entry.shape):
-            raise _damaged(where, f"tensor '{name}' has an unknown dtype or shape: {entry.dtype}, {entry.shape}")
-        if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
-            raise _damaged(where, f"tensor '{name}' has no place in {entry.file!r}")
-    if not isinstance(index.state, dict):
-        raise _damaged(where, "it has no state")
+def check(index: Index, where: str) -> None:
+    """Look at what types alone cannot say: one part of an index must not contradict another.
+
+    Raises:
+        CheckpointDamaged: It does.
+    """
     try:
-        check_node(index.state)
+        if not GENERATION.fullmatch(index.generation):
+            raise ValueError(f"{index.generation!r} is no generation")
+        check_files(index.files)
+        check_entries(index.tensors)
+        for name, entry in index.tensors.items():
+            file = index.files.get(entry.file)
+            if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
+                raise ValueError(f"tensor '{name}' has no place in {entry.file!r}")
+        if not isinstance(index.state, dict):
+            raise ValueError("it has no state")
+        check_state(index.state, index.tensors)
+        for body in bodies(index.state):
+            if problem := find_problem(body, index.tensors):
+                raise ValueError(problem)
     except ValueError as error:
-        raise _damaged(where, f"its state has an unknown form ({error})") from error
-    unknown = [name for name in tensor_names(index.state) if name not in index.tensors]
-    if unknown:
-        raise _damaged(where, f"it has no tensor '{unknown[0]}'")
-    for body in bodies(index.state):
-        problem = find_problem(body, index.tensors) if body["dtype"] in DTYPES else f"unknown dtype {body['dtype']}"
-        if problem:
-            raise _damaged(where, problem)
+        raise _damaged(where, str(error)) from error
+
+
+# What an index, an order and a report are made of is the same, and is checked by the same functions.
+
+
+def check_files(files: Mapping[str, FileEntry]) -> None:
+    """Look at names and sizes of files.
+
+    Raises:
+        ValueError: A file cannot be one of a checkpoint.
+    """
+    for name, file in files.items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
+        if not 0 <= file.header_bytes <= file.num_bytes <= _MAX_BYTES:
+            raise ValueError(f"{name!r} cannot have {file.num_bytes} bytes, {file.header_bytes} of them in its header")
+        if not (file.worker.isprintable() and file.host.isprintable()):
+            raise ValueError(f"{name!r} was written by a worker whose name cannot be printed")
+
+
+def check_entries(entries: Mapping[str, TensorEntry]) -> None:
+    """Look at places and forms of tensors.
+
+    Raises:
+        ValueError: A tensor cannot be one of a checkpoint.
+    """
+    for name, entry in entries.items():
+        if not FILE_NAME.fullmatch(entry.file):
+            raise ValueError(f"{entry.file!r:.200} is not the name of a file of a checkpoint")
+        is_shape = len(entry.shape) <= MAX_DIMS and all(0 <= size <= _MAX_BYTES for size in entry.shape)
+        if entry.dtype not in DTYPES or not is_shape:
+            raise ValueError(f"tensor '{name}' has an unknown dtype or shape: {entry.dtype:.40}, {entry.shape!s:.200}")
+        if not (entry.offset >= 0 and entry.offset + entry.num_bytes <= _MAX_BYTES):
+            raise ValueError(f"tensor '{name}' has no place in any file")
+
+
+def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:
+    """Look at the node of a state: its form, and whether its tensors are there.
+
+    Raises:
+        ValueError: It is no such node, or there is a tensor in it without an entry, or pieces that are not alike.
+    """
+    try:
+        check_node(node)
+    except ValueError as error:
+        raise ValueError(f"its state has an unknown form ({error})") from error
+    unknown = next((name for name in tensor_names(node) if name not in entries), None)
+    if unknown is not None:
+        raise ValueError(f"it has no tensor '{unknown}'")
+    for body in bodies(node):
+        if body["dtype"] not in DTYPES or len(body["shape"]) > MAX_DIMS:
+            raise ValueError(f"unknown dtype {body['dtype']:.40} or shape")
+        if problem := find_unlike(body, entries):
+            raise ValueError(problem)
 
 
 def _damaged(where: str, why: str) -> CheckpointDamaged:

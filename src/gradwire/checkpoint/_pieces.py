@@ -21,6 +21,7 @@ Node = Any
 
 SHARDED: Final = "$sharded"
 _TENSOR: Final = "$tensor"
+_MAX_SIZE: Final = 2**62
 
 
 class Entry(Protocol):
@@ -68,7 +69,7 @@ def region_of(node: Node, box: Box, entries: Mapping[str, Entry]) -> Node:
     return sharded_node(dtype, box.sizes, found)
 
 
-def put(target: torch.Tensor, node: Node, tensor_named: Callable[[str], torch.Tensor]) -> None:
+def put(target: torch.Tensor, node: Node, tensor_named: Callable[[str], torch.Tensor], is_zero: bool = False) -> None:
     """Fills a tensor of the same shape; of each piece only what belongs into it is touched."""
     if _TENSOR in node:
         target.copy_(tensor_named(node[_TENSOR]))
@@ -82,7 +83,7 @@ def put(target: torch.Tensor, node: Node, tensor_named: Callable[[str], torch.Te
         if common is not None:
             found.append((common, piece[common.slices_in(box)]))
             num_copied += common.num_elements
-    if num_copied < target.numel():
+    if num_copied < target.numel() and not is_zero:
         target.zero_()
     for common, values in found:
         target[common.slices_in(outer)].copy_(values)
@@ -90,8 +91,8 @@ def put(target: torch.Tensor, node: Node, tensor_named: Callable[[str], torch.Te
 
 def assemble(body: Any, tensor_named: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The tensor that a node's body stands for, with memory of its own."""
-    made = torch.empty(body["shape"], dtype=getattr(torch, body["dtype"]))
-    put(made, {SHARDED: body}, tensor_named)
+    made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
+    put(made, {SHARDED: body}, tensor_named, is_zero=True)
     return made
 
 
@@ -102,15 +103,15 @@ def is_body(body: Any) -> bool:
     """Whether it looks like what `sharded_node` makes."""
     if type(body) is not dict or body.keys() != {"dtype", "shape", "pieces"} or type(body["dtype"]) is not str:
         return False
-    return _are_sizes(body["shape"]) and type(body["pieces"]) is list and all(map(_is_piece, body["pieces"]))
+    return _are_ints(body["shape"], 0) and type(body["pieces"]) is list and all(map(_is_piece, body["pieces"]))
 
 
 def _is_piece(item: Any) -> bool:
-    return type(item) is list and len(item) == 2 and type(item[0]) is str and _are_sizes(item[1])
+    return type(item) is list and len(item) == 2 and type(item[0]) is str and _are_ints(item[1], -_MAX_SIZE)
 
 
-def _are_sizes(value: Any) -> bool:
-    return type(value) is list and all(type(item) is int and item >= 0 for item in value)
+def _are_ints(value: Any, least: int) -> bool:
+    return type(value) is list and all(type(item) is int and least <= item <= _MAX_SIZE for item in value)
 
 
 def bodies(node: Node) -> Iterator[Any]:
@@ -123,17 +124,35 @@ def bodies(node: Node) -> Iterator[Any]:
         yield from bodies(item)
 
 
-def find_problem(body: Any, entries: Mapping[str, Entry]) -> str:
-    """Why pieces do not make up a tensor; empty if they do."""
-    boxes = []
-    outer = whole(body["shape"])
+def find_unlike(body: Any, entries: Mapping[str, Entry]) -> str:
+    """Return why something cannot be a piece of a tensor; empty if all can."""
     for name, start in body["pieces"]:
         entry = entries[name]
         if entry.dtype != body["dtype"] or not len(start) == len(entry.shape) == len(body["shape"]):
             return f"'{name}' is no piece of a tensor of {body['dtype']} with shape {body['shape']}"
-        box = Box(tuple(start), tuple(entry.shape))
-        if any(o + s > length for o, s, length in zip(box.offsets, box.sizes, outer.sizes, strict=True)):
-            return f"'{name}' reaches beyond the tensor of shape {body['shape']}"
-        boxes.append(box)
+    return ""
+
+
+def find_problem(body: Any, entries: Mapping[str, Entry]) -> str:
+    """Return why pieces do not make up a tensor; empty if they do."""
+    if problem := find_unlike(body, entries):
+        return problem
+    outer, boxes = whole(body["shape"]), _boxes(body, entries)
+    for (name, _), box in zip(body["pieces"], boxes, strict=True):
+        for offset, size, length in zip(box.offsets, box.sizes, outer.sizes, strict=True):
+            if offset < 0 or offset + size > length:
+                return f"'{name}' reaches beyond the tensor of shape {body['shape']}"
     pair = find_overlap(boxes) if boxes else None
     return f"'{body['pieces'][pair[0]][0]}' and '{body['pieces'][pair[1]][0]}' overlap" if pair else ""
+
+
+def is_covered(body: Any, entries: Mapping[str, Entry]) -> bool:
+    """Return whether every element is in a piece, so that the tensor is not larger than what was saved."""
+    outer = whole(body["shape"])
+    inside = [box.common_with(outer) for box in _boxes(body, entries)]
+    found = [box for box in inside if box is not None]
+    return sum(box.num_elements for box in found) == outer.num_elements and (not found or find_overlap(found) is None)
+
+
+def _boxes(body: Any, entries: Mapping[str, Entry]) -> list[Box]:
+    return [Box(tuple(start), tuple(entries[name].shape)) for name, start in body["pieces"]]

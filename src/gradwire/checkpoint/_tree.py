@@ -34,6 +34,7 @@ PlaceTensor = Callable[[str, torch.Tensor], str]
 Claim = Callable[[str, Any], "Node | None"]
 
 MAX_DEPTH: Final = 64
+_MAX_NODE_DEPTH: Final = 4 * MAX_DEPTH  # a value takes up to three levels of lists and dicts
 _SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
 _COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
 
@@ -215,7 +216,10 @@ def items_of(node: Node) -> dict[Any, Node] | None:
     """What the node of a dict has under each key; None if it is no dict."""
     tag = tag_of(node)
     if tag in ("$dict", "$ordered"):
-        return {decode(key, _no_tensor): item for key, item in node[tag]}
+        try:
+            return {decode(key, _no_tensor): item for key, item in node[tag]}
+        except TypeError as error:  # a list is no key
+            raise CheckpointDamaged(f"the index has a dict with a key that cannot be one: {error}") from error
     return node if type(node) is dict and tag is None else None
 
 
@@ -242,15 +246,17 @@ def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -
     return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
 
 
-def check_node(node: Node) -> None:
+def check_node(node: Node, depth: int = 0) -> None:
     """Looks at what others rely on: every object has its fields, every tensor a name, every pair two items.
 
     Raises:
         ValueError: Something is not as `Encoder` makes it.
     """
+    if depth > _MAX_NODE_DEPTH:
+        raise ValueError("it is nested too deeply")
     if type(node) is list:
         for item in node:
-            check_node(item)
+            check_node(item, depth + 1)
     elif type(node) is dict:
         tag = tag_of(node)
         body = node[tag] if tag is not None else None
@@ -263,7 +269,7 @@ def check_node(node: Node) -> None:
         if tag in ("$dict", "$ordered") and not _are_pairs(body):
             raise ValueError("a dict that is not made of pairs")
         for item in node.values():
-            check_node(item)
+            check_node(item, depth + 1)
 
 
 def _is_object_body(body: Any) -> bool:

@@ -118,9 +118,10 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
     with place.reading() as index:
         names = set(tensor_names(index.state))
         _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        reader = reading.TensorReader(place.path, index.tensors)
-        copied = functools.cache(reader.copied)  # what was one tensor stays one
-        found: dict[str, Any] = decode(index.state, copied, reader.mapped)
+        with place.open() as folder:
+            reader = reading.TensorReader(folder, index.tensors)
+            copied = functools.cache(reader.copied)  # what was one tensor stays one
+            found: dict[str, Any] = decode(index.state, copied, reader.mapped)
     return found
 
 
@@ -156,5 +157,6 @@ def inspect(directory: PathLike) -> Summary:
 def _check(place: Directory, saved: Any, entries: Any, option: ProgressOption) -> None:
     with ByteProgress("checking", option) as progress:
         progress.total = sum(entry.num_bytes for entry in entries.values())
-        reading.check_files(place.path, saved)
-        reading.check_tensors(place.path, entries, progress.advance)
+        with place.open() as folder:
+            reading.check_files(folder, saved)
+            reading.check_tensors(folder, entries, progress.advance)

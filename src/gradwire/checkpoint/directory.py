@@ -22,7 +22,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import socket
 import threading
@@ -32,13 +31,10 @@ from pathlib import Path
 from typing import Final
 
 from gradwire.checkpoint import _points
-from gradwire.checkpoint._index import FILE_NAME, GENERATION, Index, dump, parse
+from gradwire.checkpoint._index import FILE_NAME, Index, dump, parse
+from gradwire.checkpoint.folder import INDEX_NAME, READERS_LOCK, WRITER_LOCK, Folder
 from gradwire.errors import CheckpointBusy, CheckpointError, CheckpointMissing, CheckpointWriteFailed
 
-INDEX_NAME: Final = "index.json"
-_WRITER_LOCK: Final = ".gradwire-writer"
-_READERS_LOCK: Final = ".gradwire-readers"
-_OURS: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})(?:-.*\.safetensors|\.begin|\.index)")
 _LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
 _POLL_S: Final = 0.01
 
@@ -48,13 +44,23 @@ class Directory:
 
     Args:
         path: Where; made absolute, because workers may have other working directories.
+        root: A directory that it must be in, for one that another worker has named: see `Folder`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], root: Path | None = None) -> None:
         self.path = Path(os.path.abspath(path))
+        self._root = root
 
     def __repr__(self) -> str:
         return f"<Directory {self.path}>"
+
+    def open(self) -> Folder:
+        """Return it opened.
+
+        Raises:
+            OSError: It is not there.
+        """
+        return Folder(self.path, self._root)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -66,14 +72,17 @@ class Directory:
             CheckpointMissing: There is no checkpoint.
             CheckpointDamaged: Its index is damaged.
         """
-        if not (self.path / INDEX_NAME).exists():
-            raise self._no_checkpoint()
         with contextlib.ExitStack() as stack:
-            descriptor = self._open_lock(_READERS_LOCK)
+            try:
+                folder = stack.enter_context(self.open())
+            except OSError as error:
+                raise self._no_checkpoint() from error
+            self._read_index(folder)  # where there is none, no lock shall be left
+            descriptor = _open_lock(folder, READERS_LOCK)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
                 _lock_shared(descriptor, self.path)
-            yield self.read_index()
+            yield self._read_index(folder)
 
     def read_index(self) -> Index:
         """The index as it is now.
@@ -82,9 +91,17 @@ class Directory:
             CheckpointMissing: There is none.
             CheckpointDamaged: It is damaged.
         """
+        try:
+            with self.open() as folder:
+                return self._read_index(folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._no_checkpoint() from error
+
+    def _read_index(self, folder: Folder) -> Index:
         path = self.path / INDEX_NAME
         try:
-            data = path.read_bytes()
+            with os.fdopen(folder.open_file(INDEX_NAME), "rb") as file:
+                data = file.read()
         except FileNotFoundError as error:
             raise self._no_checkpoint() from error
         except OSError as error:
@@ -109,30 +126,40 @@ class Directory:
         with contextlib.ExitStack() as stack:
             with _translated(self.path, "make"):
                 self.path.mkdir(parents=True, exist_ok=True)
-                descriptor = self._open_lock(_WRITER_LOCK, must=True)
+                folder = stack.enter_context(self.open())
+                descriptor = _open_lock(folder, WRITER_LOCK, must=True)
             assert descriptor is not None
             stack.callback(os.close, descriptor)
             self._lock_writer(descriptor, worker)
             _points.passed("locked")
-            self.clean()
-            generation = self._next_generation()
-            stack.callback(self._end, generation)
+            self._clean(folder)
+            generation = self._next_generation(folder)
+            stack.callback(self._end, folder, generation)
             with _translated(self.path, "write to"):
-                (self.path / f"{generation}.begin").touch(exist_ok=False)
+                os.close(folder.make_file(f"{generation}.begin"))
             _points.passed("announced")
             yield generation
 
-    def check_announced(self, generation: str, worker: str) -> None:
-        """
+    @contextlib.contextmanager
+    def announced(self, generation: str, worker: str) -> Iterator[Folder]:
+        """Open it for a worker that is to write its file of a save that another one has begun.
+
         Raises:
-            CheckpointWriteFailed: This worker does not see what the one who saves has written.
+            CheckpointWriteFailed: This worker does not see what the one that saves has written.
         """
-        if not (self.path / f"{generation}.begin").exists():
-            raise CheckpointWriteFailed(
-                f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save "
-                "has begun to write; save to a directory that all workers share",
-                str(self.path),
-            )
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(self.open())
+                is_seen = folder.has(f"{generation}.begin")
+            except OSError:
+                is_seen = False
+            if not is_seen:
+                raise CheckpointWriteFailed(
+                    f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save "
+                    "has begun to write; save to a directory that all workers share",
+                    str(self.path),
+                )
+            yield folder
 
     def publish(self, index: Index) -> None:
         """Makes a generation, whose files are all written, the checkpoint.
@@ -140,86 +167,60 @@ class Directory:
         Raises:
             CheckpointWriteFailed: The index could not be written; the checkpoint before is in its place.
         """
-        path, data = self.path / f"{index.generation}.index", dump(index)
-        with _translated(path, "write"):
-            with open(path, "xb") as file:
+        name, data = f"{index.generation}.index", dump(index)
+        with _translated(self.path / name, "write"), self.open() as folder:
+            with os.fdopen(folder.make_file(name), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            self.sync()  # the names of the files must be on disk before the index that names them
+            folder.sync()  # the names of the files must be on disk before the index that names them
             _points.passed("index-written")
-            os.rename(path, self.path / INDEX_NAME)
+            folder.rename(name, INDEX_NAME)
             _points.passed("index-renamed")
-            self.sync()
+            folder.sync()
 
-    def sync(self) -> None:
-        """Puts the names of files on disk."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def clean(self) -> None:
+    def _clean(self, folder: Folder) -> None:
         """Removes files of other generations than that of the checkpoint: old ones, and those of saves that were cut off.
 
         Nothing is removed while somebody loads, or if it is not known what belongs to the checkpoint.
         """
         try:
-            keep = {INDEX_NAME, *self.read_index().files}
+            keep = set(self._read_index(folder).files)
         except CheckpointMissing:
-            keep = {INDEX_NAME}
+            keep = set()
         except CheckpointError:
             return
-        descriptor = self._open_lock(_READERS_LOCK)
+        descriptor = _open_lock(folder, READERS_LOCK)
         if descriptor is None:
             return
         try:
             if _try_lock(descriptor, fcntl.LOCK_EX):
-                self._remove(lambda name: name not in keep)
+                _remove(folder, lambda name: name not in keep)
         finally:
             os.close(descriptor)
 
-    def _end(self, generation: str) -> None:
+    def _end(self, folder: Folder, generation: str) -> None:
         """After a save: without its generation's files if it did not become the checkpoint, without all others if it did."""
         with contextlib.suppress(OSError):
-            (self.path / f"{generation}.begin").unlink(missing_ok=True)
+            folder.remove(f"{generation}.begin")
         try:
-            is_published = self.read_index().generation == generation
+            is_published = self._read_index(folder).generation == generation
         except CheckpointError:
             is_published = False
         if is_published:
-            self.clean()
+            self._clean(folder)
             _points.passed("cleaned")
         else:
-            self._remove(lambda name: name.startswith(generation))
+            _remove(folder, lambda name: name.startswith(generation))
 
-    def _remove(self, is_unwanted: Callable[[str], bool]) -> None:
-        for name in os.listdir(self.path):
-            if _OURS.fullmatch(name) and is_unwanted(name):
-                with contextlib.suppress(OSError):  # what cannot be removed now is tried again by the next save
-                    (self.path / name).unlink()
-
-    def _next_generation(self) -> str:
-        names = [name for name in os.listdir(self.path) if _OURS.fullmatch(name)]
+    def _next_generation(self, folder: Folder) -> str:
+        names = folder.names()
         with contextlib.suppress(CheckpointError):
-            names.append(self.read_index().generation)
+            names.append(self._read_index(folder).generation)
         numbers = [int(name[1:].partition("-")[0]) for name in names]
         return f"g{max(numbers, default=0) + 1:04}-{secrets.token_hex(4)}"
 
     # -- locks -------------------------------------------------------------------------------------------------------
-
-    def _open_lock(self, name: str, must: bool = False) -> int | None:
-        """The file to lock; None if the directory is read-only, where nothing can be removed either."""
-        path = self.path / name
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:
-            if must:
-                raise
-        with contextlib.suppress(OSError):
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return None
 
     def _lock_writer(self, descriptor: int, worker: str) -> None:
         if not _try_lock(descriptor, fcntl.LOCK_EX):
@@ -231,6 +232,25 @@ class Directory:
         with contextlib.suppress(OSError):  # only for messages; a full disk shows itself soon enough
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+
+
+def _open_lock(folder: Folder, name: str, must: bool = False) -> int | None:
+    """The file to lock; None if the directory is read-only, where nothing can be removed either."""
+    try:
+        return folder.open_file(name, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        if must:
+            raise
+    with contextlib.suppress(OSError):
+        return folder.open_file(name)
+    return None
+
+
+def _remove(folder: Folder, is_unwanted: Callable[[str], bool]) -> None:
+    for name in folder.names():
+        if is_unwanted(name):
+            with contextlib.suppress(OSError):  # what cannot be removed now is tried again by the next save
+                folder.remove(name)
 
 
 def file_name(generation: str, worker: str) -> str:

@@ -79,8 +79,13 @@ def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader
         if part.prefix + name in saved and not isinstance(target, ShardedTensor):
             read = reader.mapped if isinstance(target, torch.Tensor) else reader.copied
             state[name] = decode(saved[part.prefix + name], read, reader.mapped)
-    versions = {key[len(part.prefix) :]: item for key, item in (metadata or {}).items() if key.startswith(part.prefix)}
-    versions.setdefault("", (metadata or {}).get(part.prefix.rstrip("."), {}))
+    # Torch would replace parameters instead of filling them if the metadata told it to.
+    saved_versions = {
+        key: {name: value for name, value in item.items() if name != "assign_to_params_buffers"}
+        for key, item in (metadata or {}).items()
+    }
+    versions = {key[len(part.prefix) :]: item for key, item in saved_versions.items() if key.startswith(part.prefix)}
+    versions.setdefault("", saved_versions.get(part.prefix.rstrip("."), {}))
     state._metadata = versions
     if part.is_own_only:
         errors: list[str] = []

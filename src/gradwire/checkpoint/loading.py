@@ -10,11 +10,13 @@ Up to the end of the third step nothing is changed anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from gradwire.checkpoint import objects, owners, sharded
@@ -27,7 +29,7 @@ from gradwire.checkpoint.objects import Fit, Part
 from gradwire.checkpoint.owners import CheckOrder, FitReport, LoadOrder, SavedPart
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.reading import TensorReader, files_of
-from gradwire.errors import CheckpointMismatch, ConfigurationError
+from gradwire.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from gradwire.optim import DistributedOptimizer, states
 from gradwire.optim.parts import fold_groups
 from gradwire.shard import ShardedTensor
@@ -104,6 +106,10 @@ class LoadPlan:
         if isinstance(value, ShardedTensor):
             self._add_shards(target, value, target.node, path)
             return
+        metadata = decode(body.get("metadata"), _placeholder)
+        if metadata is not None and not _are_versions(metadata):
+            self.problems.append(f"'{path}' was saved with versions of modules that are none")
+            return
         by_name = self._optimizer_state(target) if isinstance(value, DistributedOptimizer) else None
         for part in objects.split(path, value):
             state = body["state"]
@@ -111,7 +117,7 @@ class LoadPlan:
                 state = dict_node({name: by_name[name] for name in part.names if name in by_name})
             elif part.prefix and (saved := items_of(state)) is not None:
                 state = dict_node({key: item for key, item in saved.items() if key.startswith(part.prefix)})
-            worker, number = self._add_part(target, part, state, decode(body.get("metadata"), _placeholder))
+            worker, number = self._add_part(target, part, state, metadata)
             if not worker:
                 self._add_sharded_state(target, self.parts.here[number])
 
@@ -245,6 +251,12 @@ def _has_target(wanted: Any) -> bool:
     return isinstance(wanted, torch.Tensor) or objects.is_object(wanted)
 
 
+def _are_versions(metadata: Any) -> bool:
+    return isinstance(metadata, dict) and all(
+        isinstance(key, str) and isinstance(item, dict) for key, item in metadata.items()
+    )
+
+
 def _placeholder(name: str) -> str:
     return name
 
@@ -254,7 +266,8 @@ def load_from(
 ) -> dict[str, Any]:
     """Loads; see `gradwire.checkpoint.load`."""
     path, doing = str(place.path), f"loading from {place.path}"
-    with place.reading() as index:
+    with contextlib.ExitStack() as stack:
+        index = stack.enter_context(place.reading())
         plan = LoadPlan(index, wanted, is_strict)
         plan.check(path)
         orders = {worker: plan.order(worker) for worker in plan.parts.elsewhere}
@@ -275,8 +288,8 @@ def load_from(
         filling = Round(f"{doing}, where some objects may be filled already,", timeout_s)
         for worker in orders:
             filling.ask(worker, owners.FILL, path, sent[worker], plan.parts.sent(worker))
-        filling.finish(functools.partial(owners.fill, place.path, own, plan.parts.here))
-        reader = TensorReader(place.path, more)
+        filling.finish(functools.partial(owners.fill, place, own, plan.parts.here))
+        reader = TensorReader(stack.enter_context(place.open()), more)
         plan.fill_groups(reader.copied)
         copied = functools.cache(reader.copied)  # what was one tensor stays one
         found: dict[str, Any] = decode(values, copied, reader.mapped)
@@ -287,7 +300,17 @@ def _fit(plan: LoadPlan, own: LoadOrder, sent: dict[str, bytes], asked: Round) -
     for worker, order in sent.items():
         asked.ask(worker, owners.FIT, order, plan.parts.sent(worker))
     here, answers = asked.finish(lambda: owners.fit_all(own, plan.parts.here))
-    return {"": here.fits, **{worker: owners.decode(answer, FitReport).fits for worker, answer in answers}}
+    return {"": here.fits, **{worker: _read_fits(plan, worker, answer) for worker, answer in answers}}
+
+
+def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
+    try:
+        fits = owners.decode(answer, FitReport).fits
+        if len(fits) != len(plan.parts.elsewhere[worker]):
+            raise ValueError("it compared other parts than it was asked to")
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
+    return fits
 
 
 def _check(
@@ -304,7 +327,7 @@ def _check(
             asked.ask(worker, owners.CHECK, str(place.path), owners.encode(CheckOrder(files, group)), on_done=done)
             files = {}
     here = CheckOrder(files_of(orders[""].tensors.values(), plan.index.files), shares[""])
-    asked.finish(lambda: owners.check(place.path, here, progress.advance), progress.refresh)
+    asked.finish(lambda: owners.check(place, here, progress.advance), progress.refresh)
 
 
 def _shares(orders: dict[str, LoadOrder]) -> dict[str, dict[str, TensorEntry]]:

@@ -13,6 +13,7 @@ part is.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ import torch
 from torch import nn
 
 from gradwire.autograd import sharing
-from gradwire.checkpoint._dtypes import NAMES
+from gradwire.checkpoint._dtypes import DTYPES, NAMES
 from gradwire.checkpoint._index import TensorEntry
-from gradwire.checkpoint._pieces import form_of, is_tensor
-from gradwire.checkpoint._tree import Node, items_of, join
+from gradwire.checkpoint._pieces import bodies, form_of, is_covered, is_tensor
+from gradwire.checkpoint._tree import Node, decode, items_of, join, tag_of
 from gradwire.checkpoint.sharded import find_sharded
 from gradwire.errors import CannotSave
 from gradwire.nn import RemoteModule
@@ -33,6 +34,7 @@ from gradwire.optim import DistributedOptimizer, LocalOptimizer
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from gradwire.shard.sharded_optim import ShardedOptimizer
+from gradwire.shard.torch_optimizer import Form, state_problem
 
 MODULE: Final = "module"
 TENSOR: Final = "tensor"
@@ -224,16 +226,16 @@ def fit(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: b
     """
     value = part.value
     if isinstance(value, LocalOptimizer):
-        return Fit()  # its parameters were compared by whoever loads
+        return Fit(problems=_fit_local_optimizer(part, value, node, entries))
     if isinstance(value, nn.Module):
         return _fit_module(part, node, entries, is_strict)
     if isinstance(value, torch.Tensor):
         problem = compare(part.path, value, node, entries, is_strict)
         return Fit((), problems=(problem,) if problem else ())
     if isinstance(value, torch.optim.Optimizer):
-        return Fit(problems=_fit_optimizer(part, node))
+        return Fit(problems=_fit_optimizer(part, node, entries))
     if is_object(value):
-        return Fit()
+        return Fit(problems=_uncovered(part.path, node, entries))
     return Fit(problems=(f"'{part.path}' is a reference to a {type(value).__name__}, which cannot be filled",))
 
 
@@ -253,6 +255,8 @@ def _fit_module(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_s
         if isinstance(target, torch.Tensor) and not nn.parameter.is_lazy(target):
             problem = compare(join(part.path, key), target, saved[key], entries, is_strict)
             problems += [problem] if problem else []
+        else:
+            problems += _uncovered(join(part.path, key), saved[key], entries)
     return Fit(tuple(claimed), tuple(missing), tuple(problems))
 
 
@@ -268,15 +272,62 @@ def compare(where: str, target: torch.Tensor, node: Node, entries: Mapping[str, 
     return ""
 
 
-def _fit_optimizer(part: Part, node: Node) -> tuple[str, ...]:
-    groups = (items_of(node) or {}).get("param_groups")
+def _uncovered(where: str, node: Node, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+    """Tensors in pieces that are compared with nothing must be all there: otherwise they could be of any size."""
+    if all(is_covered(body, entries) for body in bodies(node)):
+        return ()
+    return (f"'{where}' has a sharded tensor in the checkpoint of which parts are missing",)
+
+
+# -- optimizers: the state of each parameter is compared with the parameter -----------------------------------------
+
+
+def _fit_local_optimizer(
+    part: Part, optimizer: LocalOptimizer, node: Node, entries: Mapping[str, TensorEntry]
+) -> tuple[str, ...]:
+    saved = items_of(node) or {}
+    forms = {name: _forms(saved[name], entries) for name in part.names if name in saved}
+    return tuple(f"'{part.path}': {problem}" for problem in optimizer.state_problems(forms))
+
+
+def _fit_optimizer(part: Part, node: Node, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+    saved = items_of(node) or {}
+    groups = saved.get("param_groups")
     if not isinstance(groups, list):
         return (f"'{part.path}' was not saved as an optimizer of one process",)
-    sizes = [len((items_of(group) or {}).get("params", ())) for group in groups]
+    keys = [_items((items_of(group) or {}).get("params")) for group in groups]
+    sizes = [len(found) for found in keys]
     if isinstance(part.value, ShardedOptimizer):
-        here = [len(group) for group in part.value._groups]  # its param_groups have the parts of this rank
+        here = [[item.value for item in group] for group in part.value._groups]  # param_groups have this rank's parts
     else:
-        here = [len(group["params"]) for group in part.value.param_groups]
-    return (
-        () if sizes == here else (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {here} here",)
-    )
+        here = [group["params"] for group in part.value.param_groups]
+    if sizes != [len(group) for group in here]:
+        counts = [len(group) for group in here]
+        return (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {counts} here",)
+    if isinstance(part.value, ShardedOptimizer):
+        return ()  # it goes by names, and compares before it loads
+    state, kind = items_of(saved.get("state")) or {}, type(part.value)
+    problems = []
+    for key, parameter in zip(itertools.chain(*keys), itertools.chain(*here), strict=True):
+        for name, form in _forms(state.get(key), entries).items():
+            problem = state_problem(kind, parameter, name, form)
+            problems += [f"'{part.path}': state {name!r} of parameter {key} {problem}"] if problem else []
+    return tuple(problems)
+
+
+def _items(node: Node) -> list[Any]:
+    """The keys of the parameters of a group: numbers, or names."""
+    found = decode(node, lambda name: name)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def _forms(node: Node, entries: Mapping[str, TensorEntry]) -> dict[str, Form]:
+    """What of a saved state is compared with the parameter that it is for."""
+    found: dict[str, Form] = {}
+    for key, item in (items_of(node) or {}).items():
+        if is_tensor(item):
+            dtype, shape = form_of(item, entries)
+            found[str(key)] = shape, DTYPES[dtype].is_complex
+        else:
+            found[str(key)] = (tag_of(item) or "").removeprefix("$") or type(item).__name__
+    return found

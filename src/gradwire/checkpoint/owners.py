@@ -8,8 +8,12 @@
     check(tensors)             ------->       are the bytes what was written?
     fill(parts, saved state)   ------->       loads
 
-What is said about tensors travels as JSON, in bytes; tensors themselves do not travel. With ``trust="data"`` an owner only
-touches directories that were allowed there (`allow_directory`): others must not choose where it writes.
+What is said about tensors travels as JSON, in bytes; tensors themselves do not travel.
+
+Any worker can ask for this, with any data. Every order is checked before anything is done: its types when it is decoded,
+names, places and forms by the functions that check an index (`gradwire.checkpoint._index`), and what is to be filled by a
+comparison with it. With ``trust="data"`` an owner only touches directories that were allowed there (`allow_directory`), and
+calls `state_dict` and `load_state_dict` only of modules, optimizers, and classes that have exposed them.
 """
 
 from __future__ import annotations
@@ -19,18 +23,31 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+import torch
+from torch import nn
 
 from gradwire.checkpoint import filling, objects, reading, writing
-from gradwire.checkpoint._index import FileEntry, TensorEntry
+from gradwire.checkpoint._index import GENERATION, FileEntry, TensorEntry, check_entries, check_files, check_state
 from gradwire.checkpoint._tree import Claim, Encoder
 from gradwire.checkpoint.directory import Directory, check_file_name, file_name
+from gradwire.checkpoint.folder import Folder
 from gradwire.checkpoint.objects import Part
-from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, NotExposed, NotInitialized
+from gradwire.errors import (
+    CannotSave,
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointMissing,
+    DecodeError,
+    NotExposed,
+    NotInitialized,
+)
+from gradwire.optim import LocalOptimizer
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, references
+from gradwire.rref.operations import check_exposed
 from gradwire.shard import ShardedTensor
 
 T = TypeVar("T")
@@ -60,12 +77,18 @@ class WriteReport(msgspec.Struct, frozen=True):
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
+    def __post_init__(self) -> None:
+        check_files(self.files)
+        check_entries(self.tensors)
+        for part in self.parts:
+            check_state([part.state, part.metadata], self.tensors)
+
 
 class SavedPart(msgspec.Struct, frozen=True):
-    """What a part is to be filled with: the state of its object, as a node."""
+    """What a part is to be filled with: the state of its object, as a node; and the versions of modules in it."""
 
     state: Any
-    metadata: Any
+    metadata: dict[str, dict[str, Any]] | None
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
@@ -75,12 +98,21 @@ class LoadOrder(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorEntry]
     is_strict: bool
 
+    def __post_init__(self) -> None:
+        check_entries(self.tensors)
+        for part in self.parts:
+            check_state(part.state, self.tensors)
+
 
 class CheckOrder(msgspec.Struct, frozen=True):
     """Whose bytes to compare."""
 
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
+
+    def __post_init__(self) -> None:
+        check_files(self.files)
+        check_entries(self.tensors)
 
 
 class FitReport(msgspec.Struct, frozen=True):
@@ -103,7 +135,9 @@ def allow_directory(path: str | os.PathLike[str]) -> None:
     Args:
         path: The directory.
     """
-    _allowed.append(Path(os.path.realpath(path)))
+    real = Path(os.path.realpath(path))
+    if real not in _allowed:
+        _allowed.append(real)
 
 
 def worker_name() -> str:
@@ -130,21 +164,21 @@ class Known:
     claim: Claim
 
 
-def describe(directory: str, generation: str, parts: Sequence[Part], known: Known | None = None) -> int:
+def describe(place: Directory, generation: str, parts: Sequence[Part], known: Known | None = None) -> int:
     """How many bytes this worker would write.
 
     Raises:
         CannotSave: Something cannot be saved.
         CheckpointWriteFailed: This worker does not see the directory.
     """
-    Directory(directory).check_announced(generation, worker_name())
     tensors = writing.TensorSet()
-    _encode(parts, tensors, known or _NOTHING_KNOWN)
+    with place.announced(generation, worker_name()):
+        _encode(parts, tensors, known or _NOTHING_KNOWN)
     return tensors.num_bytes
 
 
 def write(
-    directory: str,
+    place: Directory,
     generation: str,
     parts: Sequence[Part],
     tensors: writing.TensorSet,
@@ -155,7 +189,7 @@ def write(
     """Writes this worker's file.
 
     Args:
-        directory: Where.
+        place: Where.
         generation: Of the save.
         parts: What to write.
         tensors: What to write besides them.
@@ -166,18 +200,19 @@ def write(
     Raises:
         CheckpointWriteFailed: It cannot be written.
     """
-    place, worker = Directory(directory), worker or worker_name()
+    worker = worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
-    place.check_announced(generation, worker)
     known = known or _NOTHING_KNOWN
     early = {number: objects.state_of(part) for number, part in enumerate(parts) if objects.locks_itself(part)}
-    with objects.standing_still(parts):
-        reports = _encode(parts, tensors, Known({**known.states, **early}, known.claim))
-        if not tensors.tensors:
-            return WriteReport(reports, {}, {})
-        entry, entries = writing.write_file(place.path / name, tensors.tensors, worker, socket.gethostname(), on_bytes)
-    place.sync()
+    with place.announced(generation, worker) as folder:
+        with objects.standing_still(parts):
+            reports = _encode(parts, tensors, Known({**known.states, **early}, known.claim))
+            if not tensors.tensors:
+                return WriteReport(reports, {}, {})
+            host = socket.gethostname()
+            entry, entries = writing.write_file(folder, name, tensors.tensors, worker, host, on_bytes)
+        folder.sync()
     return WriteReport(reports, {name: entry}, entries)
 
 
@@ -203,23 +238,39 @@ def _encode(parts: Sequence[Part], tensors: writing.TensorSet, known: Known) -> 
     return reports
 
 
-def check(directory: Path, order: CheckOrder, on_bytes: writing.OnBytes) -> None:
+def check(place: Directory, order: CheckOrder, on_bytes: writing.OnBytes) -> None:
     """Compares files and tensors with the index.
 
     Raises:
         CheckpointMissing, CheckpointDamaged: Something is not what was written.
     """
-    reading.check_files(directory, order.files)
-    reading.check_tensors(directory, order.tensors, on_bytes)
+    with _opened(place) as folder:
+        reading.check_files(folder, order.files)
+        reading.check_tensors(folder, order.tensors, on_bytes)
 
 
-def fill(directory: Path, order: LoadOrder, parts: Sequence[Part]) -> None:
-    """Loads this worker's parts."""
-    reader = reading.TensorReader(directory, order.tensors)
+def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
+    """Loads this worker's parts.
+
+    Raises:
+        CheckpointMismatch: A part is not what the order says; nothing was changed.
+    """
+    problems = tuple(problem for fit in fit_all(order, parts).fits for problem in fit.problems)
+    if problems:
+        raise CheckpointMismatch(f"nothing was changed on worker {worker_name()}: {'; '.join(problems)}", problems)
     saved = [(part, item.state, item.metadata) for part, item in zip(parts, order.parts, strict=True)]
-    filling.fill_stateful(saved, reader)
-    with objects.changing(parts):
-        filling.fill_tensors(saved, reader)
+    with _opened(place) as folder:
+        reader = reading.TensorReader(folder, order.tensors)
+        filling.fill_stateful(saved, reader)
+        with objects.changing(parts):
+            filling.fill_tensors(saved, reader)
+
+
+def _opened(place: Directory) -> Folder:
+    try:
+        return place.open()
+    except OSError as error:
+        raise CheckpointMissing(f"cannot open the directory {place.path}: {error.strerror}", str(place.path)) from error
 
 
 def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
@@ -237,51 +288,106 @@ def send(part: Part) -> SentPart:
     return part.path, part.prefix, part.value, part.names
 
 
-def _receive(sent: Sequence[SentPart]) -> list[Part]:
-    return [Part(path, prefix, rref.local_value(), names=tuple(names)) for path, prefix, rref, names in sent]
+_SentParts = Annotated[list[tuple[str, str, Any, tuple[str, ...]]], msgspec.Meta(min_length=1)]
 
 
-def _serve_describe(directory: str, generation: str, sent: Sequence[SentPart]) -> int:
-    _check_allowed(directory)
-    return describe(directory, generation, _receive(sent))
+def _receive(sent: Any, method: str) -> list[Part]:
+    """The parts that an order is about.
 
+    Args:
+        sent: What came.
+        method: What will be called of objects of unknown classes.
 
-def _serve_write(directory: str, generation: str, sent: Sequence[SentPart]) -> bytes:
-    _check_allowed(directory)
-    return _encoder.encode(write(directory, generation, _receive(sent), writing.TensorSet(), lambda _: None))
-
-
-def _serve_fit(order: bytes, sent: Sequence[SentPart]) -> bytes:
-    return _encoder.encode(fit_all(_decoders[LoadOrder].decode(order), _receive(sent)))
-
-
-def _serve_check(directory: str, order: bytes) -> None:
-    _check_allowed(directory)
+    Raises:
+        DecodeError: These are no parts.
+        NotExposed: ``trust="data"``, and a part is of a class that does not let others call that.
+    """
     try:
-        check(Path(directory), _decoders[CheckOrder].decode(order), lambda _: None)
+        found = msgspec.convert(sent, _SentParts)
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"not the parts of an order: {error}") from error
+    if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
+        raise DecodeError("not the parts of an order: each needs a reference")
+    parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]
+    if references.here().agent.trust == "data":
+        for part in parts:
+            if not isinstance(part.value, LocalOptimizer | nn.Module | torch.Tensor | torch.optim.Optimizer):
+                check_exposed(part.value, method)
+    return parts
+
+
+def _read(order: Any, kind: type[T]) -> T:
+    """
+    Raises:
+        DecodeError: It is no such order.
+    """
+    try:
+        return decode(order, kind)
+    except (msgspec.MsgspecError, RecursionError, TypeError) as error:
+        raise DecodeError(f"not an order for the owner of something in a checkpoint: {error}") from error
+
+
+def _read_load(order: Any, sent: Any) -> tuple[LoadOrder, list[Part]]:
+    read, parts = _read(order, LoadOrder), _receive(sent, "load_state_dict")
+    if len(parts) != len(read.parts):
+        raise DecodeError(f"an order to load {len(read.parts)} parts came with {len(parts)}")
+    return read, parts
+
+
+def _serve_describe(directory: Any, generation: Any, sent: Any) -> int:
+    place = _allowed_place(directory)
+    return describe(place, _generation(generation), _receive(sent, "state_dict"))
+
+
+def _serve_write(directory: Any, generation: Any, sent: Any) -> bytes:
+    place = _allowed_place(directory)
+    parts = _receive(sent, "state_dict")
+    return _encoder.encode(write(place, _generation(generation), parts, writing.TensorSet(), lambda _: None))
+
+
+def _serve_fit(order: Any, sent: Any) -> bytes:
+    return _encoder.encode(fit_all(*_read_load(order, sent)))
+
+
+def _serve_check(directory: Any, order: Any) -> None:
+    place = _allowed_place(directory)
+    try:
+        check(place, _read(order, CheckOrder), lambda _: None)
     except (CheckpointMissing, CheckpointDamaged) as error:
         text = f"on worker {worker_name()} at {socket.gethostname()}: {error}"
         raise type(error)(text, error.file, error.tensor) from error
 
 
-def _serve_fill(directory: str, order: bytes, sent: Sequence[SentPart]) -> None:
-    _check_allowed(directory)
-    fill(Path(directory), _decoders[LoadOrder].decode(order), _receive(sent))
+def _serve_fill(directory: Any, order: Any, sent: Any) -> None:
+    place = _allowed_place(directory)
+    fill(place, *_read_load(order, sent))
 
 
-def _check_allowed(directory: str) -> None:
-    """
+def _generation(generation: Any) -> str:
+    if type(generation) is not str or not GENERATION.fullmatch(generation):
+        raise DecodeError(f"{generation!r:.200} is not a generation of a checkpoint")
+    return generation
+
+
+def _allowed_place(directory: Any) -> Directory:
+    """The directory that another worker has named.
+
     Raises:
+        DecodeError: It is not the name of one.
         NotExposed: Others may not choose that directory.
     """
+    if type(directory) is not str or not directory or "\0" in directory:
+        raise DecodeError(f"{directory!r:.200} is not the path of a directory")
     if references.here().agent.trust != "data":
-        return
+        return Directory(directory)
     real = Path(os.path.realpath(directory))
-    if not any(real.is_relative_to(allowed) for allowed in _allowed):
-        raise NotExposed(
-            f'trust="data": worker {worker_name()} lets nobody save to or load from {directory}; call '
-            "gradwire.checkpoint.allow_directory there"
-        )
+    for root in _allowed:
+        if real.is_relative_to(root):
+            return Directory(real, root)
+    raise NotExposed(
+        f'trust="data": worker {worker_name()} lets nobody save to or load from {directory}; call '
+        "gradwire.checkpoint.allow_directory there"
+    )
 
 
 for _name, _function in {

@@ -126,7 +126,7 @@ class WatchedFiles:
         grown = 0
         for path, before in self._sizes.items():
             try:
-                self._sizes[path] = max(before, os.stat(path).st_size)
+                self._sizes[path] = max(before, os.lstat(path).st_size)
             except OSError:  # not begun yet, or not visible from here
                 continue
             grown += self._sizes[path] - before

@@ -134,7 +134,7 @@ def save_into(place: Directory, state: Any, group: Any, option: ProgressOption) 
     plan = ranks.each_does(lambda: SavePlan(state, group, is_first))
     with contextlib.ExitStack() as stack:
         generation = ranks.first_does(lambda: stack.enter_context(place.writing(ranks.name)))
-        call = (str(place.path), generation)
+        call = (place, generation)
         sizes = ranks.all_do(lambda: owners.describe(*call, plan.parts.here, plan.own) + plan.tensors.num_bytes)
         with ByteProgress("saving", option if is_first or callable(option) else False) as progress:
             progress.total = sizes[ranks.rank]
@@ -183,10 +183,10 @@ def load_from(place: Directory, wanted: Any, group: Any, is_strict: bool, option
             share = _share(ranks.all_do(lambda: list(needed)), index, ranks.rank)
             progress.total = sum(entry.num_bytes for entry in share.values())
             order = CheckOrder(files_of(needed.values(), index.files), share)
-            ranks.each_does(lambda: owners.check(place.path, order, progress.advance))
-        reader = TensorReader(place.path, needed)
+            ranks.each_does(lambda: owners.check(place, order, progress.advance))
+        reader = ranks.each_does(lambda: TensorReader(stack.enter_context(place.open()), needed))
         copied = functools.cache(reader.copied)  # what was one tensor stays one
-        ranks.each_does(lambda: owners.fill(place.path, own, plan.parts.here))
+        ranks.each_does(lambda: owners.fill(place, own, plan.parts.here))
         found: dict[str, Any] = ranks.each_does(lambda: decode(values, copied, reader.mapped))
         return found
 

@@ -10,13 +10,14 @@ import socket
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from gradwire.checkpoint import _points, objects, owners, sharded
 from gradwire.checkpoint._dtypes import NAMES
-from gradwire.checkpoint._index import Index, TensorEntry, Writer
+from gradwire.checkpoint._index import Index, TensorEntry, Writer, check
 from gradwire.checkpoint._pieces import piece_path, sharded_node
-from gradwire.checkpoint._tree import Encoder, Node, dict_node, items_of, join, object_node
+from gradwire.checkpoint._tree import Encoder, Node, dict_node, items_of, join, object_node, tag_of
 from gradwire.checkpoint.asking import Parts, Round
 from gradwire.checkpoint.directory import Directory, file_name
 from gradwire.checkpoint.owners import WriteReport, worker_name
@@ -154,7 +155,7 @@ class SavePlan:
         """
         return {
             found.path: [
-                (reports[worker].parts[number].state["$tensor"], box.offsets) for box, (worker, number) in found.shards
+                (_name_of(reports[worker].parts[number], worker), box.offsets) for box, (worker, number) in found.shards
             ]
             for found in self._sharded
         }
@@ -176,6 +177,13 @@ class SavePlan:
             told = [reports[worker].parts[number] for worker, number in found.parts]
             found.node.update(_object_node(found, told, entries))
         return self.node
+
+
+def _name_of(report: owners.PartReport, worker: str) -> str:
+    """The name of the tensor that a part was saved as."""
+    if tag_of(report.state) != "$tensor":
+        raise CheckpointError(f"worker {worker or worker_name()} saved a shard that is no tensor")
+    return str(report.state["$tensor"])
 
 
 def _place_nowhere(path: str, tensor: torch.Tensor) -> str:
@@ -229,10 +237,11 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
         asked = Round(doing, timeout_s)
         for worker in plan.parts.elsewhere:
             asked.ask(worker, owners.DESCRIBE, *call, plan.parts.sent(worker))
-        own, answers = asked.finish(lambda: owners.describe(*call, plan.parts.here, plan.own))
+        own, answers = asked.finish(lambda: owners.describe(place, generation, plan.parts.here, plan.own))
         _points.passed("described")
         with ByteProgress("saving", option) as progress:
-            progress.total = own + plan.tensors.num_bytes + sum(num_bytes for _, num_bytes in answers)
+            sizes = [num_bytes for _, num_bytes in answers if type(num_bytes) is int]
+            progress.total = own + plan.tensors.num_bytes + sum(sizes)
             reports = _write(place, generation, plan, progress, Round(doing, timeout_s))
         _points.passed("files-written")
         index = make_index(generation, plan, reports, list(reports.values()), plan.pieces(reports))
@@ -254,9 +263,28 @@ def _write(
     def on_bytes(num_bytes: int) -> None:
         progress.advance(num_bytes + watched.num_new())
 
-    own, answers = asked.finish(lambda: owners.write(*call, plan.parts.here, plan.tensors, on_bytes, plan.own), on_poll)
+    own, answers = asked.finish(
+        lambda: owners.write(place, generation, plan.parts.here, plan.tensors, on_bytes, plan.own), on_poll
+    )
     progress.num_bytes = progress.total
-    return {"": own, **{worker: owners.decode(answer, WriteReport) for worker, answer in answers}}
+    return {"": own, **{worker: _read_report(plan, worker, generation, answer) for worker, answer in answers}}
+
+
+def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> WriteReport:
+    """What another worker says that it has written.
+
+    Raises:
+        CheckpointError: It cannot have written that.
+    """
+    try:
+        report = owners.decode(answer, WriteReport)
+        if len(report.parts) != len(plan.parts.elsewhere[worker]):
+            raise ValueError("it reports on other parts than it was asked to write")
+        if not {*report.files, *(entry.file for entry in report.tensors.values())} <= {file_name(generation, worker)}:
+            raise ValueError("it reports on files that are not its own")
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"worker {worker} gave no valid report on what it has written: {error}") from error
+    return report
 
 
 def make_index(
@@ -277,7 +305,7 @@ def make_index(
     tensors = {name: entry for report in found for name, entry in report.tensors.items()}
     if len(tensors) != sum(len(report.tensors) for report in found):
         raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a fault of gradwire")
-    return Index(
+    index = Index(
         generation=generation,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         writer=Writer(worker_name(), socket.gethostname(), os.getpid(), _own_version(), str(torch.__version__)),
@@ -285,3 +313,5 @@ def make_index(
         tensors=tensors,
         state=plan.finish(reports, pieces, tensors),
     )
+    check(index, "that is to be written")  # whatever others have reported: what is in its place can be loaded
+    return index

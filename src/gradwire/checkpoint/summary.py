@@ -93,7 +93,7 @@ class Summary:
             lines.append(line)
         if len(self.entries) > _MAX_ENTRIES:
             lines.append(f"  and {len(self.entries) - _MAX_ENTRIES} more")
-        return "\n".join(lines) + ">"
+        return "\n".join(map(_printable, lines)) + ">"
 
 
 def summarize(directory: Path, index: Index) -> Summary:
@@ -137,6 +137,11 @@ def _show(node: Any) -> str:
     if (items := items_of(node)) is not None:
         return f"{len(items)} keys: {', '.join(map(str, items))}"
     return str(node[tag]) if tag else repr(node)
+
+
+def _printable(text: str) -> str:
+    """Whoever wrote the checkpoint must not be able to move the cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _count(number: int, what: str) -> str:

@@ -5,7 +5,7 @@ A file is eight bytes of length, a JSON header, then the bytes of the tensors wi
     <header length, little-endian> {"model/weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} <bytes>
 
 Files are written here and not by the safetensors library, so that the checksum of each piece is taken while it is in the
-cache, the disk is begun with early, and progress is known; they are read by the library, like those of others.
+cache, the disk is begun with early, and progress is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from gradwire.checkpoint import _points
 from gradwire.checkpoint._dtypes import NAMES, alignment_of, num_bytes_of, stored_name, stored_shape
 from gradwire.checkpoint._index import FileEntry, TensorEntry, checksum_of, show_checksum
+from gradwire.checkpoint.folder import Folder
 from gradwire.errors import CannotSave, CheckpointWriteFailed
 from gradwire.wire.tensors import as_bytes
 
@@ -89,12 +89,13 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 
 def write_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
+    folder: Folder, file_name: str, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """Writes a new file and has it on disk before it returns; if it cannot, no file is left.
 
     Args:
-        path: Must not exist.
+        folder: Where.
+        file_name: Must not be there.
         tensors: By name; none of them may change meanwhile.
         worker: Who writes, for the index.
         host: And where.
@@ -105,8 +106,9 @@ def write_file(
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -alignment_of(item[1].dtype)))  # so that all are aligned
     header, entries, name = _header(ordered), {}, ""
+    path = folder.path / file_name
     try:
-        with open(path, "xb", buffering=0) as file:
+        with os.fdopen(folder.make_file(file_name), "wb", buffering=0) as file:
             _points.passed("opened")
             output = _Output(file.fileno(), on_bytes)
             output.write(memoryview(header))
@@ -114,19 +116,19 @@ def write_file(
                 if number == len(ordered) // 2:
                     _points.passed("half")
                 offset, checksum = output.num_bytes, _write_tensor(output, tensor)
-                entries[name] = TensorEntry(path.name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
+                entries[name] = TensorEntry(file_name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
             os.fsync(file.fileno())
             _points.passed("synced")
     except FileExistsError as error:
-        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", path.name) from error
+        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
     except BaseException as error:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+            folder.remove(file_name)
         if not isinstance(error, OSError):
             raise
         text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
         advice = "Make room there, or save to another directory"
-        raise CheckpointWriteFailed(f"{text}. {advice}", path.name, name) from error
+        raise CheckpointWriteFailed(f"{text}. {advice}", file_name, name) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
 
 

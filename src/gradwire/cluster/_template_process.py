@@ -188,8 +188,7 @@ def return_template(template: TemplateProcess) -> None:
 def prepare_template(modules: Sequence[str], timeout_s: float) -> None:
     """Sees to it that the template that waits for the next cluster has imported these modules.
 
-    What they cost is then paid once, not in every worker, and their memory is shared: 1.5 s and 70 MB for
-    ``torch._dynamo``, which every optimizer of torch imports when it is made.
+    What they cost is then paid once, not in every worker, and their memory is shared.
 
     Raises:
         ConfigurationError: As `borrow_template`.

@@ -14,17 +14,16 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.messages import CommitPass
 from gradwire.autograd.norms import clip_factor, total_norm
-from gradwire.errors import OptimizerError, OptimizerStepFailed
+from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
-from gradwire.optim._watched import is_watched
 from gradwire.optim.contexts import Contexts, check_contexts, is_over
 from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import LocalOptimizer
@@ -34,6 +33,7 @@ from gradwire.optim.parts import PartOf, ShardedParameter, divide_states, fold_g
 from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
+from gradwire.shard.torch_optimizer import is_watched
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -236,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clamps the gradients of contexts between that value and its negative, for the next step of the same contexts."""
         self._edit(check_contexts(context_id), CLAMP, float(clip_value))
 
-    def _edit(self, contexts: tuple[int, ...], kind: str, number: float) -> None:
+    def _edit(self, contexts: tuple[int, ...], kind: Literal["scale", "clamp"], number: float) -> None:
         if (kind, number) != (SCALE, 1.0):
             self._edits.add(contexts, (kind, number))
 
@@ -274,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerError: Some owners did not.
         """
-        self._ask("zero_grad", lambda _: (set_to_none,), UNSET_RPC_TIMEOUT)
+        self._ask("zero_grad", lambda _: (bool(set_to_none),), UNSET_RPC_TIMEOUT)
 
     def __reduce__(self) -> Any:
         raise OptimizerError(
@@ -307,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes over a state that was saved, here or in one process, wherever the parameters lived then.
 
         Raises:
-            ConfigurationError: It is the state of other parameters.
+            ConfigurationError: It is the state of other parameters, or does not fit them; nothing was loaded.
             OptimizerError: An owner could not take its part.
         """
         state_dict = dict(state_dict)
@@ -324,6 +324,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             part = parts[owner.name]
             return (states.copied(part) if owner.is_here else part,)
 
+        told = self._ask("state_problems", lambda owner: (states.forms(parts[owner.name]),), UNSET_RPC_TIMEOUT)
+        problems = [f"{problem} on {name}" for name, lines in told.items() for problem in lines]
+        if problems:
+            raise ConfigurationError(
+                f"the state is of other parameters; nothing was loaded: {'; '.join(problems[:20])}"
+            )
         self._ask("load_named_state", part_of, UNSET_RPC_TIMEOUT)
         for group, saved in zip(self.param_groups, options, strict=True):
             kept = {key: group[key] for key in RESERVED}

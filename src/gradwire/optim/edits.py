@@ -9,14 +9,15 @@ half is clipped. The price is that `get_gradients` shows gradients as the pass l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.norms import clamped
 from gradwire.errors import ConfigurationError, DecodeError
 
-Edit = tuple[str, float]
-SCALE = "scale"
-CLAMP = "clamp"
+SCALE: Final = "scale"
+CLAMP: Final = "clamp"
+Edit = tuple[Literal["scale", "clamp"], float]
 
 
 def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:

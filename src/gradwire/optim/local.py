@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,22 @@ from gradwire.autograd.norms import are_finite, norm_of
 from gradwire.errors import CallCancelled, ConfigurationError, UnknownContext
 from gradwire.optim._once import StepMemory
 from gradwire.optim._options import RESERVED
-from gradwire.optim._watched import quick_step
 from gradwire.optim.edits import Edit, edited
 from gradwire.optim.states import NamedState, copied
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef
 from gradwire.shard.tensor import ShardedTensor
+from gradwire.shard.torch_optimizer import (
+    Form,
+    is_option,
+    is_torchs,
+    laid_out_like,
+    load_state,
+    make_optimizer,
+    method_of,
+    quick_step,
+    state_problem,
+)
 
 OwnedGroup = tuple[int, list[str], list[RRef[Any]], dict[str, Any]]
 """The number of a group, and what of it a worker has: names, references, options."""
@@ -50,10 +60,11 @@ class LocalOptimizer:
         self._names: dict[torch.Tensor, str] = {}
         self._numbers: list[int] = []
         self._memory = StepMemory()
+        self._is_torchs = is_torchs(optimizer_class)
+        self._check_options({**dict(enumerate(args)), **kwargs})
         found = [self._take(group) for group in groups]
         is_plain = len(found) == 1 and set(found[0]) == {"params"}  # some classes know no groups
-        self._is_torchs = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
-        self._optimizer = optimizer_class(found[0]["params"] if is_plain else found, *args, **kwargs)
+        self._optimizer = make_optimizer(optimizer_class, found[0]["params"] if is_plain else found, args, kwargs)
         self._torch_step = quick_step(self._optimizer) if self._is_torchs else self._optimizer.step
 
     def __repr__(self) -> str:
@@ -61,7 +72,11 @@ class LocalOptimizer:
 
     def _take(self, group: OwnedGroup) -> dict[str, Any]:
         number, names, rrefs, options = group
+        if self._numbers and number <= self._numbers[-1]:
+            raise ConfigurationError(f"group {number} is here already, or comes too late")
+        self._check_options(options)
         params = [rref.local_value() for rref in rrefs]
+        known = set(self._names.values())
         for name, parameter in zip(names, params, strict=True):
             if not isinstance(parameter, torch.Tensor):
                 raise ConfigurationError(f"parameter {name!r} is no tensor, but of type {type(parameter).__name__}")
@@ -73,6 +88,9 @@ class LocalOptimizer:
                 raise ConfigurationError(
                     f"some parameters appear more than once: {name!r} and {self._names[parameter]!r} are the same"
                 )
+            if name in known:
+                raise ConfigurationError(f"two parameters have the name {name!r}; give each its own")
+            known.add(name)
             self._names[parameter] = name
         self._numbers.append(number)
         sharing.guard(params, "snapshot")  # before they are used: a step must find out who still needs their old values
@@ -88,22 +106,21 @@ class LocalOptimizer:
     def add_groups(self, groups: Sequence[OwnedGroup]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
         """More groups; returns what `describe` does."""
         with self._alone:
-            first = groups[0][0]
+            num_before = len(self._optimizer.param_groups)
             try:
                 for group in groups:
-                    self._optimizer.add_param_group(self._take(group))
+                    method_of(self._optimizer, "add_param_group")(self._take(group))
             except BaseException:
-                self._remove_groups(first)
+                self._keep_groups(num_before)
                 raise
             return self.describe()
 
     def remove_groups(self, first: int) -> None:
         """Groups from that number on are not wanted: another worker could not add its part of them."""
         with self._alone:
-            self._remove_groups(first)
+            self._keep_groups(sum(number < first for number in self._numbers))
 
-    def _remove_groups(self, first: int) -> None:
-        keep = sum(number < first for number in self._numbers)
+    def _keep_groups(self, keep: int) -> None:
         del self._numbers[keep:]
         del self._optimizer.param_groups[keep:]
         kept = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -151,6 +168,8 @@ class LocalOptimizer:
     def _step(self, table: GradientTable, context_ids: Sequence[int]) -> None:
         with sharing.stepping(table, context_ids), sharing.lending_grads(self._names):
             before = [(parameter, parameter.grad) for parameter in self._names]
+            if any(group.get("fused") for group in self._optimizer.param_groups):
+                table = {parameter: laid_out_like(parameter, gradient) for parameter, gradient in table.items()}
             try:
                 for parameter in self._names:
                     parameter.grad = table.get(parameter)
@@ -160,8 +179,26 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def _set_options(self, options: dict[int, dict[str, Any]]) -> None:
-        for number, group in zip(self._numbers, self._optimizer.param_groups, strict=True):
-            group.update(options.get(number, {}))
+        groups = dict(zip(self._numbers, self._optimizer.param_groups, strict=True))
+        for number in groups.keys() & options.keys():
+            unknown = options[number].keys() - _options_of(groups[number]).keys()
+            if unknown:
+                raise ConfigurationError(f"group {number} has no options {sorted(unknown)}; nothing has changed")
+            self._check_options(options[number])
+        for number in groups.keys() & options.keys():
+            groups[number].update(options[number])
+
+    def _check_options(self, options: Mapping[Any, Any]) -> None:
+        """Classes of torch's know numbers, flags, texts, and tuples of these; others may know more.
+
+        Raises:
+            ConfigurationError: Something else is among the options.
+        """
+        for key, value in options.items():
+            if key in RESERVED or (self._is_torchs and not is_option(value)):
+                raise ConfigurationError(
+                    f"option {key!r} cannot be a {type(value).__name__} such as this: {value!r:.100}"
+                )
 
     def _gather(self, context_ids: Sequence[int], edits: Sequence[Edit]) -> GradientTable:
         """The gradients of this optimizer's parameters in some contexts, added up and edited."""
@@ -193,7 +230,7 @@ class LocalOptimizer:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears ``.grad`` of the parameters; contexts are left alone."""
         with self._alone, sharing.lending_grads(self._names):  # another trainer's step may have lent them its gradients
-            self._optimizer.zero_grad(set_to_none)
+            method_of(self._optimizer, "zero_grad")(set_to_none)
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
@@ -208,11 +245,28 @@ class LocalOptimizer:
             found = {name: dict(state[leaf]) for leaf, name in self._names.items() if state.get(leaf)}
             return copied(found) if is_copied else found
 
+    def state_problems(self, forms: Mapping[str, Mapping[str, Form]]) -> list[str]:
+        """Return why a state cannot be loaded, one line each; empty if it can.
+
+        Args:
+            forms: What `gradwire.shard.torch_optimizer.form_of` says of each value, by parameter and key.
+        """
+        with self._alone:
+            parameters = {name: parameter for parameter, name in self._names.items()}
+            kind = type(self._optimizer)
+            found = [f"no parameter here is called {name!r}" for name in forms if name not in parameters]
+            for name in parameters.keys() & forms.keys():
+                for key, form in forms[name].items():
+                    problem = state_problem(kind, parameters[name], key, form)
+                    found += [f"state {key!r} of parameter {name!r} {problem}"] if problem else []
+            return found
+
     def load_named_state(self, state: NamedState) -> None:
         """Replaces the state of all parameters; those that are not named have none afterwards.
 
         Raises:
-            ConfigurationError: There is no parameter of such a name here.
+            ConfigurationError: There is no parameter of such a name here, or the state of one does not fit it; nothing has
+                changed.
         """
         unknown = sorted(set(state) - set(self._names.values()))
         if unknown:
@@ -220,10 +274,8 @@ class LocalOptimizer:
                 f"no parameter here is called {', '.join(unknown)}; there are {list(self._names.values())}"
             )
         with self._alone:
-            packed = self._optimizer.state_dict()
-            numbers = dict(zip(_flat(self._optimizer), _flat(packed), strict=True))
-            packed["state"] = {numbers[leaf]: state[name] for leaf, name in self._names.items() if name in state}
-            self._optimizer.load_state_dict(packed)
+            found = {leaf: state[name] for leaf, name in self._names.items() if name in state}
+            load_state(self._optimizer, found, self._names)
 
 
 def _gradients_of(context_id: int) -> GradientTable:
@@ -246,11 +298,6 @@ def _take_commit(context_id: int, pass_id: int) -> None:
     request = current_request()
     if request is not None:
         worker.here().engine.take_commit(request.source.info, CommitPass(context_id, pass_id))
-
-
-def _flat(groups: Any) -> list[Any]:
-    found = groups["param_groups"] if isinstance(groups, dict) else groups.param_groups
-    return [item for group in found for item in group["params"]]
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

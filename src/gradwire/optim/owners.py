@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from gradwire.errors import DecodeError
 from gradwire.optim.local import LocalOptimizer
-from gradwire.optim.operations import OPERATE
+from gradwire.optim.operations import OPERATE, read_answer
 from gradwire.rpc.futures import CallFuture
 from gradwire.rref import RRef
 
@@ -66,6 +67,15 @@ class Answers:
         except Exception as error:
             self.failed[name] = error
 
+    def read(self, operation: str) -> None:
+        """Counts owners that have answered something else as failed."""
+        for name, answer in list(self.values.items()):
+            try:
+                self.values[name] = read_answer(operation, answer)
+            except DecodeError as error:
+                del self.values[name]
+                self.failed[name] = error
+
     def explain(self) -> str:
         """One line for each failure."""
         return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
@@ -98,6 +108,7 @@ def ask_all(
             answers.failed[last.name] = error
         for owner, future in started:
             answers.take(owner.name, future)
+        answers.read(operation)
     finally:
         torch._C._set_grad_enabled(was_enabled)
     return answers

@@ -17,6 +17,7 @@ import torch
 
 from gradwire.errors import ConfigurationError
 from gradwire.optim._options import RESERVED
+from gradwire.shard.torch_optimizer import Form, form_of
 
 NamedState = dict[str, dict[str, Any]]
 """State of parameters by their names."""
@@ -28,6 +29,11 @@ def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
         name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
         for name, found in state.items()
     }
+
+
+def forms(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Form]]:
+    """Return what an owner has to know of a state to tell whether it fits."""
+    return {name: {key: form_of(value) for key, value in found.items()} for name, found in state.items()}
 
 
 def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -61,6 +67,9 @@ def unpack(
         )
     names = _match(saved, sizes, groups)
     found = {name: state[number] for number, name in names.items() if number in state}
+    for name, values in found.items():
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(f"not the state of an optimizer: that of parameter {name!r} is not a dict")
     options = [copy.deepcopy({k: v for k, v in group.items() if k not in RESERVED}) for group in saved]
     return found, options
 

@@ -15,6 +15,7 @@ from gradwire.errors import ConfigurationError, OptimizerError
 from gradwire.shard import optimizer_state
 from gradwire.shard.optimizer_state import Parameter
 from gradwire.shard.tensor import ShardedTensor
+from gradwire.shard.torch_optimizer import is_torchs, load_state, make_optimizer, method_of, quick_step
 
 NamedParameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 _WHOLE = tuple(
@@ -84,7 +85,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._groups: list[list[Parameter]] = []
         self.named_params: dict[str, torch.Tensor] = {}
         groups = [self._read(group) for group in _as_groups(named_params)]
-        self._optim = optimizer_class(groups, *optimizer_args, **optimizer_kwargs)
+        self._optim = make_optimizer(optimizer_class, groups, optimizer_args, optimizer_kwargs)
+        self._quick_step = quick_step(self._optim)
         self._is_made = False  # until then, `add_param_group` is called by the base class
         super().__init__(self._optim.param_groups, self._optim.defaults)
         self._is_made = True
@@ -134,12 +136,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"parameter {item.name!r} was resharded, so this optimizer has tensors that are not in use any more; "
                     f"make another one, and load this one's state_dict() into it"
                 )
-        found: float | None = self._optim.step(closure)
-        return found
+        if not is_torchs(self._optimizer_class):
+            return self._optim.step(closure)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return self._quick_step(closure)  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all tensors of this rank."""
-        self._optim.zero_grad(set_to_none)
+        method_of(self._optim, "zero_grad")(set_to_none)
 
     def _parameters(self) -> list[Parameter]:
         return [item for group in self._groups for item in group]
@@ -160,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         known = dict(self.named_params)
         group = self._read(_as_group(param_group))
         try:
-            self._optim.add_param_group(group)
+            method_of(self._optim, "add_param_group")(group)
         except BaseException:
             self._groups.pop()
             self.named_params = known
@@ -201,18 +205,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         found, options = optimizer_state.match(loaded, self._groups)
-        packed = self._optim.state_dict()
-        numbers = iter(number for group in packed["param_groups"] for number in group["params"])
-        packed["state"] = {}
+        state, names = {}, {}
         for item in self._parameters():
-            parts = optimizer_state.divide(item, found.get(item.name, {}))
-            for part_state, number in zip(parts, numbers, strict=False):
-                if part_state:
-                    packed["state"][number] = part_state
-        packed["param_groups"] = [
-            {**saved, "params": group["params"]} for saved, group in zip(options, packed["param_groups"], strict=True)
-        ]
-        self._optim.load_state_dict(packed)
+            values = optimizer_state.divide(item, found.get(item.name, {}))
+            names.update(dict.fromkeys(item.parts, item.name))
+            state.update({part: value for part, value in zip(item.parts, values, strict=True) if value})
+        load_state(self._optim, state, names, options)
         self._share()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

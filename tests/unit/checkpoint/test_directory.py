@@ -106,8 +106,14 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_does_not_see_the_directory_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointWriteFailed, match=r"worker w on .* does not see the directory .* all workers share"):
-        Directory(tmp_path).check_announced("g0001-0123abcd", "w")
+    for path in (tmp_path, tmp_path / "not-there"):
+        with (
+            pytest.raises(
+                CheckpointWriteFailed, match=r"worker w on .* does not see the directory .* all workers share"
+            ),
+            Directory(path).announced("g0001-0123abcd", "w"),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 from gradwire.checkpoint._dtypes import DTYPES
 from gradwire.checkpoint._index import FileEntry, TensorEntry
+from gradwire.checkpoint.folder import Folder
 from gradwire.checkpoint.reading import TensorReader, check_files, check_tensors
 from gradwire.checkpoint.writing import TensorSet, write_file
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
@@ -26,11 +27,17 @@ def nothing(_: int) -> None:
     """Nobody wants to know the progress."""
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    return write_file(folder / NAME, tensors, "worker0", "here", nothing)
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    with Folder(tmp_path) as opened:
+        yield opened
 
 
-def check_all(folder: Path, file: FileEntry, entries: dict[str, TensorEntry]) -> None:
+def write(folder: Folder, tensors: dict[str, torch.Tensor]) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    return write_file(folder, NAME, tensors, "worker0", "here", nothing)
+
+
+def check_all(folder: Folder, file: FileEntry, entries: dict[str, TensorEntry]) -> None:
     check_files(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
 
@@ -46,14 +53,14 @@ def make(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, folder: Folder) -> None:
     tensors = {name: make(dtype) for name, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "odd": torch.arange(7, dtype=torch.uint8)}
-    file, entries = write(tmp_path, tensors)
+    file, entries = write(folder, tensors)
     assert file.num_bytes == (tmp_path / NAME).stat().st_size
-    check_files(tmp_path, {NAME: file})
-    check_tensors(tmp_path, entries, nothing)
-    reader = TensorReader(tmp_path, entries)
+    check_files(folder, {NAME: file})
+    check_tensors(folder, entries, nothing)
+    reader = TensorReader(folder, entries)
     for name, tensor in tensors.items():
         found = reader.copied(name)
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
@@ -61,27 +68,27 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert entries[name].offset % max(1, tensor.dtype.itemsize // (2 if tensor.is_complex() else 1)) == 0
 
 
-def test_the_library_reads_the_file(tmp_path: Path) -> None:
+def test_the_library_reads_the_file(tmp_path: Path, folder: Folder) -> None:
     tensors = {"a/w": torch.randn(3, 4), "b": torch.arange(5), "ü": torch.ones(1, dtype=torch.bool)}
-    write(tmp_path, tensors)
+    write(folder, tensors)
     found = safetensors.torch.load_file(tmp_path / NAME)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_views_are_saved_as_they_look(tmp_path: Path) -> None:
+def test_views_are_saved_as_they_look(tmp_path: Path, folder: Folder) -> None:
     base = torch.randn(4, 6, dtype=torch.complex64)
     tensors = {"t": base.t(), "slice": base[1:3, ::2], "conj": base.conj(), "expanded": torch.ones(1).expand(5)}
     tensors["neg"] = base.conj().imag
-    _, entries = write(tmp_path, tensors)
-    reader = TensorReader(tmp_path, entries)
+    _, entries = write(folder, tensors)
+    reader = TensorReader(folder, entries)
     for name, tensor in tensors.items():
         assert torch.equal(reader.copied(name), tensor.resolve_conj().resolve_neg())
 
 
-def test_progress_counts_every_byte(tmp_path: Path) -> None:
+def test_progress_counts_every_byte(tmp_path: Path, folder: Folder) -> None:
     counts: list[int] = []
-    file, _ = write_file(tmp_path / NAME, {"a": torch.zeros(5 << 18)}, "worker0", "here", counts.append)
+    file, _ = write_file(folder, NAME, {"a": torch.zeros(5 << 18)}, "worker0", "here", counts.append)
     assert sum(counts) == file.num_bytes
     assert len(counts) > 2
 
@@ -118,39 +125,39 @@ def test_tensors_without_plain_bytes_are_refused(tensor: torch.Tensor, why: str)
     assert caught.value.tensor == "model/w"
 
 
-def test_any_damaged_byte_is_found_and_named(tmp_path: Path) -> None:
-    file, entries = write(tmp_path, {"a": torch.randn(64), "b": torch.arange(3, dtype=torch.uint8)})
+def test_any_damaged_byte_is_found_and_named(tmp_path: Path, folder: Folder) -> None:
+    file, entries = write(folder, {"a": torch.randn(64), "b": torch.arange(3, dtype=torch.uint8)})
     path, whole = tmp_path / NAME, (tmp_path / NAME).read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         with pytest.raises(CheckpointDamaged) as caught:
-            check_all(tmp_path, file, entries)
+            check_all(folder, file, entries)
         expected = "" if place < file.header_bytes else "a" if place < entries["b"].offset else "b"
         assert (caught.value.file, caught.value.tensor) == (NAME, expected)
         assert str(path) in str(caught.value)
 
 
-def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
-    file, entries = write(tmp_path, {"a": torch.randn(64)})
+def test_missing_and_short_files_are_named(tmp_path: Path, folder: Folder) -> None:
+    file, entries = write(folder, {"a": torch.randn(64)})
     os.truncate(tmp_path / NAME, file.num_bytes - 1)
     with pytest.raises(CheckpointDamaged, match=r"it has [\d,]+ bytes instead of") as damaged:
-        check_files(tmp_path, {NAME: file})
+        check_files(folder, {NAME: file})
     assert damaged.value.file == NAME
     with pytest.raises(CheckpointDamaged, match=r"tensor 'a' .* the file ends too early"):
-        check_tensors(tmp_path, entries, nothing)
+        check_tensors(folder, entries, nothing)
     (tmp_path / NAME).unlink()
     with pytest.raises(CheckpointMissing, match=r"which has tensor 'a', is missing") as missing:
-        check_tensors(tmp_path, entries, nothing)
+        check_tensors(folder, entries, nothing)
     assert (missing.value.file, missing.value.tensor) == (NAME, "a")
     with pytest.raises(FileNotFoundError):
-        TensorReader(tmp_path, entries).mapped("a")
+        TensorReader(folder, entries).mapped("a")
 
 
-def test_a_file_that_is_no_safetensors_file_is_damage(tmp_path: Path) -> None:
-    _, entries = write(tmp_path, {"a": torch.randn(64)})
+def test_a_file_that_is_no_safetensors_file_is_damage(tmp_path: Path, folder: Folder) -> None:
+    _, entries = write(folder, {"a": torch.randn(64)})
     (tmp_path / NAME).write_bytes(b"nonsense" * 10)
     with pytest.raises(CheckpointDamaged, match=NAME):
-        TensorReader(tmp_path, entries).mapped("a")
+        TensorReader(folder, entries).mapped("a")
 
 
 @pytest.fixture
@@ -164,27 +171,27 @@ def small_files() -> Iterator[int]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, small_files: int) -> None:
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, folder: Folder, small_files: int) -> None:
     tensors = {"first": torch.zeros(100), "second": torch.zeros(small_files)}
     with pytest.raises(
         CheckpointWriteFailed, match=r"worker0 cannot write .*\(tensor 'second'\): File too large"
     ) as caught:
-        write(tmp_path, tensors)
+        write(folder, tensors)
     assert (caught.value.file, caught.value.tensor) == (NAME, "second")
     assert isinstance(caught.value.__cause__, OSError)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_written_over(tmp_path: Path, folder: Folder) -> None:
     (tmp_path / NAME).write_text("mine")
     with pytest.raises(CheckpointWriteFailed, match="exists already"):
-        write(tmp_path, {"a": torch.zeros(1)})
+        write(folder, {"a": torch.zeros(1)})
     assert (tmp_path / NAME).read_text() == "mine"
 
 
-def test_mapped_tensors_are_not_read_before_use(tmp_path: Path) -> None:
-    _, entries = write(tmp_path, {"a": torch.arange(10.0)})
-    reader: Any = TensorReader(tmp_path, entries)
+def test_mapped_tensors_are_not_read_before_use(tmp_path: Path, folder: Folder) -> None:
+    _, entries = write(folder, {"a": torch.arange(10.0)})
+    reader: Any = TensorReader(folder, entries)
     mapped = reader.mapped("a")
     (tmp_path / NAME).unlink()  # what is mapped stays readable
     assert torch.equal(mapped, torch.arange(10.0))

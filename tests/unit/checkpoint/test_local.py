@@ -192,6 +192,23 @@ def test_a_group_of_another_size_is_found_first(tmp_path: Path) -> None:
     assert not other.state
 
 
+def test_state_of_another_shape_is_found_first(tmp_path: Path) -> None:
+    """Torch itself would take it, and its fused kernel would write beyond the end."""
+    optimizers = []
+    for size in (8, 2):
+        weight = nn.Parameter(torch.ones(size))
+        weight.grad = torch.ones(size)
+        optimizers.append(torch.optim.Adam([weight], fused=True))
+        optimizers[-1].step()
+    large, small = optimizers
+    checkpoint.save(tmp_path, {"optim": small})
+    with pytest.raises(
+        CheckpointMismatch, match=r"'optim': state 'exp_avg' of parameter 0 has shape \[2\], and must have \[8\]"
+    ):
+        checkpoint.load(tmp_path, {"optim": large})
+    checkpoint.load(tmp_path, {"optim": small})
+
+
 def test_an_object_that_refuses_is_named_and_others_are_put_back(tmp_path: Path) -> None:
     first, second = Stubborn(), Stubborn()
     first.state = second.state = {"a": 2}
@@ -274,6 +291,12 @@ def test_a_summary_shows_what_is_there(tmp_path: Path) -> None:
     assert summary.entries[0].num_bytes == 4 * (4 * 256 + 4)
     assert [entry.kind for entry in summary.entries] == ["module", "value", "value", "tensor"]
     assert checkpoint.verify(tmp_path) == summary
+
+
+def test_a_summary_prints_no_control_characters(tmp_path: Path) -> None:
+    summary = checkpoint.save(tmp_path, {"\x1b[2Jname": 1})
+    assert "\x1b" not in repr(summary)
+    assert "?[2Jname" in repr(checkpoint.inspect(tmp_path))
 
 
 def test_a_read_only_directory_can_be_loaded(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.checkpoint._pieces import assemble, bodies, find_problem, form_of, put, region_of, sharded_node
+from gradwire.checkpoint._pieces import (
+    assemble,
+    bodies,
+    find_problem,
+    form_of,
+    is_covered,
+    put,
+    region_of,
+    sharded_node,
+)
 from gradwire.checkpoint._tree import check_node, decode, tensor_names
 from gradwire.shard._geometry import Box
 
@@ -100,7 +109,7 @@ def test_in_the_tree() -> None:
         {"dtype": 1, "shape": [2], "pieces": []},
         {"dtype": "int64", "shape": [-2], "pieces": []},
         {"dtype": "int64", "shape": [2], "pieces": [["x"]]},
-        {"dtype": "int64", "shape": [2], "pieces": [["x", [-1]]]},
+        {"dtype": "int64", "shape": [2], "pieces": [["x", [2**63]]]},
         {"dtype": "int64", "shape": [2], "pieces": [[1, [0]]]},
     ],
 )
@@ -114,8 +123,23 @@ def test_pieces_that_do_not_fit_are_named() -> None:
     for pieces, problem in (
         ([("x", [0, 0]), ("y", [1, 1])], "'x' and 'y' overlap"),
         ([("x", [3, 0])], "reaches beyond"),
+        ([("x", [-1, 0])], "reaches beyond"),
         ([("z", [0, 0])], "is no piece"),
         ([("x", [0])], "is no piece"),
     ):
         assert problem in find_problem(sharded_node("int64", [4, 4], pieces)["$sharded"], entries)
     assert find_problem(sharded_node("int64", [4, 4], [])["$sharded"], entries) == ""
+
+
+def test_whether_all_of_a_tensor_was_saved() -> None:
+    """Also for an order to load a part of it, in which pieces reach beyond the part."""
+    entries = {"x": Entry("int64", (2, 2)), "y": Entry("int64", (2, 2))}
+    for shape, pieces, is_whole in (
+        ([2, 4], [("x", [0, 0]), ("y", [0, 2])], True),
+        ([2, 2], [("x", [0, -1]), ("y", [0, 1])], True),
+        ([2, 4], [("x", [0, 0])], False),
+        ([2, 4], [("x", [0, 0]), ("x", [0, 0])], False),
+        ([2**40, 2**20], [], False),
+        ([0, 4], [], True),
+    ):
+        assert is_covered(sharded_node("int64", shape, pieces)["$sharded"], entries) is is_whole
