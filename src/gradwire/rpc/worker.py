@@ -59,7 +59,7 @@ def start_worker(
         if incarnation <= after:  # the clock was set back
             incarnation = after + _LIFE_NS
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
-        transports = registry.make_transports(config, own_folder.path if own_folder is not None else folder)
+        transports = registry.make_transports(config, trust, own_folder.path if own_folder is not None else folder)
         agent = Agent(address, config, trust, directory, transports, clean_up)
         for attach in attachments:
             attach(agent)

@@ -40,11 +40,10 @@ Lane = Literal["calls", "control"]
 
 
 class SlotRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A place in the sender's shared memory. `is_new`: its file descriptor comes with this frame."""
+    """A place in the sender's shared memory, which the receiver has mapped."""
 
     slot_id: int
     capacity: int
-    is_new: bool
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
