@@ -49,6 +49,11 @@ class WorkerAddress(msgspec.Struct, frozen=True):
         return self.main != "" and self.main == other.main
 
 
+def is_worker_name(name: str) -> bool:
+    """Whether a worker can be called that: letters, digits and ``-_:.``, which confuse nobody in messages, paths or logs."""
+    return bool(name) and all(char.isalnum() or char in "-_:." for char in name)
+
+
 def make_incarnation() -> int:
     """A number that is larger for a later start; 63 bits of nanoseconds last until the year 2262."""
     return time.time_ns()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gradwire.errors import AlreadyInitialized, NotInitialized
+from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import CallFuture
@@ -109,9 +109,13 @@ def _meet(name: str, rank: int, world_size: int | None, options: RpcOptions, dea
     point = open_meeting_point(options.init_method, rank, world_size, left_s)
     directory = StoreDirectory(point, _PREFIX)
     info = WorkerInfo(name, point.rank)
-    config = options.worker_config(agree_on_token(point, _PREFIX), point.facing_host)
-    after = directory.last_incarnation(name)
-    agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
+    token = agree_on_token(point, _PREFIX)
+    try:
+        config, after = options.worker_config(token, point.facing_host), directory.last_incarnation(name)
+        agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
+    except ConfigurationError as error:
+        StoreDirectory(point, _PREFIX).give_up(f"rank {info.id} ({name}) cannot start: {error}")
+        raise
     try:
         set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
         directory.publish(agent)

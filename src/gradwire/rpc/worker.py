@@ -13,7 +13,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import Directory
 from gradwire.transports import registry
 from gradwire.transports.folder import SocketFolder
-from gradwire.types import Trust, WorkerAddress, WorkerInfo, make_incarnation
+from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
 
 attachments: list[Callable[[Agent], None]] = []
 """What the layers above do to every new agent before it starts (register control operations, add interceptors)."""
@@ -89,5 +89,5 @@ def check_name(name: str, limit: int) -> None:
         raise InvalidName("a worker's name must be non-empty")
     if len(name.encode()) > limit:
         raise InvalidName(f"a worker's name must be shorter than {limit} characters or as long, unlike {name!r}")
-    if not all(char.isalnum() or char in "-_:." for char in name):
+    if not is_worker_name(name):
         raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")

@@ -121,9 +121,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The connection is not opened, and why. Never holds a secret."""
+    """The connection is not opened, and why. Never holds a secret.
+
+    Attributes:
+        reason: For people.
+        is_taken: Whether the reason is that another worker has the caller's name or rank.
+    """
 
     reason: str
+    is_taken: bool = False
 
 
 class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
