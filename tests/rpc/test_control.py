@@ -16,6 +16,7 @@ from gradwire.errors import DecodeError, RpcTimeout
 from gradwire.rpc import Agent
 from gradwire.rpc.fields import CallId
 from gradwire.testing import wait_until
+from gradwire.testing._pairs import receive_frames
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire import objects
 from gradwire.wire.messages import Call, Failure, Goodbye, Reply
@@ -156,7 +157,7 @@ def test_control_operations_that_wait_are_bounded(agent: Agent, control: StreamC
     group = ["a", "b", "mallory"]
     for number in range(1, 21):
         send_control(control, number, "~gather", group, objects.NONE, b"", [], 0.0)
-    answers = [receive(control) for _ in range(12)]
+    answers = [frame.message for frame in receive_frames(control, 12)]
     assert all(isinstance(item, Failure) and "in flight" in item.error.message for item in answers)
     assert len(agent.gathering._rounds) == 8
     control.close()
@@ -168,7 +169,7 @@ def test_gatherings_of_one_worker_are_bounded(make_agents: MakeAgents) -> None:
     with contextlib.closing(connect(b, "control")) as control:
         for number in range(1, 71):
             send_control(control, number, "~gather", ["a", "b", "mallory"], objects.NONE, b"", [], 0.0)
-        answers = [receive(control) for _ in range(6)]
+        answers = [frame.message for frame in receive_frames(control, 6)]
         assert all(isinstance(item, Failure) and "64 gatherings" in item.error.message for item in answers)
         assert len(b.gathering._rounds) == 64
 
