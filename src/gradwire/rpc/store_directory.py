@@ -161,14 +161,16 @@ class StoreDirectory(StaticDirectory):
         self._is_complete = self.is_fixed
 
     def withdraw(self, info: WorkerInfo) -> None:
-        """Lets go of the store and its port, and forgets this worker in a store that lives on."""
+        """Lets go of the store and its port, and forgets this worker in a file.
+
+        A store that is served is not told: it may end at the same moment, of which torch would print C++ stack traces. Who
+        looks for this worker finds that nothing listens at its address.
+        """
         point, self._point = self._point, dataclasses.replace(self._point, store=None)
-        if point.is_served_here or (point.port is not None and self.is_fixed):
-            return
-        store = point.reopen()
-        with contextlib.suppress(RuntimeError, AttributeError):  # it is gone
-            for key in (f"name/{info.name}", f"rank/{info.id}"):
-                store.set(f"{self._prefix}/{key}", b"")
+        if point.port is None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                for key in (f"name/{info.name}", f"rank/{info.id}"):
+                    point.store.set(f"{self._prefix}/{key}", b"")
 
     def find(self, worker: str | int) -> WorkerAddress:
         """The worker of that name or rank, from memory or from the store.
