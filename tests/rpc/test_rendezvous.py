@@ -346,7 +346,7 @@ def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list
     [
         ("tls={other}, transports=('tcp',)", "certificate"),
         ("", 'trust="code" there, trust="data" here'),
-        ("transports=('tcp',)", "(?i)tls|keys|broke"),
+        ("transports=('tcp',)", "this worker has no keys"),
         ("tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
     ],
     ids=["another authority", "no keys", "no keys for tcp", "keys that are missing"],
