@@ -217,3 +217,12 @@ def test_a_notice_that_is_not_of_its_type_does_not_reach_its_handler(agent: Agen
         )
         wait_until(lambda: seen, LIMIT_S)
     assert seen == [(5,)]
+
+
+def test_the_last_words_of_a_worker_are_harmless_to_print(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gradwire"), contextlib.closing(connect(agent, "control")) as connection:
+        connection.send(Goodbye("\x1b[2Jbye\n" + "x" * 50_000), deadline=time.monotonic() + 5)
+        connection.close()
+        wait_until(lambda: "bye" in caplog.text, LIMIT_S)
+    assert "\x1b" not in caplog.text
+    assert len(caplog.text) < 10_000
