@@ -24,6 +24,8 @@ class Limits:
         depth: Nesting of containers in arguments.
         name_bytes: Length of a worker's or function's name.
         calls_in_flight: Calls that one worker may have open at another; `rpc_async` waits for room.
+        connections: Connections for calls, and as many for control operations, that one worker may have open to another;
+            the oldest gives way. It needs one; more are left for a moment when one breaks.
         arena_bytes: Shared memory that one connection may hold; beyond it tensors travel through the socket.
         half_open: Connections that have not finished their handshake.
         handshake_bytes: Bytes accepted before the handshake is over.
@@ -38,6 +40,7 @@ class Limits:
     depth: int = 32
     name_bytes: int = 128
     calls_in_flight: int = 1024
+    connections: int = 4
     arena_bytes: int = 1 * GIB
     half_open: int = 64
     handshake_bytes: int = 4 * KIB

@@ -10,6 +10,7 @@ GradwireError
       LimitExceeded                      a frame that is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
+      IdentityTaken                      another worker has that name or rank
   WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
   RpcError (RuntimeError)
@@ -86,6 +87,10 @@ class ResourceExhausted(TransportError):
 
 class AuthenticationFailed(TransportError):
     """The other side could not show that it belongs to this cluster."""
+
+
+class IdentityTaken(AuthenticationFailed):
+    """A name belongs to one rank, and a rank to one name, for the life of a cluster; this one belongs to another worker."""
 
 
 class WaitTimeout(GradwireError, TimeoutError):

@@ -33,7 +33,7 @@ class WorkerAddress(msgspec.Struct, frozen=True):
         info: Name and rank.
         incarnation: Rises with every start under the same name; frames of an older one are refused.
         host: Identity of the machine and network namespace; equal hosts talk over ``unix``.
-        uris: Where the worker listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711``.
+        uris: Where the worker listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711?tls``.
         main: Digest of the script it runs, empty for none. Workers that run the same script find what is defined in
             ``__main__`` by name; to others it travels by value.
     """
@@ -47,6 +47,11 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     def shares_main(self, other: WorkerAddress) -> bool:
         """Whether both run the same script."""
         return self.main != "" and self.main == other.main
+
+
+def is_worker_name(name: str) -> bool:
+    """Whether a worker can be called that: letters, digits and ``-_:.``, which confuse nobody in messages, paths or logs."""
+    return bool(name) and all(char.isalnum() or char in "-_:." for char in name)
 
 
 def make_incarnation() -> int:

@@ -240,3 +240,11 @@ class Plain:
 
     def method(self, value: int) -> int:
         return value + 1
+
+
+exposed_gate = "wait at the gate"
+
+
+@rpc.expose(name=exposed_gate)
+def exposed_wait_gate() -> bool:
+    return wait_gate()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradwire import rpc
 from gradwire.errors import ConfigurationError, RendezvousFailed
+from gradwire.transports.tls import make_keys
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 
@@ -300,3 +304,105 @@ def test_a_clock_that_was_set_back_does_not_make_a_restart_older(make_puppets: M
     again.do("import gradwire.rpc.worker as w\nw.make_incarnation = lambda: 1")
     again.do(init_source(1, 2, meeting))
     assert puppets[0].do("rpc.rpc_sync(1, h.pid)") == again.pid
+
+
+# -- ranks that are not let in ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys() -> Iterator[Callable[[str], str]]:
+    """``keys("one")``: the source of `TlsKeys` from an authority of that name."""
+    with tempfile.TemporaryDirectory(prefix="gwk-", dir="/tmp") as path:
+
+        def make(authority: str) -> str:
+            folder = Path(path) / authority
+            if not folder.exists():
+                make_keys(folder, ["worker"])
+            return f"gradwire.config.TlsKeys.in_folder({str(folder)!r})"
+
+        yield make
+
+
+def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list[PuppetError]:
+    """What each rank raises; none of them may wait for the others."""
+    began = time.monotonic()
+    for rank, (puppet, more) in enumerate(zip(puppets, options, strict=True)):
+        puppet.do("import gradwire.config")
+        source = init_source(rank, len(puppets), where, init_timeout=120.0)
+        puppet.start(source[:-2] + f", {more}))" if more else source)
+    errors = []
+    for puppet in puppets:
+        with pytest.raises(PuppetError) as caught:
+            puppet.result(60.0)
+        errors.append(caught.value)
+        assert puppet.do("rpc._is_current_rpc_agent_set()") is False
+    assert time.monotonic() - began < 30.0
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wrong", "reason"),
+    [
+        ("tcp", "tls={other}, transports=('tcp',)", "certificate"),
+        ("file", "tls={other}, transports=('tcp',)", "certificate"),
+        ("tcp", "", 'trust="code" there, trust="data" here'),
+        ("tcp", "transports=('tcp',)", "this worker has no keys"),
+        ("tcp", "tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
+    ],
+    ids=["another authority", "another authority, file", "no keys", "no keys for tcp", "keys that are missing"],
+)
+def test_a_rank_with_wrong_keys_is_named_at_once_on_all_ranks(
+    make_puppets: Make, meeting: str, tcp_meeting: str, keys: Callable[[str], str], scheme: str, wrong: str, reason: str
+) -> None:
+    where = meeting if scheme == "file" else tcp_meeting
+    good = f"tls={keys('one')}, transports=('tcp',)" if "tcp" in wrong else f"tls={keys('one')}"
+    options = [good, wrong.format(other=keys("other")), good]
+    for rank, error in enumerate(_fail_to_meet(make_puppets(3), where, options)):
+        assert re.search(r"rank 1 \(w1\)", error.text) or rank == 1, error
+        assert re.search(reason, error.text), error
+        assert error.kind in ("RendezvousFailed", "ConfigurationError")
+
+
+def test_a_rank_zero_with_wrong_keys_is_named_at_once(
+    make_puppets: Make, tcp_meeting: str, keys: Callable[[str], str]
+) -> None:
+    good, other = (f"tls={keys(name)}, transports=('tcp',)" for name in ("one", "other"))
+    for error in _fail_to_meet(make_puppets(3), tcp_meeting, [other, good, good]):
+        assert re.search(r"rank [12] \(w[12]\) cannot join rank 0 \(w0\): .*certificate", error.text), error
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_graceful", [True, False])
+@pytest.mark.parametrize("world_size", [4, None])
+def test_programs_that_end_one_after_the_other_print_nothing(
+    make_puppets: Make, tcp_meeting: str, tmp_path: Path, is_graceful: bool, world_size: int | None
+) -> None:
+    """Rank 0, which serves the store, ends first where it can."""
+    puppets = make_puppets(4)
+    for rank, puppet in enumerate(puppets):
+        puppet.do(f"os.dup2(os.open({str(tmp_path / str(rank))!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
+        if world_size is None:
+            puppet.do(init_source(rank, None, tcp_meeting))
+        else:
+            puppet.start(init_source(rank, world_size, tcp_meeting))
+    for puppet in puppets if world_size is not None else []:
+        puppet.result()
+    for puppet in puppets:
+        assert puppet.do("rpc.rpc_sync('w0', operator.add, args=(1, 2))") == 3
+    if is_graceful:
+        _shut_down(puppets)
+        for puppet in puppets:
+            puppet.leave()
+    else:
+        for rank, puppet in enumerate(puppets):
+            if rank:  # a worker that has left is asked for: the store is gone with it
+                with pytest.raises(PuppetError, match="WorkerLost"):
+                    puppet.do("rpc.rpc_sync('w0', operator.add, args=(1, 2))")
+                with pytest.raises(PuppetError, match="UnknownWorker"):
+                    puppet.do("rpc.rpc_sync('unknown', operator.add, args=(1, 2))")
+            puppet.do("rpc.shutdown(graceful=False)")
+            puppet.leave()
+    printed = {rank: (tmp_path / str(rank)).read_text() for rank in range(4)}
+    assert not any(printed.values()), printed

@@ -15,13 +15,12 @@ import torch
 from gradwire.errors import AuthenticationFailed, CannotSend, NotExposed
 from gradwire.rpc import Agent
 from gradwire.rpc.directory import StaticDirectory
-from gradwire.transports.handshake import CallerHandshake, Identity
 from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import objects
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Challenge, Failure, Refused, Reply, Welcome
+from gradwire.wire.messages import Call, Failure
 from rpc import handlers
+from rpc.by_hand import connect
 from rpc.puppets import Puppet
 
 
@@ -92,25 +91,6 @@ class Trap:
         return handlers.note, ("the pickle was loaded",)
 
 
-def _connect(agent: Agent, lane: Any = "calls", token: bytes | None = None, name: str = "mallory") -> StreamConnection:
-    """A connection made by hand, past its handshake."""
-    sender = WorkerAddress(WorkerInfo(name, 9), 1, "elsewhere", ())
-    identity = Identity(address=sender, trust=agent.trust, token=agent.config.token if token is None else token)
-    connection = agent.transports["unix"].connect(agent.address.uris[0], time.monotonic() + 5)
-    connection.decoder.accept = frozenset({Challenge, Welcome, Refused})
-    try:
-        handshake = CallerHandshake(identity, agent.address, lane)
-        answer: Any = handshake.begin()
-        while answer is not None:
-            connection.send(answer, deadline=time.monotonic() + 5)
-            answer = handshake.on_message(connection.receive(time.monotonic() + 5).message, None)
-    except BaseException:
-        connection.close()
-        raise
-    connection.decoder.accept = frozenset({Reply, Failure})
-    return connection
-
-
 def _answer(connection: StreamConnection, call: Call, body: bytes) -> Frame:
     connection.send(call, body, deadline=time.monotonic() + 5)
     return connection.receive(time.monotonic() + 5)
@@ -118,7 +98,7 @@ def _answer(connection: StreamConnection, call: Call, body: bytes) -> Frame:
 
 def test_pickle_from_a_hostile_peer_is_never_loaded(wary: list[Agent]) -> None:
     body = pickle.dumps(((Trap(),), {}))
-    connection = _connect(wary[1])
+    connection = connect(wary[1])
     try:
         message = _answer(connection, Call(1, "double", 5.0, objects.PICKLE, len(body)), body).message
         assert isinstance(message, Failure)
@@ -131,7 +111,7 @@ def test_pickle_from_a_hostile_peer_is_never_loaded(wary: list[Agent]) -> None:
 
 def test_function_in_the_body_is_never_loaded(wary: list[Agent]) -> None:
     body = pickle.dumps((Trap(), (), {}))
-    connection = _connect(wary[1])
+    connection = connect(wary[1])
     try:
         message = _answer(connection, Call(1, "", 5.0, objects.PICKLE, len(body)), body).message
         assert isinstance(message, Failure)
@@ -144,7 +124,7 @@ def test_function_in_the_body_is_never_loaded(wary: list[Agent]) -> None:
 def test_pickle_in_a_control_operation_is_never_loaded(pair: list[Agent]) -> None:
     """Not even where workers trust each other with code: control operations are plain data."""
     body = pickle.dumps((Trap(),))
-    connection = _connect(pair[1], "control")
+    connection = connect(pair[1], "control")
     try:
         message = _answer(connection, Call(1, "~cancel", 5.0, objects.PICKLE, len(body)), body).message
         assert isinstance(message, Failure)
@@ -156,7 +136,7 @@ def test_pickle_in_a_control_operation_is_never_loaded(pair: list[Agent]) -> Non
 
 def test_control_operation_on_the_calls_lane_is_refused(pair: list[Agent]) -> None:
     body = objects.pack(((1,), {}), "data", pair[1].config.limits).body
-    connection = _connect(pair[1])
+    connection = connect(pair[1])
     try:
         message = _answer(connection, Call(1, "~cancel", 5.0, 0, len(body)), body).message
         assert isinstance(message, Failure)
@@ -166,7 +146,7 @@ def test_control_operation_on_the_calls_lane_is_refused(pair: list[Agent]) -> No
 
 def test_wrong_token_is_refused(pair: list[Agent]) -> None:
     with pytest.raises(AuthenticationFailed, match="token"):
-        _connect(pair[1], token=b"guess")
+        connect(pair[1], token=b"guess")
     assert pair[0].call("b", operator.add, (1, 2)) == 3
 
 

@@ -74,10 +74,10 @@ class DistEngine:
         self.prober = Prober(agent, container, self.lost)
         self.endings = Endings(agent, container.worker, self.prober.name_of)
         notices = agent.notices
-        notices.register("autograd.propagate", self._on_propagate)
-        notices.register("autograd.report", self._on_report)
-        notices.register("autograd.abort", self._on_abort)
-        notices.register("autograd.commit", self._on_commit)
+        notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
+        notices.register("autograd.report", self._on_report, ReportDone)
+        notices.register("autograd.abort", self._on_abort, AbortPass)
+        notices.register("autograd.commit", self._on_commit, CommitPass)
         notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
 

@@ -113,8 +113,8 @@ class Prober:
         self._agent = agent
         self._container = container
         self._lost = lost
-        agent.server.register_control("autograd.probe", self._on_probe)
-        agent.server.register_control("autograd.explain", self._on_explain)
+        agent.server.register_control("autograd.probe", self._on_probe, int, int)
+        agent.server.register_control("autograd.explain", self._on_explain, int)
 
     def name_of(self, rank: int) -> str:
         """A worker's name."""

@@ -54,8 +54,8 @@ class DistAutograd:
         self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation)
         self.engine = DistEngine(agent, self.container)
         agent.interceptors.append(AutogradInterceptor(self.container, self.engine, self._ask_soon))
-        agent.notices.register("autograd.release", self._on_release)
-        agent.notices.register("autograd.holds", self._on_holds)
+        agent.notices.register("autograd.release", self._on_release, ReleaseContext)
+        agent.notices.register("autograd.holds", self._on_holds, HoldsContext)
         agent.notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
 

@@ -28,7 +28,7 @@ def ask_calls_served(agent: Agent, names: Sequence[str], timeout_s: float) -> di
         except queue.Empty:
             break
         if answer is not None and answer.error is None:
-            served[name] = int(answer.value)
+            served[name] = answer.value
     return served
 
 
@@ -37,6 +37,6 @@ def _ask(agent: Agent, name: str, timeout_s: float, answers: queue.SimpleQueue[t
         answers.put((name, call))
 
     try:
-        agent.control(name, CALLS_SERVED, (), timeout_s, on_done)
+        agent.control(name, CALLS_SERVED, (), timeout_s, on_done, int)
     except GradwireError:
         answers.put((name, None))  # it died, or is too busy to be connected to

@@ -16,7 +16,7 @@ class Membership:
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
-        self._ended: set[tuple[str, int]] = set()
+        self._ended: dict[str, int] = {}  # the newest incarnation whose end was told, by name
 
     def is_current(self, address: WorkerAddress) -> bool:
         """Whether no newer incarnation of that worker has been seen."""
@@ -28,7 +28,7 @@ class Membership:
 
     def has_ended(self, name: str) -> bool:
         """Whether the end of a worker's newest incarnation was noticed."""
-        return (name, self.newest(name)) in self._ended
+        return self._ended.get(name, -1) >= self.newest(name)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
         """A worker is connected: whatever was known of its end no longer counts.
@@ -37,7 +37,8 @@ class Membership:
             Its earlier incarnation, if that must have ended meanwhile.
         """
         name, known = address.info.name, self.newest(address.info.name)
-        self._ended.discard((name, address.incarnation))
+        if self._ended.get(name, -1) >= address.incarnation:  # it is back
+            self._ended[name] = address.incarnation - 1
         self._newest[name] = max(known, address.incarnation)
         if known and known < address.incarnation:
             return msgspec.structs.replace(address, incarnation=known)
@@ -45,8 +46,8 @@ class Membership:
 
     def on_ended(self, address: WorkerAddress) -> bool:
         """A worker's end was noticed: True the first time."""
-        key = (address.info.name, address.incarnation)
-        if key in self._ended:
+        name = address.info.name
+        if self._ended.get(name, -1) >= address.incarnation:
             return False
-        self._ended.add(key)
+        self._ended[name] = address.incarnation
         return True

@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 
 from gradwire.config import WorkerConfig
-from gradwire.errors import TransportError, WorkerLost
+from gradwire.errors import AuthenticationFailed, DuplicateWorker, IdentityTaken, TransportError, WorkerLost
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._membership import Membership
 from gradwire.rpc.calling import Caller
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.directory import Directory
+from gradwire.rpc.fields import CallId
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.notices import Notices
@@ -108,7 +109,7 @@ class Agent:
         self.gathering = Gathering(self)
         self.notices = Notices(self)
         self.extensions: dict[str, Any] = {}  # what the layers above keep for this worker, by their name
-        self.server.register_control("cancel", self.server.cancel)
+        self.server.register_control("cancel", self.server.cancel, CallId)
 
     def __repr__(self) -> str:
         return f"<Agent {self.info.name} rank {self.info.id} {'closed' if self.is_closed else 'open'}>"
@@ -128,17 +129,21 @@ class Agent:
 
         Raises:
             ConfigurationError: An address cannot be bound.
+            DuplicateWorker: Another worker has the name or the rank.
         """
         try:
             for transport in self.transports.values():
                 self._listeners.append(transport.listen(self.info.name))
+            self.address = msgspec.structs.replace(self.address, uris=tuple(item.uri for item in self._listeners))
+            try:
+                self.directory.update(self.address)
+            except IdentityTaken as error:
+                raise DuplicateWorker(str(error)) from error
         except BaseException:
             for listener in self._listeners:
                 listener.close()
             self.reactor.close()
             raise
-        self.address = msgspec.structs.replace(self.address, uris=tuple(item.uri for item in self._listeners))
-        self.directory.update(self.address)
         self.reactor.start()
         for listener in self._listeners:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
@@ -169,14 +174,28 @@ class Agent:
         return self.caller.submit(to, function, args, kwargs, timeout_s)
 
     def control(
-        self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, on_done: Callable[[PendingCall], None]
+        self,
+        to: str,
+        operation: str,
+        args: tuple[Any, ...],
+        timeout_s: float,
+        on_done: Callable[[PendingCall], None],
+        answer: Any = Any,
     ) -> None:
         """Starts a control operation on another worker; `on_done` runs when it has ended, however it did.
+
+        Args:
+            to: Name of the worker.
+            operation: What `Server.register_control` knows there.
+            args: Plain data and tensors.
+            timeout_s: For the answer; 0 for no limit.
+            on_done: Told the call; must not wait for anything.
+            answer: What the answer is checked against: any type that msgspec knows.
 
         Raises:
             WorkerLost, RpcTimeout: It could not even be sent.
         """
-        self.caller.control(to, operation, args, timeout_s, on_done)
+        self.caller.control(to, operation, args, timeout_s, on_done, answer)
 
     def _sweep(self, now: float) -> float:
         wanted = min(self.server.sweep(now), self.caller.sweep(now), self.gathering.sweep(now))
@@ -194,9 +213,16 @@ class Agent:
             return self.info
         return self.directory.find(worker if isinstance(worker, str | int) else self.peers.name_of(worker)).info
 
-    def is_current(self, address: WorkerAddress) -> bool:
-        """Whether no newer incarnation of that worker has been seen."""
-        return self._membership.is_current(address)
+    def admit(self, address: WorkerAddress) -> None:
+        """Let a worker in that has shown who it is.
+
+        Raises:
+            AuthenticationFailed: A newer incarnation of it has been seen.
+            IdentityTaken: Its name or its rank belongs to another worker.
+        """
+        if not self._membership.is_current(address):
+            raise AuthenticationFailed("a newer incarnation of this worker is connected")
+        self.directory.update(address)
 
     def incarnation_of(self, name: str) -> int:
         """The newest incarnation of a worker that was connected here, or is now.
@@ -215,7 +241,6 @@ class Agent:
         """A worker is connected to us or we to it; an older incarnation of it has no say any more."""
         with self._lock:
             older = self._membership.on_seen(address)
-        self.directory.update(address)
         self.gathering.on_returned(address.info.name)
         if older is not None:
             self.on_worker_ended(older, "it was restarted", was_orderly=False)

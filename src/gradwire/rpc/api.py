@@ -178,9 +178,13 @@ def _meet(
     point = open_meeting_point(options.init_method, rank, world_size, left_s)
     directory = StoreDirectory(point, _PREFIX)
     info = WorkerInfo(name, point.rank)
-    config = options.worker_config(agree_on_token(point, _PREFIX), point.facing_host)
-    after = directory.last_incarnation(name)
-    agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
+    token = agree_on_token(point, _PREFIX)
+    try:
+        config, after = options.worker_config(token, point.facing_host), directory.last_incarnation(name)
+        agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
+    except ConfigurationError as error:
+        StoreDirectory(point, _PREFIX).give_up(f"rank {info.id} ({name}) cannot start: {error}")
+        raise
     try:
         if not start_serving:
             agent.server.hold_calls()

@@ -20,11 +20,12 @@ from gradwire.errors import (
     CallCancelled,
     ConnectionClosed,
     ConnectionLost,
+    DecodeError,
     NotInitialized,
     RpcTimeout,
 )
-from gradwire.rpc._calls import CallHolder, PendingCall, check_timeout, new_call_id
-from gradwire.rpc.codec import describe_function
+from gradwire.rpc._calls import PHASE_TEXT, CallHolder, PendingCall, check_timeout, new_call_id
+from gradwire.rpc.codec import check_control, describe_function
 from gradwire.rpc.finishing import Finisher
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
@@ -247,17 +248,32 @@ class Caller(Finisher):
         return lane
 
     def control(
-        self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, on_done: Callable[[PendingCall], None]
+        self,
+        to: str,
+        operation: str,
+        args: tuple[Any, ...],
+        timeout_s: float,
+        on_done: Callable[[PendingCall], None],
+        answer: Any = Any,
     ) -> None:
-        """Starts a control operation on another worker; `on_done` runs when it has ended, however it did.
+        """Starts a control operation on another worker; see `Agent.control`.
 
         Raises:
             WorkerLost, RpcTimeout: It could not even be sent.
         """
+
+        def check(call: PendingCall) -> None:
+            if call.error is None:
+                try:
+                    call.value = check_control(call.value, answer, f"what {to} answered to {call.function}")
+                except DecodeError as error:
+                    call.value, call.error = None, error
+            on_done(call)
+
         packed = self._agent.codec.pack_control(args)
         now = time.monotonic()
         deadline = now + timeout_s if timeout_s > 0 else _NEVER
-        call = PendingCall(new_call_id(), to, f"~{operation}", now, deadline, on_done)
+        call = PendingCall(new_call_id(), to, f"~{operation}", now, deadline, check)
         message = Call(call.call_id, call.function, timeout_s, packed.codec, len(packed.body))
         while not self._send(self._agent.peers.peer(to).lane("control", call.deadline), call, message, packed):
             if self._agent.is_closed:
@@ -351,10 +367,10 @@ class Caller(Finisher):
             return
 
         def on_done(answer: PendingCall) -> None:
-            on_phase(answer.value if answer.error is None else "unknown")
+            on_phase(answer.value if answer.error is None and answer.value in PHASE_TEXT else "unknown")
 
         try:
-            self.control(call.worker, "cancel", (call.call_id,), _PHASE_GRACE_S, on_done)
+            self.control(call.worker, "cancel", (call.call_id,), _PHASE_GRACE_S, on_done, str)
         except Exception:  # it is lost, say, or no descriptor is left for a connection
             on_phase("unknown")
 

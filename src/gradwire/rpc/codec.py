@@ -114,13 +114,17 @@ class Codec:
         """The arguments of a control operation."""
         return objects.pack(args, "data", self._limits)
 
-    def load_control(self, frame: Frame, message: Call, peer: WorkerInfo) -> tuple[Any, ...]:
-        """The arguments of a control operation that arrived."""
-        values = self._receive(frame, message, peer, message.function)
+    def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
+        """The arguments of a control operation that arrived, checked against their type.
+
+        Raises:
+            DecodeError: They are not of that type, or notes came with them.
+        """
+        if message.notes:
+            raise DecodeError(f"{message.function} came with notes, which belong to calls")
+        values = self.rebuild_tensors(frame, message) if message.tensors else []
         args = objects.unpack(message.codec, frame.body, values, "data", self._limits)
-        if type(args) is not tuple:
-            raise DecodeError("the arguments of a control operation must be a tuple")
-        return args
+        return check_control(args, kind, f"the arguments of {message.function}")  # type: ignore[no-any-return]
 
     # -- replies -------------------------------------------------------------------------------------------------
 
@@ -231,6 +235,18 @@ class Codec:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self.incoming(Envelope(kind, peer, function), message.notes, values)
         return values
+
+
+def check_control(value: Any, kind: Any, what: str) -> Any:
+    """The arguments or the answer of a control operation, if they are of that type.
+
+    Raises:
+        DecodeError: They are not.
+    """
+    try:
+        return msgspec.convert(value, kind, builtin_types=(bytes,))  # or text would do for bytes, as base64
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(f"{what} are not valid: {error}") from error
 
 
 def describe_function(function: Any) -> str:

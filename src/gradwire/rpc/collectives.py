@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.errors import ConfigurationError, RpcTimeout, WorkerLost
+from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
 from gradwire.rpc._calls import PendingCall
+from gradwire.rpc.fields import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.trips import EVERYBODY
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.02
 _SEE_OFF_S = 2.0
+_MAX_ROUNDS = 64  # gatherings that one worker may have open at once
 
 Entry = tuple[int, bytes, list[torch.Tensor]]
 """A packed value: codec, body, tensors."""
+
+_ANSWER = dict[WorkerName, tuple[Codec, bytes, list[torch.Tensor]]]
 
 
 class _Round:
@@ -57,7 +61,7 @@ class Gathering:
         self._lock = threading.Lock()  # guards _rounds, the rounds in it and _lost
         self._rounds: list[_Round] = []
         self._lost: dict[str, str] = {}
-        agent.server.register_control("gather", self._on_gather)
+        agent.server.register_control("gather", self._on_gather, Group, Codec, bytes, list[torch.Tensor], Seconds)
         agent.on_worker_lost(self._on_worker_lost)
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
@@ -79,7 +83,10 @@ class Gathering:
             raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
-        answer = self._ask(self._collector(group), args, timeout_s).wait()
+        collector = self._collector(group)
+        answer = self._ask(collector, args, timeout_s).wait()
+        if sorted(answer) != group:
+            raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
         return {
             name: agent.codec.unpack(codec, body, tensors, EVERYBODY) for name, (codec, body, tensors) in answer.items()
         }
@@ -100,7 +107,7 @@ class Gathering:
                 future.set_result(call.value)
 
         # The collector knows who is missing, so let it speak first.
-        agent.control(leader, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, on_done)
+        agent.control(leader, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, on_done, _ANSWER)
         return future
 
     def _on_gather(
@@ -114,7 +121,9 @@ class Gathering:
     ) -> InterruptibleFuture[Any]:
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
         deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
+        self._check_group(source.name, names)
         with self._lock:
+            self._check_room(source.name, len(body) + sum(tensor.nbytes for tensor in tensors))
             gathering = self._round_for(source.name, names)
             gathering.entries[source.name] = (codec, body, tensors)
             gathering.answers[source.name] = (deadline, answer)
@@ -129,6 +138,35 @@ class Gathering:
             self._on_worker_lost_name(*lost)
         self._agent.reactor.expect(deadline)
         return answer
+
+    def _check_group(self, worker: str, names: list[str]) -> None:
+        """Refuse a group that cannot gather here.
+
+        Raises:
+            ConfigurationError: The group is not one that its workers would name, or names unknown workers.
+        """
+        own = self._agent.info.name
+        if names != sorted(set(names)) or worker not in names or own not in names:
+            raise ConfigurationError(
+                f"{worker} cannot gather on {own}: both have to be among the workers, each named once"
+            )
+        if self._agent.directory.is_fixed:
+            unknown = set(names) - {info.name for info in self._agent.directory.infos()}
+            if unknown:
+                raise ConfigurationError(f"{worker} cannot gather with unknown workers: {', '.join(sorted(unknown))}")
+
+    def _check_room(self, worker: str, num_bytes: int) -> None:
+        """Bound what one worker can make this one keep; the caller holds the lock.
+
+        Raises:
+            LimitExceeded: It is in too many rounds, or has sent too much for them.
+        """
+        held = [item.entries[worker] for item in self._rounds if worker in item.entries]
+        limit = self._agent.config.limits.frame_bytes
+        if len(held) >= _MAX_ROUNDS:
+            raise LimitExceeded(f"{worker} takes part in {len(held)} gatherings already, which wait for other workers")
+        if num_bytes + sum(len(body) + sum(tensor.nbytes for tensor in values) for _, body, values in held) > limit:
+            raise LimitExceeded(f"the values of {worker} in open gatherings exceed Limits.frame_bytes ({limit:,})")
 
     def _round_for(self, worker: str, names: list[str]) -> _Round:
         for gathering in self._rounds:

@@ -17,6 +17,7 @@ from gradwire.errors import (
     AuthenticationFailed,
     ConnectionClosed,
     DecodeError,
+    IdentityTaken,
     LimitExceeded,
     TransportError,
 )
@@ -39,6 +40,8 @@ _log = logging.getLogger("gradwire")
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
+_MAX_REASON_BYTES = 1024
+_MAX_GIVEN_UP = 8  # calls that one worker gave up and that still run here, for each that it may have in flight
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
 
@@ -129,7 +132,7 @@ class Incoming:
         self._agent = server.agent
         self.connection = connection
         self.opened = time.monotonic()
-        self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.is_current)
+        self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.admit)
         self.peer: WorkerAddress | None = None
         self.info: WorkerInfo  # who calls; since the handshake
         self.lane = ""
@@ -159,7 +162,8 @@ class Incoming:
             answer = handshake.on_message(frame.message, self.connection.certified_names())
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
-                self.connection.send(Refused(str(error)), deadline=deadline)
+                refusal = Refused(str(error), isinstance(error, IdentityTaken))
+                self.connection.send(refusal, deadline=deadline)
             _log.warning("%s refused a connection: %s", self._agent.info.name, error)
             self.reader.end(error)
             return
@@ -169,6 +173,7 @@ class Incoming:
             self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
             self._agent.on_connected(self.peer)
+            self.server.make_room_for(self)
             self.connection.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_frame
             self.reader.is_lingered_on = self.lane == "calls"
@@ -184,13 +189,15 @@ class Incoming:
     def _on_frame(self, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, Goodbye):
-            self._goodbye = message.reason
+            self._goodbye = failures.clean(message.reason, _MAX_REASON_BYTES)
             return
         if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
             raise DecodeError(f"a {type(message).__name__} message after the handshake")
         if message.call_id == NOTICE_ID:
             self._agent.notices.received(self.info, frame)
             return
+        if message.call_id in self.requests:
+            raise DecodeError(f"call {message.call_id} came again while it is under way")
         self.reader.is_lingered_on = self.lane == "calls"  # a call is often followed by the next
         request = Request(self, message.call_id, message.function, message.timeout_s, frame)
         request.notes = message.notes
@@ -198,17 +205,19 @@ class Incoming:
         self.requests[message.call_id] = request
         if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
             self.requests.pop(message.call_id, None)  # the connection may be ending
-        elif self.lane == "control":
-            self.server.run_control(request)
         elif len(self.requests) > self._max_in_flight and self._has_too_many():
             text = f"more than {self._max_in_flight} calls in flight from one worker"
             self.fail(request, LimitExceeded(text))
+        elif self.lane == "control":
+            self.server.run_control(request)
         else:
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
-        # The caller no longer counts what it gave up, though it may still run here.
-        return sum(not item.is_dropped for item in list(self.requests.values())) > self._max_in_flight
+        # The caller no longer counts what it gave up, though it may still run here; there is an end to that, too.
+        requests = list(self.requests.values())
+        num_wanted = sum(not item.is_dropped for item in requests)
+        return num_wanted > self._max_in_flight or len(requests) > _MAX_GIVEN_UP * self._max_in_flight
 
     def note_cancelled(self, call_id: int) -> None:
         """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""

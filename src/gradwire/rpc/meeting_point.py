@@ -7,6 +7,7 @@ file:///path      a file that all can reach
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
@@ -34,9 +35,13 @@ class MeetingPoint:
     """Where the workers meet, and as which rank.
 
     Attributes:
+        store: What all can read and write; None when this worker needs it no longer.
         where: For messages to people.
         host: Whose address a worker on another machine should face; None for files.
+        rank: Of this worker.
         world_size: None where workers come and go.
+        port: Where the store is served; None for files.
+        is_served_here: Whether it is this process that serves it, and so takes it along when it ends.
     """
 
     store: Any
@@ -44,6 +49,27 @@ class MeetingPoint:
     host: str | None
     rank: int
     world_size: int | None
+    port: int | None = None
+    is_served_here: bool = False
+
+    def reopen(self) -> Any:
+        """The store for a question after the meeting, or None if it is gone.
+
+        The process that serves it may end before others. A client of torch's that is used then prints C++ stack traces, so
+        none is kept: one is made for the question, where something listens.
+        """
+        if self.port is None or self.is_served_here or self.store is not None:
+            return self.store
+        assert self.host is not None
+        try:
+            socket.create_connection((self.host, self.port), timeout=1.0).close()
+            return TCPStore(self.host, self.port, None, False, timedelta(seconds=2.0), wait_for_workers=False)
+        except (OSError, RuntimeError, ValueError):
+            return None
+
+    def without_client(self) -> MeetingPoint:
+        """The point as it is kept after the meeting: a store that is served elsewhere is let go of."""
+        return self if self.port is None or self.is_served_here else dataclasses.replace(self, store=None)
 
     @property
     def facing_host(self) -> str:
@@ -84,7 +110,7 @@ def open_meeting_point(init_method: str, rank: int, world_size: int | None, time
         return MeetingPoint(store, init_method, None, rank, world_size)
     if url.scheme == "tcp" and url.hostname and url.port:
         store = _open_tcp(url.hostname, url.port, rank == 0, rank, timeout_s)
-        return MeetingPoint(store, init_method, url.hostname, rank, world_size)
+        return MeetingPoint(store, init_method, url.hostname, rank, world_size, url.port, rank == 0)
     raise ConfigurationError(f'init_method must be "env://", "tcp://host:port" or "file:///path", not {init_method!r}')
 
 
@@ -103,8 +129,9 @@ def _open_env(rank: int, world_size: int | None, timeout_s: float) -> MeetingPoi
     _check(rank, world_size)
     host, port = need("MASTER_ADDR"), int(need("MASTER_PORT"))
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store itself
-    store = _open_tcp(host, port, rank == 0 and not is_hosted, rank, timeout_s)
-    return MeetingPoint(store, f"tcp://{host}:{port}", host, rank, world_size)
+    is_served_here = rank == 0 and not is_hosted
+    store = _open_tcp(host, port, is_served_here, rank, timeout_s)
+    return MeetingPoint(store, f"tcp://{host}:{port}", host, rank, world_size, port, is_served_here)
 
 
 def _check(rank: int, world_size: int | None) -> None:

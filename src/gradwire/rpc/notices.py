@@ -22,7 +22,7 @@ from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, NotEx
 from gradwire.types import WorkerInfo
 from gradwire.wire import objects
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call
+from gradwire.wire.messages import Call, prepare, read_note
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -43,15 +43,19 @@ class Notices:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, tuple[Handler, Any]] = {}  # and the type of its notes
         self._cut_callbacks: list[Callable[[str], None]] = []
 
-    def register(self, name: str, handler: Handler) -> None:
+    def register(self, name: str, handler: Handler, kind: Any) -> None:
         """Calls ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
-        What it raises ends the connection.
+        Args:
+            name: What the notice is about.
+            handler: What it raises ends the connection.
+            kind: The type of its notes, as msgspec knows it. What is not of this type does not reach the handler.
         """
-        self._handlers[f"~{name}"] = handler
+        prepare(kind)
+        self._handlers[f"~{name}"] = handler, kind
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
         """Asks to be told the name of a worker that lives, but a connection with it ended: notices on it may be lost."""
@@ -120,11 +124,14 @@ class Notices:
         message = frame.message
         assert isinstance(message, Call)
         try:
-            handler = self._handlers.get(message.function)
-            if handler is None:
+            found = self._handlers.get(message.function)
+            if found is None:
                 raise NotExposed(f"nothing here takes notices {message.function!r}")
-            values = self._agent.codec.rebuild_tensors(frame, message)
-            handler(sender, message.notes.get(_NOTE), values)
+            handler, kind = found
+            if message.notes.keys() != {_NOTE} or frame.body:
+                raise DecodeError("a notice has one note, and no arguments")
+            note = read_note(message.notes[_NOTE], kind)
+            handler(sender, note, self._agent.codec.rebuild_tensors(frame, message))
         except Exception as error:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
             raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error

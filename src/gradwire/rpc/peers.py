@@ -33,7 +33,7 @@ from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress
 from gradwire.wire import failures
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Failure, Goodbye, Lane, Message, Reply
+from gradwire.wire.messages import Challenge, Failure, Goodbye, Lane, Message, Reply
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gradwire")
 _LANE_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _ANSWERS = (Reply, Failure)
+_MAX_REASON_BYTES = 1024
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
@@ -83,7 +84,7 @@ class OpenLane:
         message = frame.message
         if not isinstance(message, _ANSWERS):
             assert isinstance(message, Goodbye)
-            self.goodbye = message.reason
+            self.goodbye = failures.clean(message.reason, _MAX_REASON_BYTES)
             return
         call = self.calls.get(message.call_id)
         if call is None:
@@ -241,12 +242,14 @@ class Peer:
         connection = agent.transports[uri.partition(":")[0]].connect(uri, deadline)
         try:
             connection.decoder.accept = CALLER_ACCEPTS
-            handshake = CallerHandshake(agent.identity, address, kind)
+            handshake = CallerHandshake(agent.identity, address, kind, agent.admit)
             answer: Message | None = handshake.begin()
             while answer is not None:
                 connection.send(answer, deadline=deadline)
                 frame = connection.receive(deadline)
-                answer = handshake.on_message(frame.message, connection.certified_names())
+                # Asked for where it counts: behind a refusal the connection may have ended already.
+                is_challenge = isinstance(frame.message, Challenge)
+                answer = handshake.on_message(frame.message, connection.certified_names() if is_challenge else None)
             connection.decoder.accept = _LANE_ACCEPTS
             assert handshake.peer is not None
             agent.on_connected(handshake.peer)

@@ -66,6 +66,7 @@ class Reactor:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._registering = threading.Lock()  # guards changes of _handlers and of what epoll watches, which go together
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards _num_idle, _threads and _closing
         self._num_idle = 0
@@ -94,11 +95,12 @@ class Reactor:
         Raises:
             ConnectionClosed: `close` was called.
         """
-        self._handlers[descriptor] = handler
-        try:
-            self._epoll.register(descriptor, _ARMED if armed else 0)
-        except ValueError as error:
-            raise ConnectionClosed("this worker has shut down") from error
+        with self._registering:
+            self._handlers[descriptor] = handler
+            try:
+                self._epoll.register(descriptor, _ARMED if armed else 0)
+            except ValueError as error:
+                raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
         """Asks for the next event of this descriptor."""
@@ -117,11 +119,12 @@ class Reactor:
             descriptor: Its number.
             handler: What it was added with, if it may be closed already: the number of another one then stays.
         """
-        if handler is not None and self._handlers.get(descriptor, handler) != handler:
-            return
-        self._handlers.pop(descriptor, None)
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(descriptor)
+        with self._registering:
+            if handler is not None and self._handlers.get(descriptor, handler) != handler:
+                return
+            self._handlers.pop(descriptor, None)
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(descriptor)
 
     def run_soon(self, task: Callable[[], None]) -> None:
         """Runs a task in a service thread; after `close`, in one that is started for it."""

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
+from gradwire.errors import (
+    CallCancelled,
+    ConnectionClosed,
+    NotExposed,
+    ResourceExhausted,
+    RpcError,
+    RpcTimeout,
+    TransportError,
+)
 from gradwire.rpc._slots import Slots
 from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.incoming import Incoming, Request, current_request, set_current_request
@@ -30,6 +38,7 @@ from gradwire.transports.base import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Goodbye, prepare
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -57,19 +66,25 @@ class Server:
         self._slots: Slots[Request] = Slots(num_slots)
         self._incoming: set[Incoming] = set()
         self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
-        self._control: dict[str, Callable[..., Any]] = {}
+        self._control: dict[str, tuple[Callable[..., Any], Any]] = {}  # handler, and the type of its arguments
         self._keeper: tuple[str, Keep] | None = None
         self._next_stall_check = 0.0
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
         self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
 
-    def register_control(self, name: str, handler: Callable[..., Any]) -> None:
+    def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
         """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
-        It must not block. It may return a `torch.futures.Future` to answer later.
+        Args:
+            name: Of the operation.
+            handler: Must not block. It may return a `torch.futures.Future` to answer later.
+            kinds: The types of its arguments, as msgspec knows them, with their ranges and lengths. What is not of these
+                types does not reach the handler.
         """
-        self._control[f"~{name}"] = handler
+        kind = tuple[kinds]  # type: ignore[valid-type]
+        prepare(kind)
+        self._control[f"~{name}"] = handler, kind
 
     def register_keeper(self, name: str, keep: Keep) -> None:
         """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
@@ -108,6 +123,20 @@ class Server:
                 incoming.reader.end(ConnectionClosed("shutdown"))
                 return
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
+
+    def make_room_for(self, newest: Incoming) -> None:
+        """A worker has opened another connection: of too many with the same purpose, the oldest gives way."""
+        known = [
+            item
+            for item in list(self._incoming)
+            if item.peer is not None and item.lane == newest.lane and item.info.name == newest.info.name
+        ]
+        num_over = len(known) - self.agent.config.limits.connections
+        for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
+            reason = f"more than {self.agent.config.limits.connections} connections of one worker"
+            with contextlib.suppress(TransportError, TimeoutError):
+                item.connection.send(Goodbye(reason), deadline=time.monotonic())
+            item.reader.end(ConnectionClosed(reason))
 
     def forget(self, incoming: Incoming) -> None:
         """A connection ended."""
@@ -276,13 +305,12 @@ class Server:
     def run_control(self, request: Request) -> None:
         """Runs a control handler in the thread that read the request."""
         try:
-            handler = self._control.get(request.function)
-            if handler is None:
+            found = self._control.get(request.function)
+            if found is None:
                 raise NotExposed(f"no control operation {request.function!r}")
+            handler, kind = found
             frame, request.frame = request.frame, None
-            message = frame.message
-            args = self.agent.codec.load_control(frame, message, request.source.info)
-            value = handler(request.source.info, *args)
+            value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
             if isinstance(value, torch._C.Future):
                 self._answer_later(request, value)
             else:

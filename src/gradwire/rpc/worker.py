@@ -13,7 +13,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.directory import Directory
 from gradwire.transports import registry
 from gradwire.transports.folder import SocketFolder
-from gradwire.types import Trust, WorkerAddress, WorkerInfo, make_incarnation
+from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
 
 attachments: list[Callable[[Agent], None]] = []
 """What the layers above do to every new agent before it starts (register control operations, add interceptors)."""
@@ -59,7 +59,7 @@ def start_worker(
         if incarnation <= after:  # the clock was set back
             incarnation = after + _LIFE_NS
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
-        transports = registry.make_transports(config, own_folder.path if own_folder is not None else folder)
+        transports = registry.make_transports(config, trust, own_folder.path if own_folder is not None else folder)
         agent = Agent(address, config, trust, directory, transports, clean_up)
         for attach in attachments:
             attach(agent)
@@ -89,5 +89,5 @@ def check_name(name: str, limit: int) -> None:
         raise InvalidName("a worker's name must be non-empty")
     if len(name.encode()) > limit:
         raise InvalidName(f"a worker's name must be shorter than {limit} characters or as long, unlike {name!r}")
-    if not all(char.isalnum() or char in "-_:." for char in name):
+    if not is_worker_name(name):
         raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")

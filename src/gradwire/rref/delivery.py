@@ -65,7 +65,7 @@ class Delivery:
         self._lock = threading.Lock()  # guards _flush_at
         self._flush_at = _NEVER  # when the clock is to look again
         self._unreached: set[int] = set()  # ranks that could not be written to; single operations only
-        agent.notices.register(_NOTICE, self._on_batch)
+        agent.notices.register(_NOTICE, self._on_batch, Batch)
         agent.notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
         agent.sweeps.append(self._sweep)

@@ -9,6 +9,7 @@ import functools
 import mmap
 import os
 import stat
+import struct
 import sys
 import weakref
 from typing import Any
@@ -21,8 +22,13 @@ from gradwire.errors import DecodeError
 PAGE = 4096
 """Bytes before a slot's data; the first one is its state."""
 
-FREE, LENT, RETIRED, FILLING = 0, 1, 2, 3
-"""States of a slot. The sender fills, lends and retires it, the receiver frees it."""
+FREE, LENT, RETIRED, FILLING, OFFERED = 0, 1, 2, 3, 4
+"""States of a slot. The sender offers, fills, lends and retires it; the receiver frees it, the first time by mapping it."""
+
+_NUMBER = struct.Struct("<Q")  # of a slot, in its first page
+_NUMBER_AT = 8
+_MAX_NUMBER = 2**63 - 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 Buffer = Any
 """A writable object with the buffer protocol, for which `typing` has no name before Python 3.12."""
@@ -38,12 +44,12 @@ _HUGE_FROM = 4 * MIB  # huge pages halve the cost of the first touch, and need s
 def is_available() -> bool:
     """Whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
     try:
-        fd = make_memfd(2 * PAGE)
+        fd = make_memfd(0, PAGE)
     except OSError:
         return False
     try:
         Slot(0, PAGE, fd)
-    except (OSError, RuntimeError):  # no /proc, or it is closed to this process
+    except OSError:
         return False
     finally:
         os.close(fd)
@@ -53,7 +59,7 @@ def is_available() -> bool:
 class Slot:
     """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
 
-    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "process_id", "slot_id", "state")
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "num_touched", "process_id", "slot_id", "state")
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
@@ -62,6 +68,7 @@ class Slot:
         self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
         self.last_lent = 0.0
+        self.num_touched = 0  # data bytes whose pages are there, as far as the sender has made them
         self.process_id = os.getpid()
 
     def borrow(self, num_bytes: int) -> Buffer:
@@ -71,6 +78,15 @@ class Slot:
         self.loan = loan = SlotLoan(buffer, _on_slot_freed)
         loan.slot = self
         return buffer
+
+    def touch(self, num_bytes: int) -> None:
+        """Make the pages of the first bytes, so that writing to them cannot fail.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        populate(self.address - PAGE, PAGE + num_bytes)
+        self.num_touched = num_bytes
 
     def retire(self) -> None:
         """Free the pages and tell the receiver that the slot will not be lent again."""
@@ -104,8 +120,8 @@ def round_up(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
 
 
-def make_memfd(num_bytes: int) -> int:
-    """A memfd that nobody can shrink, grow or unseal.
+def make_memfd(slot_id: int, capacity: int) -> int:
+    """A memfd for a slot of that number, on offer, that nobody can shrink, grow or unseal.
 
     Raises:
         OSError: No descriptor or no memory is left, or the system has no memfds.
@@ -114,7 +130,9 @@ def make_memfd(num_bytes: int) -> int:
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
     fd = os.memfd_create("gradwire", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, num_bytes)
+        os.ftruncate(fd, PAGE + capacity)
+        os.pwrite(fd, bytes([OFFERED]), 0)
+        os.pwrite(fd, _NUMBER.pack(slot_id), _NUMBER_AT)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
@@ -122,28 +140,60 @@ def make_memfd(num_bytes: int) -> int:
     return fd
 
 
-def check_memfd(fd: int, num_bytes: int) -> None:
-    """Refuse everything but a sealed memfd of this user. Seals come first: any other file system may stall in fstat.
+def check_memfd(fd: int) -> tuple[int, int]:
+    """Return number and capacity of a slot; refuse everything but a sealed memfd of this user.
 
     Raises:
-        DecodeError: It is something else, or has another size.
-        OSError: It has no seals at all (a file, a socket, a pipe).
+        DecodeError: It is something else, or has a size that no slot has.
     """
-    if (
-        fcntl.fcntl(fd, _F_GET_SEALS) & ~_SEAL_EXEC != _SEALS
-    ):  # no other seals: memory that is read-only cannot be mapped
+    # Seals come first: any other file system may stall in fstat. No other seals: read-only memory cannot be mapped.
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:  # a file, a socket, a pipe
+        raise DecodeError(f"a file descriptor arrived that is not shared memory: {error}") from error
+    if seals & ~_SEAL_EXEC != _SEALS:
         raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise DecodeError("a file descriptor arrived that is not shared memory of this user")
-    if status.st_size != num_bytes:
-        raise DecodeError(f"a file descriptor of {status.st_size} bytes arrived for a slot of {num_bytes}")
+    capacity = status.st_size - PAGE
+    if capacity < PAGE or capacity & (capacity - 1):
+        raise DecodeError(f"a slot of {capacity} bytes arrived, which is not a power of two from {PAGE}")
+    slot_id: int = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))[0]
+    if slot_id > _MAX_NUMBER:
+        raise DecodeError(f"a slot of number {slot_id} arrived")
+    return slot_id, capacity
+
+
+class _Mapping:
+    """Ends a mapping with the last object that refers to it."""
+
+    __slots__ = ("_address", "_num_bytes", "_unmap")
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address, self._num_bytes = address, num_bytes
+        self._unmap = _libc().munmap  # module globals may be gone when the interpreter ends
+
+    def __del__(self) -> None:
+        self._unmap(self._address, self._num_bytes)
 
 
 def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
-    """Map a file, unlike `mmap.mmap` without keeping a duplicate of the descriptor while the mapping lives."""
+    """Map a file. Unlike `mmap.mmap`, keep no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
+
+    Raises:
+        OSError: There is no address space or no memory for it.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    mapping = _Mapping(address, num_bytes)
+    buffer = bytes_type(num_bytes).from_address(address)
+    buffer._mapping = mapping
     with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
-        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def populate(address: int, num_bytes: int) -> None:
@@ -176,11 +226,14 @@ def _advise(address: int, num_bytes: int, advice: int) -> int:
     """`madvise`; returns the error number. Linux only, where the numbers mean what they say."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
-    return ctypes.get_errno() if _madvise()(address, num_bytes, advice) else 0
+    return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
 @functools.cache
-def _madvise() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.mmap.restype = ctypes.c_void_p
+    return library

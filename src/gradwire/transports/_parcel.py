@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import torch
@@ -20,7 +20,8 @@ from gradwire.wire import tensors
 from gradwire.wire.messages import TensorMeta
 
 _COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
-_MAX_LEASES = 64  # all may be new, and bring a descriptor each; the kernel takes 253 with one frame
+_MAX_LEASES = 64
+_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
 # Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
 _ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
 # At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
@@ -34,7 +35,7 @@ class Parcel:
     Attributes:
         buffers: The body, and the bytes of tensors.
         leases: Shared memory with the bytes of others.
-        descriptors: Of the slots that the other side does not know yet.
+        descriptors: Of new slots that the other side may use later.
         num_bytes: Of the payload.
     """
 
@@ -50,9 +51,21 @@ class Parcel:
         self._num_shared = 0  # bytes of all leases
 
     def place(
-        self, values: Sequence[torch.Tensor], limits: Limits, arena: LendingArena | None, shared_from: int
+        self,
+        values: Sequence[torch.Tensor],
+        limits: Limits,
+        arena: LendingArena | None,
+        shared_from: int,
+        shared_dtypes: Container[int],
     ) -> tuple[TensorMeta, ...]:
         """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
+
+        Args:
+            values: The tensors.
+            limits: What the other side accepts.
+            arena: Shared memory, if the connection has it.
+            shared_from: Size from which tensors go there.
+            shared_dtypes: Numbers of the dtypes that may.
 
         Raises:
             CannotSend: A tensor cannot travel.
@@ -61,13 +74,14 @@ class Parcel:
         for value in values:
             meta, parts = tensors.describe(value, limits)
             metas.append(meta)
-            # Sparse parts stay out of shared memory: their indices are checked on receipt, and may not change later.
-            if meta.num_bytes >= shared_from and arena is not None and len(self.leases) < _MAX_LEASES:
-                lease = arena.lend(meta.num_bytes)
+            # Sparse tensors have no bytes of their own, and so stay out of shared memory.
+            if meta.num_bytes >= shared_from and arena is not None and meta.dtype in shared_dtypes:
+                lease = arena.lend(meta.num_bytes) if len(self.leases) < _MAX_LEASES else None
                 if lease is not None:
                     self._fill_or_announce(lease, parts[0])
                     msgspec.structs.force_setattr(meta, "slot", lease.slot)  # `describe` made it for this message
                     continue
+                self._offer(arena, meta.num_bytes)
             for part in parts:
                 view, owner = tensors.as_bytes(part)
                 self.buffers.append(view)
@@ -75,10 +89,14 @@ class Parcel:
                 self._owners.append(owner)
         return tuple(metas)
 
+    def _offer(self, arena: LendingArena, num_bytes: int) -> None:
+        if len(self.descriptors) < _MAX_DESCRIPTORS:
+            descriptor = arena.offer(num_bytes)
+            if descriptor is not None:
+                self.descriptors.append(descriptor)
+
     def _fill_or_announce(self, lease: Lease, part: torch.Tensor) -> None:
         self.leases.append(lease)
-        if lease.fd is not None:
-            self.descriptors.append(lease.fd)
         # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
         is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
         address = tensors.address_of(part) if is_simple else 0
@@ -91,6 +109,11 @@ class Parcel:
         else:
             self._owners.append(part)
             self._unfilled.append((lease, address))
+
+    def close_descriptors(self) -> None:
+        """Close the descriptors of new slots; once the message is sent, the other side has its own."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     def fill(self) -> None:
         """Copies what was announced. No lock is held, so another thread may send its frame meanwhile."""

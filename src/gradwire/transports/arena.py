@@ -4,22 +4,26 @@ Memory that was touched before takes a copy at 7 GB/s, fresh memory at 0.5 GB/s 
 while it may be needed again.
 
     sender: LendingArena                                receiver: BorrowedSlots
-      lend(n), send SlotRef (+ fd once)          ->       add_fd(fd) once, map_slot(ref, n)
+      offer(n): a descriptor, with any frame     ->       add_fds(fds): map it, state byte := FREE, or leave it alone
+      lend(n) finds the byte at FREE, SlotRef    ->       map_slot(ref, n)
       fill(address), before or after it          ->       are_filled(), before anybody sees the buffer
                                                           ... the tensor is used in place, then freed
-      lend(m) finds the byte at 0                <-       state byte := 0, in the shared page itself
+      lend(m) finds the byte at FREE             <-       state byte := FREE, in the shared page itself
 
-Every slot is a memfd of its own: one page whose first byte is the slot's state, then the data. It is sealed against
+Every slot is a memfd of its own: one page with the slot's state and number, then the data. It is sealed against
 shrinking, so that no peer can make the other one read beyond its end (SIGBUS). Its descriptor travels once and is
-closed on both sides. Giving a slot back needs no message. A slot that the sender no longer wants is marked as retired,
-and the receiver unmaps it when it needs the room.
+closed on both sides. Nothing is put into a slot before the receiver has mapped it. The tensor that a slot was made for
+goes through the socket, and so does everything else where a slot cannot be had on either side: no descriptor, no memory,
+no room. Giving a slot back needs no message. A slot that the sender no longer wants is marked as retired, and the
+receiver unmaps it when it needs the room.
 
 A weak reference to the buffer notices that it was freed. Its callback may run in any thread, between any two
 instructions, also while that thread holds a lock of this module, so it takes none. Mappings are never closed by force,
 they end with the last object that refers to them: nothing here can pull memory away from under a tensor.
 
-The peer can change the bytes of a slot at any time. What must still hold after it was checked (the indices of a sparse
-tensor, say) has to be copied out first. `BufferPool` is the same idea for tensors that come through a socket.
+The peer can change the bytes of a slot at any time. What is checked must not lie in one: sparse and bool tensors, and
+between workers that only trust each other's data all integers, travel through the socket (`gradwire.wire.tensors`).
+`BufferPool` is the same idea for tensors that come that way.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from gradwire.transports._memory import (
     FILLING,
     FREE,
     LENT,
+    OFFERED,
     PAGE,
     RETIRED,
     Buffer,
@@ -47,14 +52,13 @@ from gradwire.transports._memory import (
     check_memfd,
     is_available,
     make_memfd,
-    populate,
     round_up,
 )
 from gradwire.transports._pool import BufferPool, PoolStatistics
 from gradwire.wire.messages import SlotRef
 
 __all__ = [
-    "MAX_WAITING_FDS",
+    "MAX_SLOTS",
     "PAGE",
     "ArenaStatistics",
     "BorrowedSlots",
@@ -65,10 +69,11 @@ __all__ = [
     "is_available",
 ]
 
-MAX_WAITING_FDS = 128
-"""Descriptors that may have arrived and not be mapped yet: 64 of a frame whose last bytes are still to be decoded, and 64
-that the same read brought for the frame behind it."""
+MAX_SLOTS = 1024
+"""Slots of one connection and direction: a process may have some 65,000 mappings in all."""
 
+_MAX_OFFERED = 64  # slots that the receiver has not mapped yet
+_PAUSE_S = 1.0  # no offers for so long after the system had no memory or descriptor for one
 _MAX_SCAN = 256  # lent slots looked at in one lend(): bounds its time to some 30 us
 
 
@@ -80,7 +85,7 @@ class ArenaStatistics:
         num_slots: Slots that are mapped.
         num_lent: Those whose memory the receiver uses.
         bytes_mapped: Capacity of all of them, which the limit applies to.
-        num_created: Slots made or received since the start.
+        num_created: Slots made or mapped since the start.
         num_refused: Calls of `lend` that returned None (0 on the receiver's side).
     """
 
@@ -98,15 +103,11 @@ class Lease(msgspec.Struct, frozen=True):
         slot: What the receiver needs to know, for the tensor's metadata.
         place: The slot itself.
         num_bytes: What was asked for.
-        fd: Descriptor to send along, for a new slot only. It is the caller's, who closes it once the frame has left
-            (`cancel` closes it, too). An arena that is closed meanwhile leaves it alone, or another file could travel
-            under its number.
     """
 
     slot: SlotRef
     place: Slot
     num_bytes: int
-    fd: int | None
 
     @property
     def target(self) -> torch.Tensor:
@@ -138,6 +139,8 @@ class LendingArena:
         self._lock = threading.Lock()  # guards everything below; nothing under it waits or calls out
         self._free: dict[int, list[Slot]] = {}  # by capacity; the most recently freed one is last
         self._lent: dict[int, deque[Slot]] = {}  # by capacity; the most recently lent one is last
+        self._offered: list[Slot] = []  # not seen to be mapped by the receiver yet, the oldest first
+        self._next_offer = 0.0
         self._num_created = 0
         self._num_refused = 0
         self._bytes_mapped = 0
@@ -145,41 +148,62 @@ class LendingArena:
         self._is_closed = False
 
     def lend(self, num_bytes: int) -> Lease | None:
-        """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket."""
+        """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket; then see `offer`."""
         capacity = round_up(num_bytes) if num_bytes > 0 else 0  # no slot has a capacity of 0
-        fd = None
         with self._lock:
             lent = self._lent.get(capacity)
             if lent is None:
                 self._free[capacity] = []
                 lent = self._lent[capacity] = deque()
             free = self._free[capacity]
-            slot = free.pop() if free else _pop_freed(lent)
-            if slot is None:
-                made = self._make_slot(num_bytes, capacity)
-                if made is None:
-                    self._num_refused += 1
-                    return None
-                slot, fd = made
+            slot = free.pop() if free else _pop_freed(lent) or self._pop_mapped(free)
+            if slot is None or (num_bytes > slot.num_touched and not self._has_touched(slot, num_bytes)):
+                self._num_refused += 1
+                return None
             slot.state.value = FILLING  # first: if Ctrl-C hits, a slot that is in no list must not look free
             slot.last_lent = time.monotonic()
             lent.append(slot)
-        return Lease(SlotRef(slot.slot_id, capacity, fd is not None), slot, num_bytes, fd)
+        return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
+
+    def offer(self, num_bytes: int) -> int | None:
+        """The descriptor of a new slot for messages like this one, to be sent along with it; the caller closes it.
+
+        None where limits or the system do not allow another slot. What becomes of the frame does not matter here: a slot
+        that the receiver does not map is given up after a while.
+        """
+        capacity = round_up(num_bytes) if num_bytes > 0 else 0
+        with self._lock:
+            now = time.monotonic()
+            if not capacity or self._is_closed or now < self._next_offer or not is_available():
+                return None
+            if not self._make_room(capacity, now):
+                return None
+            fd = None
+            try:
+                fd = make_memfd(self._num_created, capacity)
+                slot = Slot(self._num_created, capacity, fd)
+            except OSError:  # no descriptor or no memory: do not try with every call
+                self._next_offer = now + _PAUSE_S
+                if fd is not None:
+                    os.close(fd)
+                return None
+            slot.last_lent = now
+            self._free.setdefault(capacity, [])
+            self._lent.setdefault(capacity, deque())
+            self._offered.append(slot)
+            self._num_created += 1
+            self._bytes_mapped += capacity
+            return fd
 
     def cancel(self, lease: Lease) -> None:
-        """The frame was not sent: the slot is free again, or gone if the receiver never heard of it."""
-        if lease.fd is not None:
-            os.close(lease.fd)
+        """The frame was not sent: the slot is free again."""
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
             if slot not in self._lent.get(capacity, ()):  # closed meanwhile
                 return
             self._lent[capacity].remove(slot)
             slot.state.value = FREE
-            if lease.slot.is_new:
-                self._bytes_mapped -= capacity
-            else:
-                self._free[capacity].append(slot)
+            self._free[capacity].append(slot)
 
     def close(self) -> None:
         """Let go of every slot; memory that the receiver or a `Lease.target` still uses stays valid. Idempotent."""
@@ -187,55 +211,63 @@ class LendingArena:
             self._is_closed = True
             self._free.clear()
             self._lent.clear()
+            self._offered.clear()
             self._bytes_mapped = 0
 
     def statistics(self) -> ArenaStatistics:
         """What the arena holds now."""
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
-            num_slots = len(lent) + sum(map(len, self._free.values()))
+            num_slots = len(lent) + sum(map(len, self._free.values())) + len(self._offered)
             num_lent = sum(slot.state.value != FREE for slot in lent)
             return ArenaStatistics(num_slots, num_lent, self._bytes_mapped, self._num_created, self._num_refused)
 
-    def _make_slot(self, num_bytes: int, capacity: int) -> tuple[Slot, int] | None:
-        """A new slot and its descriptor, or None where limits or the system do not allow it."""
-        if not capacity or self._is_closed or capacity > self._limit_bytes:
-            return None
-        if not is_available() or not self._make_room(capacity):
-            return None
-        try:
-            fd = make_memfd(PAGE + capacity)
-        except OSError:  # out of descriptors: the socket is the way that needs none
-            return None
-        try:
-            slot = Slot(self._num_created, capacity, fd)
-            populate(slot.memory.data_ptr(), PAGE + num_bytes)
-        except (OSError, RuntimeError):
-            os.close(fd)
-            self._limit_bytes = self._bytes_mapped  # out of memory: live with what there is, do not try with every call
-            return None
-        self._num_created += 1
-        self._bytes_mapped += capacity
-        return slot, fd
+    def _pop_mapped(self, free: list[Slot]) -> Slot | None:
+        """List the slots as free that the receiver has mapped since they were offered; take one out of `free`."""
+        mapped = [slot for slot in self._offered if slot.state.value == FREE]
+        for slot in mapped:
+            self._offered.remove(slot)
+            self._free[slot.capacity].append(slot)
+        return free.pop() if free else None
 
-    def _make_room(self, capacity: int) -> bool:
-        """Retire slots that have been idle, the longest idle first, until `capacity` fits."""
-        if self._bytes_mapped + capacity <= self._limit_bytes:
+    def _has_touched(self, slot: Slot, num_bytes: int) -> bool:
+        """Make a free slot's pages; without memory for them it is given up."""
+        try:
+            slot.touch(num_bytes)
+        except OSError:
+            self._bytes_mapped -= slot.capacity
+            slot.retire()
+            self._next_offer = time.monotonic() + _PAUSE_S
+            return False
+        return True
+
+    def _make_room(self, capacity: int, now: float) -> bool:
+        """Retire slots that have been idle, the longest idle first, until one of `capacity` fits."""
+        if self._fits(capacity):
             return True
-        now = time.monotonic()
         if now < self._next_retirement:
             return False
         self._next_retirement = now + self._retire_after_s
-        idle = self._idle_slots(now - self._retire_after_s)
+        since = now - self._retire_after_s
+        for slot in [slot for slot in self._offered if slot.last_lent <= since and slot.state.value == OFFERED]:
+            self._offered.remove(slot)  # the receiver could not map it, or does not read
+            self._retire(slot)
+        idle = self._idle_slots(since)
         if self._bytes_mapped + capacity - sum(slot.capacity for slot in idle) > self._limit_bytes:
-            return False
+            return self._fits(capacity)
         for slot in idle:
-            if self._bytes_mapped + capacity <= self._limit_bytes:
+            if self._fits(capacity):
                 break
             self._free[slot.capacity].remove(slot)
-            self._bytes_mapped -= slot.capacity
-            slot.retire()
-        return True
+            self._retire(slot)
+        return self._fits(capacity)
+
+    def _fits(self, capacity: int) -> bool:
+        return self._bytes_mapped + capacity <= self._limit_bytes and len(self._offered) < _MAX_OFFERED
+
+    def _retire(self, slot: Slot) -> None:
+        self._bytes_mapped -= slot.capacity
+        slot.retire()
 
     def _idle_slots(self, since: float) -> list[Slot]:
         """Free slots that were lent last before `since`, the oldest first."""
@@ -254,47 +286,37 @@ class BorrowedSlots:
     faults it saves, because the kernel maps 16 neighbours of a page that is there already.
 
     Args:
-        limit_bytes: Capacity of all slots together; a sender that goes beyond is refused.
+        limit_bytes: Capacity of all slots together; what is offered beyond it is not mapped.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()  # guards everything below; the callback of a loan does not take it
-        self._fds: deque[int] = deque()  # received and not yet mapped, in order of arrival
         self._slots: dict[int, Slot] = {}
         self._num_created = 0
         self._bytes_mapped = 0
         self._is_closed = False
         self.unfilled: list[Slot] = []  # mapped, and not seen to be filled yet; for the thread that reads
 
-    def add_fd(self, fd: int) -> None:
-        """Take over a descriptor that arrived; the next new slot is mapped from it.
-
-        Raises:
-            DecodeError: More descriptors arrived than any sender leaves waiting. This one is closed.
-        """
-        with self._lock:
-            if not self._is_closed and len(self._fds) < MAX_WAITING_FDS:
-                self._fds.append(fd)
-                return
-            is_closed = self._is_closed
-        os.close(fd)
-        if not is_closed:
-            raise DecodeError(f"more than {MAX_WAITING_FDS} file descriptors arrived without a slot that names them")
-
     def add_fds(self, fds: Sequence[int]) -> None:
-        """Take over all descriptors that one read brought.
+        """Map the slots whose descriptors arrived, and close these.
+
+        A slot that cannot be mapped is left alone: its sender sees that, and goes on to use the socket.
 
         Raises:
-            DecodeError: As `add_fd`; those behind the one too many are closed, too.
+            DecodeError: One of them is not a slot, or its number is in use.
         """
         for index, fd in enumerate(fds):
             try:
-                self.add_fd(fd)
-            except DecodeError:
+                with self._lock:
+                    if not self._is_closed:
+                        self._add_slot(fd)
+            except BaseException:
                 for other in fds[index + 1 :]:
                     os.close(other)
                 raise
+            finally:
+                os.close(fd)
 
     def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
         """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
@@ -308,7 +330,7 @@ class BorrowedSlots:
         with self._lock:
             if self._is_closed:
                 raise ConnectionClosed("the connection of this slot is closed")
-            slot = self._add_slot(ref, num_bytes) if ref.is_new else self._slots.get(ref.slot_id)
+            slot = self._slots.get(ref.slot_id)
             if (
                 slot is None
                 or slot.loan is not None
@@ -334,16 +356,13 @@ class BorrowedSlots:
         return not unfilled
 
     def close(self) -> None:
-        """Close waiting descriptors and let go of the slots; buffers in use stay valid. Idempotent."""
+        """Let go of the slots; buffers in use stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
-            slots, fds = list(self._slots.values()), list(self._fds)
+            slots = list(self._slots.values())
             self._slots.clear()
-            self._fds.clear()
             self.unfilled = []  # not emptied: the thread that reads may be looking at it
             self._bytes_mapped = 0
-        for fd in fds:
-            os.close(fd)
         for slot in slots:
             slot.loan = None  # ends the circle of slot and loan: nobody waits for this slot any more
 
@@ -353,34 +372,25 @@ class BorrowedSlots:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
 
-    def _add_slot(self, ref: SlotRef, num_bytes: int) -> Slot:
-        if not self._fds:
-            raise DecodeError(f"slot {ref.slot_id} is new, but no file descriptor came with it")
-        fd = self._fds.popleft()
-        try:
-            self._check_new(ref, num_bytes)
-            check_memfd(fd, PAGE + ref.capacity)
-            slot = Slot(ref.slot_id, ref.capacity, fd)
-        except (OSError, RuntimeError) as error:
-            raise DecodeError(f"the memory of slot {ref.slot_id} cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-        self._slots[ref.slot_id] = slot
-        self._num_created += 1
-        self._bytes_mapped += ref.capacity
-        return slot
-
-    def _check_new(self, ref: SlotRef, num_bytes: int) -> None:
-        if not 0 < num_bytes <= ref.capacity:
-            raise DecodeError(_explain_refusal(ref, num_bytes, None))
-        if ref.slot_id in self._slots:
-            raise DecodeError(f"slot {ref.slot_id} came twice")
-        if ref.capacity < PAGE or ref.capacity & (ref.capacity - 1):
-            raise DecodeError(f"slot {ref.slot_id} has {ref.capacity} bytes, which is not a power of two from {PAGE}")
-        if self._bytes_mapped + ref.capacity > self._limit_bytes:
+    def _add_slot(self, fd: int) -> None:
+        slot_id, capacity = check_memfd(fd)
+        if slot_id in self._slots:
+            raise DecodeError(f"slot {slot_id} came twice")
+        if not self._fits(capacity):
             self._drop_retired()
-        if self._bytes_mapped + ref.capacity > self._limit_bytes:
-            raise DecodeError(f"slot {ref.slot_id} of {ref.capacity} bytes is beyond the limit of {self._limit_bytes}")
+        if not self._fits(capacity):
+            return
+        try:
+            slot = Slot(slot_id, capacity, fd)
+        except OSError:  # no descriptor or no memory for it
+            return
+        self._slots[slot_id] = slot
+        self._num_created += 1
+        self._bytes_mapped += capacity
+        slot.state.value = FREE
+
+    def _fits(self, capacity: int) -> bool:
+        return self._bytes_mapped + capacity <= self._limit_bytes and len(self._slots) < MAX_SLOTS
 
     def _drop_retired(self) -> None:
         for slot in list(self._slots.values()):

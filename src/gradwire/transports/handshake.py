@@ -2,7 +2,8 @@
 
 Each side shows that it knows the cluster's token without sending it (HMAC over all that was said, with a nonce of each
 side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
-means. Where the channel has certificates, the name must be one of those certified.
+means. Where the channel has certificates, the name must be one of those certified. The name then stands for a rank: each
+side asks its directory (`admit`) whether both belong together.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gradwire.errors import AuthenticationFailed
+from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
+from gradwire.wire import failures
 from gradwire.wire.messages import (
     PROTOCOL_VERSION,
     Challenge,
@@ -29,7 +31,11 @@ from gradwire.wire.messages import (
 )
 
 _NONCE_BYTES = 16
+_MAX_REASON_BYTES = 2048
 _encode = msgspec.msgpack.Encoder().encode
+
+Admit = Callable[[WorkerAddress], None]
+"""Lets a worker in that has shown who it is; raises AuthenticationFailed if it may not talk to this one."""
 
 LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof})
 CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
@@ -56,10 +62,12 @@ class CallerHandshake:
         identity: Who connects.
         to: Whom it means to reach; incarnation 0 means any.
         lane: What the connection is for.
+        admit: Asked about the listener once it has shown who it is.
     """
 
-    def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane) -> None:
+    def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane, admit: Admit = lambda address: None) -> None:
         self._identity = identity
+        self._admit = admit
         self._to = to
         self._hello = Hello(
             version=PROTOCOL_VERSION,
@@ -84,7 +92,8 @@ class CallerHandshake:
         """
         name = self._to.info.name
         if isinstance(message, Refused):
-            raise AuthenticationFailed(f"{name} refused the connection: {message.reason}")
+            kind = IdentityTaken if message.is_taken else AuthenticationFailed
+            raise kind(f"{name} refused the connection: {failures.clean(message.reason, _MAX_REASON_BYTES)}")
         if isinstance(message, Challenge) and self.peer is None:
             if message.sender.info.name != name:
                 raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
@@ -93,6 +102,7 @@ class CallerHandshake:
                 raise AuthenticationFailed(f"whoever listens for {name} does not know this cluster's token")
             if certified is not None:
                 check_identity(certified, name)
+            self._admit(message.sender)
             self.peer = message.sender
             return Proof(_proof(self._identity.token, b"caller", *said))
         if isinstance(message, Welcome) and self.peer is not None:
@@ -105,12 +115,12 @@ class ListenerHandshake:
 
     Args:
         identity: Who listens.
-        is_current: Whether this incarnation of a worker may still talk to us (no newer one has been seen).
+        admit: Asked about the caller once it has shown who it is.
     """
 
-    def __init__(self, identity: Identity, is_current: Callable[[WorkerAddress], bool]) -> None:
+    def __init__(self, identity: Identity, admit: Admit) -> None:
         self._identity = identity
-        self._is_current = is_current
+        self._admit = admit
         self._hello: Hello | None = None
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self.is_open = False
@@ -134,8 +144,7 @@ class ListenerHandshake:
         if isinstance(message, Proof) and self._hello is not None and not self.is_open:
             if not hmac.compare_digest(message.proof, self._prove(b"caller")):
                 raise AuthenticationFailed("wrong token; start every worker of a cluster with the same one")
-            if not self._is_current(self._hello.sender):
-                raise AuthenticationFailed("a newer incarnation of this worker is connected")
+            self._admit(self._hello.sender)
             self.is_open = True
             return Welcome()
         raise AuthenticationFailed(f"{type(message).__name__} in the wrong place of the handshake")
@@ -153,6 +162,8 @@ class ListenerHandshake:
             raise AuthenticationFailed("malformed nonce")
         if certified is not None:
             check_identity(certified, sender.info.name)
+        if sender.info.name == me.info.name:
+            raise IdentityTaken(f"this worker is called {me.info.name} itself; every worker needs a name of its own")
         if hello.to_name != me.info.name:
             raise AuthenticationFailed(f"this is {me.info.name}, not {hello.to_name}")
         if hello.to_incarnation not in (0, me.incarnation):

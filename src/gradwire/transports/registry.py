@@ -13,20 +13,25 @@ from gradwire.transports.inproc import InprocTransport
 from gradwire.transports.stream import StreamOptions
 from gradwire.transports.tcp import TcpTransport
 from gradwire.transports.unix import UnixTransport
-from gradwire.types import WorkerAddress
+from gradwire.types import Trust, WorkerAddress
+from gradwire.wire.tensors import SHAREABLE_DTYPES
 
 LOCAL = "local"  # the host of workers that whoever made the directory knows to be on this machine
 _PREFERENCE = ("inproc", "unix", "tcp")  # cheapest first
 
 
-def make_transports(config: WorkerConfig, folder: Path | None) -> dict[str, Transport]:
+def make_transports(config: WorkerConfig, trust: Trust, folder: Path | None) -> dict[str, Transport]:
     """The transports a worker listens on and connects with.
 
     Raises:
         ConfigurationError: A transport lacks what it needs.
     """
     schemes = config.transports or (("unix", "tcp") if config.tls is not None else ("unix",))
-    options = StreamOptions(limits=config.limits, shared_memory_from=config.shared_memory_from)
+    options = StreamOptions(
+        limits=config.limits,
+        shared_memory_from=config.shared_memory_from,
+        shared_dtypes=SHAREABLE_DTYPES[trust],
+    )
     transports: dict[str, Transport] = {}
     for scheme in schemes:
         if scheme == "inproc":

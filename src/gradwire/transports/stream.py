@@ -26,7 +26,7 @@ from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, Limit
 from gradwire.transports._parcel import Parcel
 from gradwire.transports.arena import BorrowedSlots, BufferPool, LendingArena
 from gradwire.transports.base import Buffer, Channel
-from gradwire.wire import framing
+from gradwire.wire import framing, tensors
 from gradwire.wire.messages import Call, Message, Reply
 
 _SCRATCH_BYTES = 64 * KIB
@@ -46,6 +46,7 @@ class StreamOptions:
 
     limits: Limits = field(default_factory=Limits)
     shared_memory_from: int = 64 * KIB
+    shared_dtypes: frozenset[int] = tensors.SHAREABLE_DTYPES["code"]
     pool: BufferPool = field(default_factory=lambda: BufferPool(256 * MIB))
 
 
@@ -72,6 +73,7 @@ class StreamConnection:
             accept=frozenset(),
             allocate=options.pool.allocate,
             map_slot=slots.map_slot if slots is not None else None,
+            shared_dtypes=options.shared_dtypes,
         )
         # One frame at a time on the wire; guards the three fields below. It knows its owner: see `_write`.
         self._write_lock: Any = threading.RLock()
@@ -141,9 +143,9 @@ class StreamConnection:
         assert isinstance(message, _WITH_TENSORS)
         if len(values) > self._max_tensors:
             self._refuse(0, len(values))
-        parcel, arena, is_out = Parcel(body), self._arena, False
+        parcel, arena, options, is_out = Parcel(body), self._arena, self._options, False
         try:
-            message.tensors = parcel.place(values, self._options.limits, arena, self._shared_from)
+            message.tensors = parcel.place(values, options.limits, arena, self._shared_from, options.shared_dtypes)
             if parcel.num_bytes > self._max_bytes:
                 self._refuse(parcel.num_bytes, 0)
             buffers = [framing.encode(message, parcel.num_bytes), *parcel.buffers]
@@ -154,7 +156,7 @@ class StreamConnection:
                 is_out = True
                 parcel.fill()
             elif not (hold_back and len(buffers) == 1 and self._hold_back(buffers[0])):
-                self._write(buffers, (), deadline)
+                self._write(buffers, parcel.descriptors, deadline)
         except BaseException as error:
             if parcel.leases and (is_out or not isinstance(error, Exception)):
                 self.close()  # Ctrl-C: the message may be out, and its slots in use there
@@ -162,8 +164,8 @@ class StreamConnection:
                 assert arena is not None
                 arena.cancel(lease)
             raise
-        for descriptor in parcel.descriptors:
-            os.close(descriptor)
+        finally:
+            parcel.close_descriptors()
 
     def _refuse(self, num_bytes: int, num_tensors: int) -> NoReturn:
         """Refuses here what the other side would refuse there, where it would cost the connection."""

@@ -1,4 +1,4 @@
-"""Workers on other machines: ``tcp://host:port``, with TLS 1.3 on both sides.
+"""Workers on other machines: ``tcp://host:port?tls``, with TLS 1.3 on both sides; ``tcp://host:port`` without keys.
 
 Without keys only loopback can be bound or reached. The kernel watches the other host (a keep-alive probe every second, four
 unanswered ones end an idle connection), so a vanished machine is noticed while Python is busy, too. While bytes are
@@ -25,6 +25,7 @@ from gradwire.transports.stream import StreamConnection, StreamOptions
 _NUM_PROBES = 4
 _NUM_RETRANSMISSIONS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
 _RECORD_BYTES = 16 << 10
+_TLS = "?tls"  # behind the address of a listener with keys
 
 
 class TcpChannel(PlainChannel):
@@ -160,7 +161,7 @@ class TcpListener:
         except OSError as error:
             raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
         self._socket.setblocking(False)
-        self.uri = f"tcp://{_bracket(host)}:{self._socket.getsockname()[1]}"
+        self.uri = _make_uri(host, self._socket.getsockname()[1], context is not None)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -221,7 +222,7 @@ class TcpTransport:
         """
         listener = TcpListener(self._host, self._port, self._options, self._server)
         if self._advertised_host is not None:
-            listener.uri = f"tcp://{_bracket(self._advertised_host)}:{listener.uri.rpartition(':')[2]}"
+            listener.uri = _make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
         return listener
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
@@ -229,10 +230,13 @@ class TcpTransport:
 
         Raises:
             ConnectFailed: Nobody answered.
-            AuthenticationFailed: Off loopback without keys.
+            AuthenticationFailed: One side has keys and the other has none, or both have none off loopback.
         """
-        host, _, port = uri.removeprefix("tcp://").rpartition(":")
-        host = host.strip("[]")
+        host, port, is_tls = _split_uri(uri)
+        if self._client is None and is_tls:
+            raise AuthenticationFailed(f"{uri} wants TLS and this worker has no keys; pass tls= to every worker")
+        if self._client is not None and not is_tls:
+            raise AuthenticationFailed(f"{uri} listens without TLS and this worker has keys; pass tls= to every worker")
         if self._client is None and not is_loopback(host):
             raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
         try:
@@ -269,5 +273,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _make_uri(host: str, port: int | str, is_tls: bool) -> str:
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}{_TLS if is_tls else ''}"
+
+
+def _split_uri(uri: str) -> tuple[str, str, bool]:
+    """Host, port, and whether it takes keys to get in."""
+    host, _, port = uri.removeprefix("tcp://").removesuffix(_TLS).rpartition(":")
+    return host.strip("[]"), port, uri.endswith(_TLS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -25,6 +26,7 @@ from gradwire.transports.stream import StreamConnection, StreamOptions
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * struct.calcsize("i"))
 _MAX_BUFFERS = 512
+_CANNOT_PASS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE)  # descriptors; bytes may still go
 _PATH_BYTES = 107  # what the kernel takes
 _BUFFER_BYTES = 1 << 20  # a whole tensor below the shared-memory threshold fits, so that a send rarely waits
 
@@ -57,7 +59,11 @@ class UnixChannel(PlainChannel):
         try:
             if descriptors:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-                return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
+                try:
+                    return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
+                except OSError as error:
+                    if error.errno not in _CANNOT_PASS:
+                        raise
             if len(buffers) == 1:
                 return self._socket.send(buffers[0])
             return self._socket.sendmsg(buffers[:_MAX_BUFFERS])

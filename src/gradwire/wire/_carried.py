@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from gradwire.errors import CannotSend
+from gradwire.errors import CannotSend, DecodeError
 from gradwire.wire import _pickled
 from gradwire.wire._registry import register_plain_type
 
@@ -149,6 +149,10 @@ def _global_names(code: CodeType) -> tuple[str, ...] | None:
     return found
 
 
-register_plain_type(
-    CarriedFunction, "gradwire.function", lambda item: (item.pickle,), lambda fields: CarriedFunction(*fields)
-)
+def _from_fields(fields: list[Any]) -> CarriedFunction:
+    if len(fields) != 1 or type(fields[0]) is not bytes:
+        raise DecodeError("a function by value is one pickle")
+    return CarriedFunction(*fields)
+
+
+register_plain_type(CarriedFunction, "gradwire.function", lambda item: (item.pickle,), _from_fields)

@@ -7,14 +7,13 @@ payload must have.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from math import inf
 from typing import Any, Final
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
-from gradwire.types import WorkerAddress
+from gradwire.wire.addresses import check_address, check_number, check_text
 from gradwire.wire.messages import (
     Call,
     Challenge,
@@ -34,25 +33,10 @@ MAX_CAUSES: Final = 16
 """Longest chain of causes that is accepted; `gradwire.wire.failures` sends at most 8."""
 
 _INT63_MAX: Final = 2**63 - 1
-_MAX_RANK: Final = 65535
 _MAX_SECRET_BYTES: Final = 64
 _MAX_NOTES: Final = 64
-_MAX_URIS: Final = 16
-_MAX_URI_BYTES: Final = 1024
+_MAX_TYPE_CHARS: Final = 1024
 _NUM_CODECS: Final = 6
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-
-
-def _check_name(text: str, what: str, max_bytes: int) -> None:
-    if len(text) > max_bytes or len(text.encode()) > max_bytes:
-        raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
-    if _UNPRINTABLE.search(text):
-        raise DecodeError(f"{what} with control characters: {text!r}")
-
-
-def _check_number(number: int, what: str, largest: int = _INT63_MAX) -> None:
-    if not 0 <= number <= largest:
-        raise DecodeError(f"{what} out of range: {number}")
 
 
 def _check_secret(secret: bytes, what: str) -> None:
@@ -60,33 +44,19 @@ def _check_secret(secret: bytes, what: str) -> None:
         raise LimitExceeded(f"{what} of {len(secret)} bytes")
 
 
-def _check_address(address: WorkerAddress, limits: Limits) -> None:
-    if not address.info.name:
-        raise DecodeError("a worker without a name")
-    _check_name(address.info.name, "a worker's name", limits.name_bytes)
-    _check_number(address.info.id, "rank", _MAX_RANK)
-    _check_number(address.incarnation, "incarnation")
-    _check_name(address.host, "a host's identity", _MAX_URI_BYTES)
-    _check_name(address.main, "a script's digest", _MAX_URI_BYTES)
-    if len(address.uris) > _MAX_URIS:
-        raise LimitExceeded(f"a worker with {len(address.uris)} addresses")
-    for uri in address.uris:
-        _check_name(uri, "an address", _MAX_URI_BYTES)
-
-
 def _check_hello(message: Hello, limits: Limits) -> int:
-    _check_number(message.version, "version", 255)
+    check_number(message.version, "version", 255)
     _check_secret(message.nonce, "a nonce")
-    _check_address(message.sender, limits)
-    _check_name(message.to_name, "a worker's name", limits.name_bytes)
-    _check_number(message.to_incarnation, "incarnation")
+    check_address(message.sender, limits)
+    check_text(message.to_name, "a worker's name", limits.name_bytes)
+    check_number(message.to_incarnation, "incarnation")
     return 0
 
 
 def _check_challenge(message: Challenge, limits: Limits) -> int:
     _check_secret(message.nonce, "a nonce")
     _check_secret(message.proof, "a proof")
-    _check_address(message.sender, limits)
+    check_address(message.sender, limits)
     return 0
 
 
@@ -108,8 +78,8 @@ def _check_reason(message: Refused | Goodbye, limits: Limits) -> int:
 def _check_payload(message: Call | Reply, limits: Limits) -> int:
     num_bytes = message.body_bytes
     if not (0 <= message.call_id <= _INT63_MAX and 0 <= num_bytes <= limits.frame_bytes):
-        _check_number(message.call_id, "call id")
-        _check_number(num_bytes, "body length", limits.frame_bytes)
+        check_number(message.call_id, "call id")
+        check_number(num_bytes, "body length", limits.frame_bytes)
     if not 0 <= message.codec < _NUM_CODECS:
         raise DecodeError(f"unknown codec {message.codec}")
     if message.notes:
@@ -127,7 +97,7 @@ def _check_call(message: Call, limits: Limits) -> int:
         raise DecodeError(f"a timeout of {message.timeout_s} s")
     name = message.function
     if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
-        _check_name(name, "a function's name", limits.name_bytes)
+        check_text(name, "a function's name", limits.name_bytes)
     return _check_payload(message, limits)
 
 
@@ -136,17 +106,17 @@ def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
         raise LimitExceeded(f"a message with {len(notes)} notes; at most {_MAX_NOTES} are accepted")
     for name in notes:
         if not (name.isascii() and name.isprintable() and 0 < len(name) <= limits.name_bytes):
-            _check_name(name, "a note's name", limits.name_bytes)
+            check_text(name, "a note's name", limits.name_bytes)
 
 
 def _check_failure(message: Failure, limits: Limits) -> int:
-    _check_number(message.call_id, "call id")
+    check_number(message.call_id, "call id")
     error: ErrorInfo | None = message.error
     for _ in range(MAX_CAUSES):
         if error is None:
             return 0
-        _check_name(error.worker, "a worker's name", limits.name_bytes)
-        if len(error.type_name) > _MAX_URI_BYTES:
+        check_text(error.worker, "a worker's name", limits.name_bytes)
+        if len(error.type_name) > _MAX_TYPE_CHARS:
             raise LimitExceeded(f"an exception's type of {len(error.type_name)} characters")
         error = error.cause
     raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")

@@ -11,6 +11,7 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
+from gradwire.types import Trust
 from gradwire.wire import _sparse
 from gradwire.wire.messages import TensorMeta
 
@@ -44,6 +45,15 @@ _ITEMSIZES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 _DIFFERENTIABLE: Final = tuple(dtype.is_floating_point or dtype.is_complex for dtype in DTYPES)
 IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
 _INT64_MAX: Final = 2**63 - 1
+SHAREABLE_DTYPES: Final[dict[Trust, frozenset[int]]] = {
+    "code": frozenset(range(len(DTYPES))) - {DTYPE_INDEX[torch.bool]},
+    "data": frozenset(index for index, is_value in enumerate(_DIFFERENTIABLE) if is_value),
+}
+"""Dtypes, by number, whose tensors may lie in shared memory, which the sender can still write to.
+
+What is checked must be in private memory: bools, where a byte must be 0 or 1, and the indices of sparse tensors. Any kernel
+that takes integers may check them first and use them as indices later, so a sender that is not trusted may not change those.
+"""
 _EXTENSION: Final = re.escape(torch._C._get_privateuse1_backend_name())  # the one backend that may be added to torch
 DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import msgspec
 
 from gradwire.errors import DecodeError
-from gradwire.wire.messages import Call, Message, Reply, SlotRef
-from gradwire.wire.tensors import iter_parts
+from gradwire.wire.messages import Call, Message, Reply, SlotRef, TensorMeta
+from gradwire.wire.tensors import DTYPES, iter_parts
 
 Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
-_NO_SLOTS = "a tensor in shared memory, which this connection does not have"
 _SMALL_BYTES = 64 << 10  # below this a copy is made without asking for memory first
-Segment = tuple[int, SlotRef | None]
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -37,6 +35,7 @@ class Memory(NamedTuple):
 
     allocate: Allocate
     map_slot: MapSlot | None
+    shared_dtypes: Container[int]
 
     def fresh(self, num_bytes: int) -> Any:
         """A writable buffer.
@@ -49,16 +48,35 @@ class Memory(NamedTuple):
         except (MemoryError, OSError) as error:
             raise DecodeError(f"no memory for a segment of {num_bytes} bytes") from error
 
+    def check_shared(self, part: TensorMeta) -> None:
+        """Check that a part may lie in shared memory.
+
+        Raises:
+            DecodeError: The connection has none, or a part of this dtype must be where its sender cannot change it.
+        """
+        if self.map_slot is None:
+            raise DecodeError("a tensor in shared memory, which this connection does not have")
+        if part.dtype not in self.shared_dtypes:
+            raise DecodeError(
+                f"a tensor of {DTYPES[part.dtype]} in shared memory, where its sender could still change it"
+            )
+
+    def shared(self, part: TensorMeta) -> Any:
+        """The buffer of a part in shared memory.
+
+        Raises:
+            DecodeError: There is no such part.
+        """
+        self.check_shared(part)
+        assert self.map_slot is not None
+        assert part.slot is not None
+        return self.map_slot(part.slot, part.num_bytes)
+
     def copy(self, data: bytes | bytearray | memoryview, offset: int, num_bytes: int) -> Any:
         """A buffer with bytes that have arrived already."""
         buffer = self.fresh(num_bytes)
         memoryview(buffer).cast("B")[:num_bytes] = data[offset : offset + num_bytes]
         return buffer
-
-
-def plan(message: Call | Reply) -> list[Segment]:
-    """Size and place of every dense part, in order."""
-    return [(part.num_bytes, part.slot) for meta in message.tensors for part in iter_parts(meta)]
 
 
 def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offset: int, memory: Memory) -> Frame:
@@ -68,14 +86,11 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
     buffers: list[Any] = []
     if not message.tensors:
         return Frame(message, body, buffers)
-    map_slot = memory.map_slot
     for meta in message.tensors:
         for part in iter_parts(meta) if meta.layout or meta.device else (meta,):
-            num_bytes, slot = part.num_bytes, part.slot
-            if slot is not None:
-                if map_slot is None:
-                    raise DecodeError(_NO_SLOTS)
-                buffers.append(map_slot(slot, num_bytes))
+            num_bytes = part.num_bytes
+            if part.slot is not None:
+                buffers.append(memory.shared(part))
                 continue
             if num_bytes < _SMALL_BYTES:
                 buffers.append(bytearray(data[end : end + num_bytes]))
@@ -95,7 +110,7 @@ class Payload:
         target: The rest of the buffer that is being filled; None between segments.
     """
 
-    __slots__ = ("_body", "_buffers", "_memory", "_message", "_next", "_segments", "target")
+    __slots__ = ("_body", "_buffers", "_memory", "_message", "_next", "_parts", "target")
 
     def __init__(self, message: Call | Reply, memory: Memory) -> None:
         self.target: memoryview | None = None
@@ -103,10 +118,11 @@ class Payload:
         self._memory = memory
         self._body = bytearray()
         self._buffers: list[Any] = []
-        self._segments: list[Segment] = [(message.body_bytes, None), *plan(message)]
-        self._next = 0  # segments before this one have a buffer
-        if memory.map_slot is None and any(slot is not None for _, slot in self._segments):
-            raise DecodeError(_NO_SLOTS)
+        self._parts = [part for meta in message.tensors for part in iter_parts(meta)]
+        self._next = 0  # segments before this one have a buffer; the first is the body
+        for part in self._parts:
+            if part.slot is not None:
+                memory.check_shared(part)
 
     def fill(self, data: memoryview) -> tuple[int, Frame | None]:
         """Take bytes from the start of `data`: how many were used, and the frame if it is complete."""
@@ -130,12 +146,13 @@ class Payload:
 
     def _begin(self, has_bytes: bool) -> bool:
         """Provide the buffer of the next segment that needs bytes; False if there is none, or no byte of it yet."""
-        while self._next < len(self._segments):
-            num_bytes, slot = self._segments[self._next]
-            if num_bytes == 0 or slot is not None:
+        while self._next <= len(self._parts):
+            part = self._parts[self._next - 1] if self._next else None
+            num_bytes = self._message.body_bytes if part is None else part.num_bytes
+            if num_bytes == 0 or (part is not None and part.slot is not None):
                 self._place(bytearray())
             elif has_bytes:
-                buffer = self._memory.fresh(num_bytes) if self._next else bytearray(num_bytes)
+                buffer = bytearray(num_bytes) if part is None else self._memory.fresh(num_bytes)
                 self._place(buffer)
                 self.target = memoryview(buffer).cast("B")[:num_bytes]
                 return True
@@ -151,9 +168,9 @@ class Payload:
         self._next += 1
 
     def _finished(self) -> Frame | None:
-        if self.target is not None or self._next < len(self._segments):
+        if self.target is not None or self._next <= len(self._parts):
             return None
-        for index, (num_bytes, slot) in enumerate(self._segments[1:]):
-            if slot is not None and self._memory.map_slot is not None:
-                self._buffers[index] = self._memory.map_slot(slot, num_bytes)
+        for index, part in enumerate(self._parts):
+            if part.slot is not None:
+                self._buffers[index] = self._memory.shared(part)
         return Frame(self._message, self._body, self._buffers)

@@ -45,6 +45,9 @@ def check_parts(meta: TensorMeta, dtypes: tuple[torch.dtype, ...]) -> None:
         raise DecodeError(f"a tensor of {LAYOUTS[meta.layout]} made of {len(meta.parts)} parts")
     if any(part.layout or part.device or part.parts for part in meta.parts):
         raise DecodeError("a sparse tensor is made of dense parts on the CPU")
+    if any(part.slot is not None for part in meta.parts):
+        # Its sender could change the indices after they were checked.
+        raise DecodeError("the parts of a sparse tensor cannot be in shared memory")
     *indices, values = meta.parts
     allowed = (torch.int64,) if is_coo else (torch.int64, torch.int32)
     if any(not 0 <= part.dtype < len(dtypes) or dtypes[part.dtype] not in allowed or part.flags for part in indices):

@@ -21,7 +21,7 @@ the bulk rate.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 from zlib import crc32
 
@@ -33,6 +33,7 @@ from gradwire.wire._checks import CHECKS
 from gradwire.wire._payload import Allocate, Frame, MapSlot, Memory, Payload, take_whole
 from gradwire.wire._scan import SCAN_FROM, check_structure
 from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Call, Message, Reply
+from gradwire.wire.tensors import SHAREABLE_DTYPES
 
 __all__ = ["DIRECT_READ_FROM", "MAGIC", "PREFIX_BYTES", "Frame", "FrameDecoder", "encode"]
 
@@ -111,6 +112,7 @@ class FrameDecoder:
         accept: frozenset[type],
         allocate: Allocate = bytearray,
         map_slot: MapSlot | None = None,
+        shared_dtypes: Container[int] = SHAREABLE_DTYPES["data"],
     ) -> None:
         """Make a decoder at the start of a connection.
 
@@ -119,10 +121,11 @@ class FrameDecoder:
             accept: Message types that are allowed now.
             allocate: Makes a writable buffer for a tensor segment of so many bytes (at least 1).
             map_slot: Gives the buffer of a part that lies in shared memory; None refuses such parts.
+            shared_dtypes: Numbers of the dtypes that may lie there.
         """
         self.accept = accept
         self._limits = limits
-        self._memory = Memory(allocate, map_slot)
+        self._memory = Memory(allocate, map_slot, shared_dtypes)
         self._head = bytearray()  # a prefix and header that are not complete yet
         self.payload: Payload | None = None
         self._is_dead = False

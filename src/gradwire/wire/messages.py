@@ -40,11 +40,10 @@ Lane = Literal["calls", "control"]
 
 
 class SlotRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A place in the sender's shared memory. `is_new`: its file descriptor comes with this frame."""
+    """A place in the sender's shared memory, which the receiver has mapped."""
 
     slot_id: int
     capacity: int
-    is_new: bool
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -122,9 +121,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The connection is not opened, and why. Never holds a secret."""
+    """The connection is not opened, and why. Never holds a secret.
+
+    Attributes:
+        reason: For people.
+        is_taken: Whether the reason is that another worker has the caller's name or rank.
+    """
 
     reason: str
+    is_taken: bool = False
 
 
 class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -36,6 +36,7 @@ from gradwire.wire._metadata import (
     FLAG_REQUIRES_GRAD,
     IS_COMPLEX,
     LAYOUTS,
+    SHAREABLE_DTYPES,
     iter_parts,
     validate,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "FLAG_PARAMETER",
     "FLAG_REQUIRES_GRAD",
     "LAYOUTS",
+    "SHAREABLE_DTYPES",
     "address_of",
     "as_bytes",
     "copy_into",

@@ -208,7 +208,7 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     """Others' passes run their users' code, which may take longer than its own deadline; so do functions."""
     a, b, _ = trio
     ran_in: dict[int, str] = {}
-    a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}))
+    a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}), msgspec.Raw)
     assert b.call("a", torch.add, (1, 1)) == 2  # opens the lane
     for pass_id in (7, 8):
         take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7, partial(ran_in.get, pass_id))
@@ -513,7 +513,7 @@ def test_notice_that_fails_in_the_thread_it_was_handed_to_ends_the_connection(tr
     def fail(*_: object) -> None:
         raise ValueError("cannot be handled")
 
-    a.notices.register("review", fail)
+    a.notices.register("review", fail, msgspec.Raw)
     before = b.peers.peer("a").lanes.get("calls")
 
     def has_ended() -> bool:

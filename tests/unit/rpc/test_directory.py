@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.errors import UnknownWorker
+from gradwire.errors import IdentityTaken, UnknownWorker
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.types import WorkerAddress, WorkerInfo
 
@@ -34,3 +34,13 @@ def test_only_a_newer_incarnation_replaces() -> None:
     assert directory.find("a").incarnation == 5
     directory.update(make_address("a", 0, incarnation=6))
     assert directory.find("a").incarnation == directory.find(0).incarnation == 6
+
+
+@pytest.mark.parametrize(("name", "rank"), [("z", 0), ("a", 1), ("a", 7), ("b", 0)])
+def test_names_and_ranks_stay_together(name: str, rank: int) -> None:
+    directory = StaticDirectory([make_address("a", 0), make_address("b", 1)])
+    with pytest.raises(IdentityTaken, match=f"{name} of rank {rank}; every rank needs a name of its own"):
+        directory.update(make_address(name, rank, incarnation=9))
+    assert directory.find(0) == directory.find("a") == make_address("a", 0)
+    assert directory.find(1) == directory.find("b") == make_address("b", 1)
+    assert len(directory.infos()) == 2

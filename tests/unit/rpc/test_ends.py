@@ -47,7 +47,7 @@ def test_a_notice_that_is_cut_off_ends_its_lane_at_once(make_agents: MakeAgents)
     a, b = make_agents(2, "inproc")
     cut: list[str] = []
     a.notices.on_cut(cut.append)
-    b.notices.register("x", lambda sender, note, tensors: None)
+    b.notices.register("x", lambda sender, note, tensors: None, None)
     lane, there = ends_of(a, b)
     stand_still(there.reader)
     with pytest.raises(RpcTimeout):
@@ -113,7 +113,7 @@ def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_age
     """A thread waits for notices on a connection whose handshake is not quite over."""
     a, b = make_agents(2)
     got: list[str] = []
-    b.notices.register("x", lambda sender, note, tensors: got.append(sender.name))
+    b.notices.register("x", lambda sender, note, tensors: got.append(sender.name), None)
     assert a.call("b", operator.add, (1, 1)) == 2
     (there,) = [item for item in b.server._incoming if item.lane == "calls"]
     wait_until(lambda: not there.reader._held, 10.0, "that no service thread stays with the connection")

@@ -269,3 +269,34 @@ def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reacto
     reactor.enter(stuck)
     wait_until(lambda: stuck.num_looks > looks, 10, "the clock wakes up")
     reactor.leave(stuck)
+
+
+def test_the_late_end_of_a_descriptor_leaves_the_next_one_of_its_number_alone(reactor: Reactor, pipe: Pipe) -> None:
+    """One thread forgets a descriptor that is closed already, while another one adds what has its number by now."""
+
+    def handler() -> None:
+        raise AssertionError("nothing was written")
+
+    def add() -> None:
+        reactor.add(pipe.read_end, handler, armed=True)
+
+    class Slow(dict[int, Callable[[], None]]):
+        """Another thread adds the new one as soon as the old one was looked at, if it can."""
+
+        adding: threading.Thread | None = None
+
+        def get(self, key: int, default: object = None) -> object:  # type: ignore[override]
+            found = super().get(key, default)
+            if self.adding is None:
+                self.adding = threading.Thread(target=add, name="gradwire-w-test-adding")
+                self.adding.start()
+                self.adding.join(0.2)
+            return found
+
+    old = lambda: None  # noqa: E731
+    reactor._handlers = handlers = Slow({pipe.read_end: old})
+    reactor.remove(pipe.read_end, old)
+    assert handlers.adding is not None
+    handlers.adding.join(20)
+    assert handlers[pipe.read_end] is handler
+    reactor.remove(pipe.read_end)

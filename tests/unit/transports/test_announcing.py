@@ -59,6 +59,12 @@ def pair(listener: UnixListener) -> Iterator[ConnectionPair]:
     far = listener.accept_nowait()
     assert far is not None
     with ConnectionPair(near, far) as made:
+        for (
+            sender,
+            receiver,
+        ) in made.directions:  # the first tensor goes through the socket, and a slot for the next along
+            with Sender(partial(send_call, sender, 0, b"", [numbers(256 * KIB)])):
+                receive_frames(receiver, 1)
         yield made
 
 
@@ -109,7 +115,7 @@ def test_a_frame_is_handed_out_when_its_bytes_are_there(pair: ConnectionPair, co
 
 
 def test_reading_in_vain_takes_no_time(pair: ConnectionPair, copying: Copying) -> None:
-    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(64 * KIB)])):
+    with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
         read_in_vain(pair.far)
         began = time.monotonic()
         for _ in range(5):
@@ -163,7 +169,7 @@ def test_announced_copied_and_inline_parts_of_one_frame(pair: ConnectionPair) ->
         torch.ones(100_000, dtype=torch.bool),
     ]
     for sender, receiver in pair.directions:
-        for number in range(3):
+        for number in range(4):  # the first brings the slots for the others
             with Sender(partial(send_call, sender, number, b"body" * 1000, values)):
                 (frame,) = receive_frames(receiver, 1)
             assert bytes(frame.body) == b"body" * 1000
@@ -301,6 +307,9 @@ def hit(parcel):
 _parcel.Parcel.fill = hit
 _parcel._ANNOUNCED_BYTES = 1 << 20
 near = UnixTransport(Path(sys.argv[1]).parent, StreamOptions()).connect("unix://" + sys.argv[1], time.monotonic() + 20)
+send_call(near, 0, b"", [torch.arange(65536, dtype=torch.int32)])
+while not any(slot.state.value == 0 for slot in near._arena._offered):
+    time.sleep(0.001)
 send_call(near, 1, b"", [torch.arange(65536, dtype=torch.int32)])
 sys.stdin.read()
 """
@@ -326,6 +335,7 @@ def start_sender(listener: UnixListener) -> Iterator[Callable[[str], tuple[int, 
             lambda: connections.extend(filter(None, [listener.accept_nowait()])) or connections, 60.0, "a connection"
         )
         connections[0].decoder.accept = ANYTHING
+        assert call_ids(receive_frames(connections[0], 1)) == [0]  # it brings the slot
         return processes[0].pid, connections[0]
 
     yield start
@@ -370,6 +380,7 @@ def test_a_call_keeps_its_deadline_and_the_connection_goes_on(monkeypatch: pytes
 
     monkeypatch.setattr(Parcel, "fill", hold_replies)
     with local_agents(2, trust="code") as (first, _):
+        assert torch.equal(first.call("b", echo, (numbers(256 * KIB),)), numbers(256 * KIB))  # brings slots
         began = time.monotonic()
         for number in range(2):  # the second one waits behind the first
             with pytest.raises(RpcTimeout):

@@ -24,7 +24,8 @@ import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
 from gradwire.transports import arena as arena_module
-from gradwire.transports.arena import MAX_WAITING_FDS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports._memory import OFFERED, Slot, make_memfd
+from gradwire.transports.arena import MAX_SLOTS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
 from gradwire.wire.messages import SlotRef
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -58,14 +59,22 @@ class Pair:
         self.arena = LendingArena(limit_bytes, **options)
         self.slots = BorrowedSlots(limit_bytes)
 
+    def offer(self, num_bytes: int) -> None:
+        """A new slot, whose descriptor arrives."""
+        fd = self.arena.offer(num_bytes)
+        assert fd is not None
+        self.slots.add_fds([fd])
+
     def lend(self, num_bytes: int) -> Lease:
+        """A slot that was known, or else one that is made for it."""
         lease = self.arena.lend(num_bytes)
+        if lease is None:
+            self.offer(num_bytes)
+            lease = self.arena.lend(num_bytes)
         assert lease is not None
         return lease
 
     def receive(self, lease: Lease) -> torch.Tensor:
-        if lease.fd is not None:
-            self.slots.add_fd(lease.fd)  # the test's descriptor is the one that "arrives"
         return torch.frombuffer(self.slots.map_slot(lease.slot, lease.target.numel()), dtype=torch.uint8)
 
     def send(self, num_bytes: int, value: int = 0) -> torch.Tensor:
@@ -120,14 +129,22 @@ def test_a_slot_is_lent_while_any_view_lives(pair: Pair) -> None:
     assert pair.arena.statistics().num_lent == pair.slots.statistics().num_lent == 0
 
 
-def test_a_freed_slot_is_lent_again_without_a_descriptor(pair: Pair) -> None:
+def test_a_freed_slot_is_lent_again(pair: Pair) -> None:
     first = pair.send(256 * KIB)
     address = first.data_ptr()
     del first
-    lease = pair.lend(200 * KIB)
-    assert lease.fd is None
-    assert not lease.slot.is_new
+    lease = pair.arena.lend(200 * KIB)
+    assert lease is not None
     assert pair.receive(lease).data_ptr() == address
+
+
+def test_a_slot_is_lent_once_the_receiver_has_mapped_it(pair: Pair) -> None:
+    fd = pair.arena.offer(256 * KIB)
+    assert fd is not None
+    assert pair.arena.lend(256 * KIB) is None
+    pair.slots.add_fds([fd])
+    assert pair.arena.lend(256 * KIB) is not None
+    assert pair.arena.lend(256 * KIB) is None
 
 
 def test_a_slot_in_use_is_not_lent(pair: Pair) -> None:
@@ -148,10 +165,8 @@ def test_a_freed_slot_is_found_behind_many_that_are_held(pair: Pair) -> None:
     del held[0]
     created = pair.arena.statistics().num_created
     again = [lease for lease in (pair.arena.lend(PAGE) for _ in range(4)) if lease is not None]
-    assert sum(not lease.slot.is_new for lease in again) == 1
-    assert pair.arena.statistics().num_created == created + 3
-    for lease in again:
-        pair.arena.cancel(lease)
+    assert len(again) == 1
+    assert pair.arena.statistics().num_created == created
 
 
 def test_garbage_in_a_cycle_gives_the_slot_back(pair: Pair) -> None:
@@ -176,8 +191,10 @@ def test_nothing_to_lend_for_no_bytes(pair: Pair) -> None:
 
 def test_nothing_to_lend_for_no_bytes_where_a_slot_is_free(pair: Pair) -> None:
     pair.send(PAGE)
+    refused = pair.arena.statistics().num_refused
     assert pair.arena.lend(0) is None
-    assert pair.arena.statistics().num_refused == 1
+    assert pair.arena.offer(0) is None
+    assert pair.arena.statistics().num_refused == refused + 1
 
 
 def test_slots_are_filled_when_their_sender_says_so(pair: Pair) -> None:
@@ -208,8 +225,8 @@ def test_beyond_the_limit_nothing_is_lent_until_something_is_freed() -> None:
     pair = Pair(limit_bytes=2 * MIB)
     held = [pair.send(MIB), pair.send(MIB)]
     assert pair.arena.lend(MIB) is None
-    assert pair.arena.lend(4 * MIB) is None
-    assert pair.arena.statistics().num_refused == 2
+    assert pair.arena.offer(MIB) is None
+    assert pair.arena.offer(4 * MIB) is None
     held.clear()
     assert pair.send(MIB, 3)[0] == 3
     pair.close()
@@ -220,15 +237,14 @@ def test_idle_slots_make_room_for_another_size() -> None:
     for num_bytes in (MIB, 256 * KIB, 512 * KIB, MIB, 64 * KIB):
         assert int(pair.send(num_bytes, 5).sum()) == 5 * num_bytes
         assert max(pair.arena.statistics().bytes_mapped, pair.slots.statistics().bytes_mapped) <= MIB
-    again = pair.lend(64 * KIB)
-    assert not again.slot.is_new
+    assert pair.arena.lend(64 * KIB) is not None
     pair.close()
 
 
 def test_slots_in_use_are_not_retired() -> None:
     pair = Pair(limit_bytes=MIB, retire_after_s=0.0)
     held = pair.send(512 * KIB, 9)
-    assert pair.arena.lend(MIB) is None
+    assert pair.arena.offer(MIB) is None
     assert pair.send(512 * KIB, 1)[0] == 1
     assert int(held.sum()) == 9 * 512 * KIB
     pair.close()
@@ -237,72 +253,115 @@ def test_slots_in_use_are_not_retired() -> None:
 def test_slots_that_were_just_used_are_not_retired() -> None:
     pair = Pair(limit_bytes=MIB, retire_after_s=3600.0)
     pair.send(MIB)
-    assert pair.arena.lend(64 * KIB) is None
-    assert not pair.lend(MIB).slot.is_new
+    assert pair.arena.offer(64 * KIB) is None
+    assert pair.arena.lend(MIB) is not None
     pair.close()
 
 
-def test_without_descriptors_the_socket_is_used(pair: Pair) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+@contextlib.contextmanager
+def limited(kind: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
     try:
-        refused = pair.arena.lend(MIB)
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert refused is None
+        resource.setrlimit(kind, before)
+
+
+def test_without_descriptors_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    with limited(resource.RLIMIT_NOFILE, 3):
+        assert pair.arena.offer(MIB) is None
     assert pair.send(MIB, 1)[0] == 1
 
 
-def test_without_memfds_the_socket_is_used(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_must_be_small_are_no_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with limited(resource.RLIMIT_FSIZE, 64 * KIB):
+            assert pair.arena.offer(MIB) is None
+    finally:
+        signal.signal(signal.SIGXFSZ, old)
+    assert pair.send(MIB, 1)[0] == 1
+
+
+def test_a_system_without_room_is_left_alone_for_a_while(pair: Pair) -> None:
+    with limited(resource.RLIMIT_NOFILE, 3):
+        assert pair.arena.offer(MIB) is None
+    assert pair.arena.offer(MIB) is None
+
+
+def test_a_receiver_without_address_space_leaves_a_slot_alone(pair: Pair) -> None:
+    fd = pair.arena.offer(MIB)
+    assert fd is not None
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    with limited(resource.RLIMIT_AS, in_use):
+        pair.slots.add_fds([fd])
+    assert pair.slots.statistics().num_slots == 0
+    assert pair.arena.lend(MIB) is None
+
+
+def test_slots_that_are_not_mapped_are_given_up() -> None:
+    pair = Pair(limit_bytes=MIB, retire_after_s=0.0)
+    for _ in range(3):
+        fd = pair.arena.offer(MIB)
+        assert fd is not None
+        os.close(fd)  # it never arrives
+    assert pair.arena.statistics().num_slots == 1
+    pair.close()
+
+
+def test_few_slots_are_offered_at_once(pair: Pair) -> None:
+    fds = [fd for fd in (pair.arena.offer(PAGE) for _ in range(100)) if fd is not None]
+    for fd in fds:
+        os.close(fd)
+    assert len(fds) == 64
+
+
+def test_without_memfds_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     arena_module.is_available.cache_clear()
     try:
         assert not arena_module.is_available()
-        assert pair.arena.lend(MIB) is None
+        assert pair.arena.offer(MIB) is None
     finally:
         arena_module.is_available.cache_clear()
 
 
-def test_without_memory_the_socket_is_used(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(address: int, num_bytes: int) -> None:
+def test_without_memory_for_its_pages_a_slot_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(slot: Slot, num_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
     pair.send(MIB)
-    monkeypatch.setattr(arena_module, "populate", no_memory)
+    pair.offer(2 * MIB)
+    monkeypatch.setattr(Slot, "touch", no_memory)
     assert pair.arena.lend(2 * MIB) is None
     monkeypatch.undo()
-    assert pair.arena.lend(2 * MIB) is None  # not tried again
-    assert not pair.lend(MIB).slot.is_new
+    assert pair.arena.lend(2 * MIB) is None
+    assert pair.arena.offer(2 * MIB) is None  # not tried again at once
+    assert pair.arena.lend(MIB) is not None
 
 
 # Cancelling and closing
 
 
-def test_cancelling_a_new_slot_forgets_it(pair: Pair) -> None:
-    lease = pair.lend(MIB)
-    pair.arena.cancel(lease)
-    assert pair.arena.statistics().num_slots == 0
-    again = pair.lend(MIB)
-    assert again.slot.is_new
-    assert again.slot.slot_id != lease.slot.slot_id
-    assert pair.receive(again).numel() == MIB
-
-
-def test_cancelling_a_known_slot_frees_it(pair: Pair) -> None:
+def test_cancelling_frees_the_slot(pair: Pair) -> None:
     pair.send(MIB)
     pair.arena.cancel(pair.lend(MIB))
-    lease = pair.lend(MIB)
-    assert not lease.slot.is_new
+    lease = pair.arena.lend(MIB)
+    assert lease is not None
     assert pair.receive(lease).numel() == MIB
 
 
 def test_closing_twice_and_late_calls_do_no_harm(pair: Pair) -> None:
-    lease = pair.lend(MIB)
+    lease, fd = pair.lend(MIB), pair.arena.offer(PAGE)
+    assert fd is not None
     pair.close()
     pair.close()
     assert pair.arena.lend(MIB) is None
-    assert lease.fd is not None
-    pair.slots.add_fd(os.dup(lease.fd))  # closed at once
+    assert pair.arena.offer(MIB) is None
+    pair.slots.add_fds([fd])  # closed at once
     with pytest.raises(ConnectionClosed):
         pair.slots.map_slot(lease.slot, 1)
     lease.target.fill_(1)  # still memory
@@ -387,97 +446,80 @@ def read_only_memfd(_: Path) -> int:
     ],
 )
 def test_only_sealed_memory_of_the_right_size_is_mapped(make_fd: Callable[[Path], int], tmp_path: Path) -> None:
-    slots = BorrowedSlots(MIB)
-    slots.add_fd(make_fd(tmp_path))
-    before = num_fds()
+    slots, before = BorrowedSlots(MIB), num_fds()
     with pytest.raises(DecodeError):
-        slots.map_slot(SlotRef(0, PAGE, True), 10)
-    assert num_fds() == before - 1  # closed at once
+        slots.add_fds([make_fd(tmp_path), memfd(2 * PAGE)])
+    assert num_fds() == before  # both were closed at once
     assert slots.statistics().num_slots == 0
 
 
-@pytest.mark.parametrize(
-    ("capacity", "num_bytes"),
-    [
-        (3 * PAGE, 10),
-        (PAGE // 2, 10),
-        (2 * MIB, 10),
-        (1 << 62, 10),
-        ((1 << 64) - 1, 10),
-        (0, 0),
-        (-PAGE, -PAGE),
-        (PAGE, 0),
-        (PAGE, -1),
-        (PAGE, PAGE + 1),
-        (PAGE, 1 << 63),
-    ],
-)
-@pytest.mark.parametrize("is_new", [True, False])
-def test_impossible_sizes_are_refused(capacity: int, num_bytes: int, is_new: bool) -> None:
+@pytest.mark.parametrize("capacity", [3 * PAGE, PAGE // 2, 0, MIB + PAGE])
+def test_a_slot_of_another_size_is_refused(capacity: int) -> None:
+    slots = BorrowedSlots(2 * MIB)
+    with pytest.raises(DecodeError, match="power of two"):
+        slots.add_fds([memfd(PAGE + capacity)])
+
+
+def test_a_slot_number_beyond_63_bits_is_refused() -> None:
     slots = BorrowedSlots(MIB)
-    slots.add_fd(memfd(2 * PAGE))
-    slots.map_slot(SlotRef(0, PAGE, True), 10)
-    before = slots.statistics()
-    slots.add_fd(memfd(PAGE + capacity if 0 <= capacity <= 2 * MIB else 2 * PAGE))
+    with pytest.raises(DecodeError, match="number"):
+        slots.add_fds([make_memfd(1 << 63, PAGE)])
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, PAGE + 1, 1 << 63])
+def test_impossible_sizes_are_refused(num_bytes: int) -> None:
+    slots = BorrowedSlots(MIB)
+    slots.add_fds([make_memfd(0, PAGE)])
     with pytest.raises(DecodeError):
-        slots.map_slot(SlotRef(1 if is_new else 0, capacity, is_new), num_bytes)
+        slots.map_slot(SlotRef(0, PAGE), num_bytes)
+    assert slots.statistics().num_lent == 0
     slots.close()
-    assert (before.num_slots, slots.statistics().num_slots) == (1, 0)
-
-
-def test_a_new_slot_needs_a_descriptor() -> None:
-    slots = BorrowedSlots(MIB)
-    with pytest.raises(DecodeError, match="no file descriptor"):
-        slots.map_slot(SlotRef(0, PAGE, True), 10)
 
 
 def test_an_unknown_slot_is_refused(pair: Pair) -> None:
     held = pair.send(PAGE)
     with pytest.raises(DecodeError, match="slot 77"):
-        pair.slots.map_slot(SlotRef(77, PAGE, False), held.numel())
+        pair.slots.map_slot(SlotRef(77, PAGE), held.numel())
 
 
-def test_another_capacity_for_a_known_slot_is_refused(pair: Pair) -> None:
+@pytest.mark.parametrize("capacity", [2 * PAGE, 3 * PAGE, 1 << 62, (1 << 64) - 1, 0, -PAGE])
+def test_another_capacity_for_a_known_slot_is_refused(pair: Pair, capacity: int) -> None:
     pair.send(PAGE)
     with pytest.raises(DecodeError, match="slot 0"):
-        pair.slots.map_slot(SlotRef(0, 2 * PAGE, False), 10)
+        pair.slots.map_slot(SlotRef(0, capacity), 10)
 
 
 def test_a_slot_that_is_lent_twice_is_refused(pair: Pair) -> None:
     held = pair.send(PAGE, 1)
     with pytest.raises(DecodeError, match="in use"):
-        pair.slots.map_slot(SlotRef(0, PAGE, False), 10)
+        pair.slots.map_slot(SlotRef(0, PAGE), 10)
     assert int(held.sum()) == PAGE
 
 
 def test_a_slot_number_that_comes_twice_is_refused(pair: Pair) -> None:
     held = pair.send(PAGE, 1)
-    pair.slots.add_fd(memfd(2 * PAGE))
     with pytest.raises(DecodeError, match="twice"):
-        pair.slots.map_slot(SlotRef(0, PAGE, True), 10)
+        pair.slots.add_fds([make_memfd(0, PAGE)])
     assert int(held.sum()) == PAGE
 
 
-def test_slots_beyond_the_limit_are_refused() -> None:
+def test_slots_beyond_the_limit_are_not_mapped() -> None:
     slots = BorrowedSlots(4 * PAGE)
-    for slot_id in range(4):
-        slots.add_fd(memfd(2 * PAGE))
-        slots.map_slot(SlotRef(slot_id, PAGE, True), 10)
-    slots.add_fd(memfd(2 * PAGE))
-    with pytest.raises(DecodeError, match="limit"):
-        slots.map_slot(SlotRef(4, PAGE, True), 10)
-    assert slots.statistics().bytes_mapped == 4 * PAGE
-
-
-def test_too_many_descriptors_are_refused_and_closed() -> None:
-    slots, before = BorrowedSlots(MIB), num_fds()
-    for _ in range(MAX_WAITING_FDS):
-        slots.add_fd(memfd(2 * PAGE))
-    with pytest.raises(DecodeError, match="descriptors"):
-        slots.add_fd(memfd(2 * PAGE))
-    assert num_fds() == before + MAX_WAITING_FDS
+    slots.add_fds([make_memfd(slot_id, PAGE) for slot_id in range(6)])
+    assert (slots.statistics().num_slots, slots.statistics().bytes_mapped) == (4, 4 * PAGE)
     slots.close()
-    assert num_fds() == before
+
+
+def test_slots_beyond_their_number_are_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_SLOTS <= 1024
+    monkeypatch.setattr(arena_module, "MAX_SLOTS", 3)
+    slots, offered = BorrowedSlots(MIB), make_memfd(3, PAGE)
+    kept = os.dup(offered)
+    slots.add_fds([*(make_memfd(slot_id, PAGE) for slot_id in range(3)), offered])
+    assert slots.statistics().num_slots == 3
+    assert os.pread(kept, 1, 0) == bytes([OFFERED])  # its sender sees that it is not mapped
+    os.close(kept)
+    slots.close()
 
 
 # Garbage collection at awkward moments
@@ -624,8 +666,7 @@ while True:
     if not text:
         break
     order, answer, answer_fds = json.loads(text), {}, []
-    for fd in fds:
-        slots.add_fd(fd)
+    slots.add_fds(fds)
     if "take" in order:
         buffer = slots.map_slot(SlotRef(*order["take"]), order["num_bytes"])
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -634,9 +675,11 @@ while True:
         del buffer, tensor
     if "give" in order:
         lease = arena.lend(order["give"])
-        lease.target.fill_(order["value"])
-        answer["slot"] = [lease.slot.slot_id, lease.slot.capacity, lease.slot.is_new]
-        answer_fds = [] if lease.fd is None else [lease.fd]
+        if lease is None:
+            answer_fds = [arena.offer(order["give"])]
+        else:
+            lease.target.fill_(order["value"])
+            answer["slot"] = [lease.slot.slot_id, lease.slot.capacity]
     if "drop" in order:
         kept.clear()
     if "close" in order:
@@ -670,20 +713,29 @@ class Peer:
         assert text, "the other process ended"
         return json.loads(text), list(answer_fds)
 
-    def take(self, lease: Lease, keep: bool = False) -> dict[str, Any]:
-        fds = () if lease.fd is None else (lease.fd,)
-        slot = lease.slot
-        answer, _ = self.ask(
-            fds, take=[slot.slot_id, slot.capacity, slot.is_new], num_bytes=lease.target.numel(), keep=keep
-        )
-        for fd in fds:
+    def lend_full(self, arena: LendingArena, num_bytes: int, value: int) -> Lease:
+        """A slot that the other process knows, with that value in every byte."""
+        lease = arena.lend(num_bytes)
+        if lease is None:
+            fd = arena.offer(num_bytes)
+            assert fd is not None
+            self.ask((fd,))
             os.close(fd)
+            lease = arena.lend(num_bytes)
+        assert lease is not None
+        lease.target.fill_(value)
+        return lease
+
+    def take(self, lease: Lease, keep: bool = False) -> dict[str, Any]:
+        slot = lease.slot
+        answer, _ = self.ask(take=[slot.slot_id, slot.capacity], num_bytes=lease.target.numel(), keep=keep)
         return answer
 
     def give(self, slots: BorrowedSlots, num_bytes: int, value: int) -> torch.Tensor:
         answer, fds = self.ask(give=num_bytes, value=value)
-        for fd in fds:
-            slots.add_fd(fd)
+        if fds:
+            slots.add_fds(fds)
+            answer, _ = self.ask(give=num_bytes, value=value)
         return torch.frombuffer(slots.map_slot(SlotRef(*answer["slot"]), num_bytes), dtype=torch.uint8)
 
     def kill(self) -> None:
@@ -713,20 +765,13 @@ def peer() -> Iterator[Peer]:
     made.process.stderr.close()
 
 
-def lend_full(arena: LendingArena, num_bytes: int, value: int) -> Lease:
-    lease = arena.lend(num_bytes)
-    assert lease is not None
-    lease.target.fill_(value)
-    return lease
-
-
 def test_processes_exchange_tensors_in_both_directions_for_1000_rounds(peer: Peer, pair: Pair) -> None:
     arena, slots = pair.arena, pair.slots
-    first = peer.take(lend_full(arena, 256 * KIB, 1))
+    first = peer.take(peer.lend_full(arena, 256 * KIB, 1))
     assert int(peer.give(slots, 256 * KIB, 1).sum()) == 256 * KIB
     for index in range(1000):
         value = index % 200
-        answer = peer.take(lend_full(arena, 256 * KIB, value))
+        answer = peer.take(peer.lend_full(arena, 256 * KIB, value))
         assert answer["sum"] == value * 256 * KIB
         assert int(peer.give(slots, 256 * KIB, value)[-1]) == value
     assert answer["num_fds"] == first["num_fds"]
@@ -734,15 +779,15 @@ def test_processes_exchange_tensors_in_both_directions_for_1000_rounds(peer: Pee
 
 
 def test_a_slot_comes_back_when_the_other_process_drops_its_view(peer: Peer, pair: Pair) -> None:
-    peer.take(lend_full(pair.arena, MIB, 1), keep=True)
+    peer.take(peer.lend_full(pair.arena, MIB, 1), keep=True)
     assert pair.arena.statistics().num_lent == 1
     peer.ask(drop=True)
     assert pair.arena.statistics().num_lent == 0
-    assert not pair.lend(MIB).slot.is_new
+    assert pair.arena.lend(MIB) is not None
 
 
 def test_a_process_that_ends_with_borrowed_memory_is_quiet(peer: Peer, pair: Pair) -> None:
-    peer.take(lend_full(pair.arena, MIB, 1), keep=True)
+    peer.take(peer.lend_full(pair.arena, MIB, 1), keep=True)
     tensor = peer.give(pair.slots, MIB, 2)
     assert peer.leave() == ""
     assert peer.process.returncode == 0
@@ -762,7 +807,7 @@ def test_a_tensor_outlives_its_sender(peer: Peer, pair: Pair, end: str) -> None:
 
 
 def test_memory_comes_back_when_the_receiver_dies(peer: Peer, pair: Pair) -> None:
-    peer.take(lend_full(pair.arena, 4 * MIB, 3), keep=True)
+    peer.take(peer.lend_full(pair.arena, 4 * MIB, 3), keep=True)
     peer.kill()
     assert pair.arena.statistics().num_lent == 1  # nobody is left to free it
     pair.arena.close()

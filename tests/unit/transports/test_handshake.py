@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
-from gradwire.errors import AuthenticationFailed
-from gradwire.transports.handshake import CallerHandshake, Identity, ListenerHandshake
+from gradwire.errors import AuthenticationFailed, IdentityTaken
+from gradwire.transports.handshake import Admit, CallerHandshake, Identity, ListenerHandshake
 from gradwire.types import Trust, WorkerAddress, WorkerInfo
 from gradwire.wire.messages import PROTOCOL_VERSION, Call, Challenge, Hello, Message, Proof, Refused, Welcome
 
@@ -30,10 +28,8 @@ def make_caller(identity: Identity = CALLER, to: WorkerAddress | None = None) ->
     return CallerHandshake(identity, to or make_address("listener"), "calls")
 
 
-def make_listener(
-    identity: Identity = LISTENER, is_current: Callable[[WorkerAddress], bool] = lambda address: True
-) -> ListenerHandshake:
-    return ListenerHandshake(identity, is_current)
+def make_listener(identity: Identity = LISTENER, admit: Admit = lambda address: None) -> ListenerHandshake:
+    return ListenerHandshake(identity, admit)
 
 
 def shake_hands(
@@ -221,26 +217,56 @@ def test_certificates_must_be_good_for_the_names() -> None:
         shake_hands(make_caller(), make_listener(), frozenset())
 
 
-def test_an_older_incarnation_is_refused_once_it_has_proved_itself() -> None:
+def test_a_caller_that_may_not_come_is_refused_once_it_has_proved_itself() -> None:
     asked: list[WorkerAddress] = []
 
-    def is_current(address: WorkerAddress) -> bool:
+    def admit(address: WorkerAddress) -> None:
         asked.append(address)
-        return address.incarnation >= 6
+        if address.incarnation < 6:
+            raise AuthenticationFailed("a newer incarnation of this worker is connected")
 
-    older = make_listener(is_current=is_current)
+    older = make_listener(admit=admit)
     with pytest.raises(AuthenticationFailed, match="newer incarnation"):
         shake_hands(make_caller(), older)
     assert not older.is_open
-    newer = make_listener(is_current=is_current)
+    newer = make_listener(admit=admit)
     shake_hands(make_caller(make_identity("caller", incarnation=6)), newer)
     assert newer.is_open
     assert [address.incarnation for address in asked] == [5, 6]
 
 
+def test_a_listener_that_may_not_answer_is_refused_once_it_has_proved_itself() -> None:
+    asked: list[WorkerAddress] = []
+
+    def admit(address: WorkerAddress) -> None:
+        asked.append(address)
+        raise IdentityTaken("rank 0 belongs to another worker")
+
+    caller = CallerHandshake(CALLER, make_address("listener"), "calls", admit)
+    with pytest.raises(AuthenticationFailed, match="token"):
+        shake_hands(caller, make_listener(make_identity("listener", token=b"guess")))
+    assert asked == []
+    with pytest.raises(IdentityTaken, match="rank 0"):
+        shake_hands(CallerHandshake(CALLER, make_address("listener"), "calls", admit), make_listener())
+    assert asked == [LISTENER.address]
+
+
+def test_a_caller_cannot_have_the_listeners_name() -> None:
+    with pytest.raises(IdentityTaken, match="a name of its own"):
+        shake_hands(make_caller(make_identity("listener")), make_listener())
+
+
+@pytest.mark.parametrize(("is_taken", "kind"), [(True, IdentityTaken), (False, AuthenticationFailed)])
+def test_the_reason_of_a_refusal_is_harmless_to_print(is_taken: bool, kind: type[Exception]) -> None:
+    with pytest.raises(AuthenticationFailed, match=r"no\\x1b\[2J") as caught:
+        make_caller().on_message(Refused("no\x1b[2J" + "x" * 5000, is_taken), None)
+    assert type(caught.value) is kind
+    assert len(str(caught.value)) < 2500
+
+
 def test_nobody_without_the_token_learns_about_incarnations() -> None:
     asked: list[WorkerAddress] = []
-    listener = make_listener(is_current=lambda address: not asked.append(address))
+    listener = make_listener(admit=asked.append)
     listener.on_message(make_caller().begin(), None)
     with pytest.raises(AuthenticationFailed):
         listener.on_message(Proof(b"x" * 32), None)

@@ -158,7 +158,9 @@ def test_a_cluster_with_other_keys_is_refused(keys: TlsKeys, other_keys: TlsKeys
 
 def test_a_client_without_tls_is_refused(keys: TlsKeys) -> None:
     listener = make_transport(keys).listen("w")
-    near = make_transport().connect(listener.uri, soon())
+    with pytest.raises(AuthenticationFailed, match="no keys"):
+        make_transport().connect(listener.uri, soon())
+    near = make_transport().connect(listener.uri.removesuffix("?tls"), soon())  # as one that does not care
     far = accept(listener)
     send_call(near, 1, b"hello")
     assert isinstance(outcome(far), AuthenticationFailed)
@@ -171,7 +173,7 @@ def test_a_client_without_a_certificate_is_refused(keys: TlsKeys) -> None:
     listener = make_transport(keys).listen("w")
     context = ssl.create_default_context(cafile=keys.ca)
     context.check_hostname = False
-    port = int(listener.uri.rpartition(":")[2])
+    port = int(listener.uri.removesuffix("?tls").rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
         far = accept(listener)
         found: list[TransportError] = []
@@ -186,7 +188,9 @@ def test_a_client_without_a_certificate_is_refused(keys: TlsKeys) -> None:
 
 def test_a_listener_without_tls_is_refused(keys: TlsKeys) -> None:
     listener = make_transport().listen("w")
-    near = make_transport(keys).connect(listener.uri, soon())
+    with pytest.raises(AuthenticationFailed, match="without TLS"):
+        make_transport(keys).connect(listener.uri, soon())
+    near = make_transport(keys).connect(f"{listener.uri}?tls", soon())
     far = accept(listener)
     with Sender(lambda: _answer_plainly(far)):
         assert isinstance(outcome(near), AuthenticationFailed | ConnectionLost)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, DecodeError
 from gradwire.testing import ConnectionPair, wait_until
-from gradwire.testing._pairs import ANYTHING, end_of, send_call
+from gradwire.testing._pairs import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
 from gradwire.transports import unix
 from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.unix import UnixListener, UnixTransport
@@ -141,14 +145,13 @@ def test_a_late_end_leaves_the_successor_alone(transport: UnixTransport) -> None
         transport.connect(newer.uri, soon())
 
 
-def test_descriptors_that_no_slot_names_are_closed(transport: UnixTransport) -> None:
+def test_descriptors_that_are_no_slots_are_closed(transport: UnixTransport) -> None:
     listener = transport.listen("w")
     near, far = connect(transport, listener)
     read, write = os.pipe()
     far.decoder.accept = ANYTHING
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(4):
-        near._channel.write([b"G"], [read] * 50)
+    near._channel.write([b"G"], [read] * 50)
     assert isinstance(end_of(far), DecodeError)
     far.close()
     near.close()
@@ -160,13 +163,57 @@ def test_descriptors_that_no_slot_names_are_closed(transport: UnixTransport) -> 
 
 def test_large_tensors_leave_the_socket_alone(transport: UnixTransport) -> None:
     listener = transport.listen("w")
-    near, far = connect(transport, listener)
-    with ConnectionPair(near, far) as pair:
+    with ConnectionPair(*connect(transport, listener)) as pair:
+        with Sender(lambda: send_call(pair.near, 1, b"", [torch.zeros(1 << 20)])):  # a slot for the next one goes along
+            receive_frames(pair.far, 1)
         before = pair.near.bytes_sent
-        send_call(pair.near, 1, b"", [torch.zeros(1 << 20)])
+        send_call(pair.near, 2, b"", [torch.zeros(1 << 20)])
         assert pair.near.bytes_sent - before < 1000
         arena = pair.near.statistics().arena
         assert (arena.num_slots, arena.num_created) == (1, 1)
+    listener.close()
+
+
+def test_a_receiver_without_descriptors_gets_its_tensors(transport: UnixTransport) -> None:
+    listener = transport.listen("w")
+    with ConnectionPair(*connect(transport, listener)) as pair:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        value = torch.arange(70_000.0)
+        for number in range(3):
+            with Sender(partial(send_call, pair.near, number, b"", [value])) as sender:
+                wait_until(lambda: pair.far.wait_readable(0.1), 20, "the frame and its descriptor")
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # the kernel cannot hand any out
+                try:
+                    (frame,) = receive_frames(pair.far, 1)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                assert sender.wait(20)
+            assert torch.equal(receive_tensors(frame)[0], value)
+        assert pair.far._slots is not None
+        assert pair.far._slots.statistics().num_created == 0
+    listener.close()
+
+
+def test_descriptors_that_the_kernel_does_not_pass_are_left_out(transport: UnixTransport) -> None:
+    listener = transport.listen("w")
+    with ConnectionPair(*connect(transport, listener)) as pair:
+
+        class Refusing:
+            """Sends, but passes no descriptors: as the kernel does where too many are under way."""
+
+            def sendmsg(self, buffers: Any, ancillary: Any = ()) -> int:
+                if ancillary:
+                    raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+                return real.sendmsg(buffers)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        channel: Any = pair.near._channel
+        real, channel._socket = channel._socket, Refusing()
+        with Sender(lambda: send_call(pair.near, 1, b"", [torch.ones(70_000)])):
+            (frame,) = receive_frames(pair.far, 1)
+        assert torch.equal(receive_tensors(frame)[0], torch.ones(70_000))
     listener.close()
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.wire import _pickled
+from gradwire.config import Limits
+from gradwire.errors import DecodeError
+from gradwire.wire import _pickled, objects
 from gradwire.wire._carried import CarriedFunction, carry
 
 
@@ -119,3 +121,10 @@ def test_recursive_functions_are_not_kept_alive_either() -> None:
     del function
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("pickle", ["text", 5, None, [b""], bytearray(b"")])
+def test_a_function_by_value_is_one_pickle(pickle: Any) -> None:
+    packed = objects.pack(CarriedFunction(pickle), "data", Limits())
+    with pytest.raises(DecodeError, match="one pickle"):
+        objects.unpack(packed.codec, packed.body, [], "data", Limits())

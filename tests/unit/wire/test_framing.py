@@ -6,16 +6,19 @@ import ctypes
 import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.types import Trust
 from gradwire.wire import tensors
 from gradwire.wire.framing import DIRECT_READ_FROM, PREFIX_BYTES, Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, Goodbye, Hello, Proof, Reply, SlotRef, TensorMeta, Welcome
 
+FLOAT32 = tensors.DTYPES.index(torch.float32)
 GOOD = samples.good_frames()
 BAD = samples.bad_frames()
 
@@ -210,13 +213,13 @@ def test_slots_are_mapped_and_take_no_payload(chunk: int) -> None:
         asked.append((slot, num_bytes))
         return bytearray(b"s" * num_bytes)
 
-    slot = SlotRef(3, 4096, True)
-    metas = (TensorMeta(0, (2,), 2), TensorMeta(0, (9,), 9, slot=slot), TensorMeta(0, (1,), 1))
+    slot = SlotRef(3, 4096)
+    metas = (TensorMeta(0, (2,), 2), TensorMeta(FLOAT32, (3,), 12, slot=slot), TensorMeta(0, (1,), 1))
     data = encode(Reply(1, 1, 1, metas), 4) + b"xabc"
     decoder = make_decoder(map_slot=map_slot)
     frames = [frame for at in range(0, len(data), chunk) for frame in decoder.feed(data[at : at + chunk])]
-    assert plain(frames[0])[1:] == (b"x", [b"ab", b"s" * 9, b"c"])
-    assert asked == [(slot, 9)]
+    assert plain(frames[0])[1:] == (b"x", [b"ab", b"s" * 12, b"c"])
+    assert asked == [(slot, 12)]
 
 
 def test_slot_that_cannot_be_mapped_kills_the_connection() -> None:
@@ -225,9 +228,52 @@ def test_slot_that_cannot_be_mapped_kills_the_connection() -> None:
 
     decoder = make_decoder(map_slot=map_slot)
     with pytest.raises(DecodeError, match="no slot 3"):
-        decoder.feed(encode(Reply(1, 1, 0, (TensorMeta(0, (9,), 9, slot=SlotRef(3, 4096, False)),))))
+        decoder.feed(encode(Reply(1, 1, 0, (TensorMeta(FLOAT32, (3,), 12, slot=SlotRef(3, 4096)),))))
     with pytest.raises(DecodeError, match="nothing after them"):
         decoder.advance(0)
+
+
+def slotted(dtype: torch.dtype) -> TensorMeta:
+    return TensorMeta(tensors.DTYPES.index(dtype), (8,), 8 * dtype.itemsize, slot=SlotRef(3, 4096))
+
+
+@pytest.mark.parametrize(
+    ("trust", "refused"),
+    [
+        ("code", {torch.bool}),
+        ("data", {dtype for dtype in tensors.DTYPES if not (dtype.is_floating_point or dtype.is_complex)}),
+    ],
+)
+@pytest.mark.parametrize("chunk", [20, 10_000])
+def test_what_is_checked_cannot_be_in_shared_memory(trust: Trust, refused: set[torch.dtype], chunk: int) -> None:
+    def map_slot(slot: SlotRef, num_bytes: int) -> Any:
+        return bytearray(num_bytes)
+
+    found = set()
+    for dtype in tensors.DTYPES:
+        decoder = make_decoder(map_slot=map_slot, shared_dtypes=tensors.SHAREABLE_DTYPES[trust])
+        data = encode(Reply(1, 1, 1, (slotted(dtype),)), 1) + b"x"
+        try:
+            for at in range(0, len(data), chunk):
+                decoder.feed(data[at : at + chunk])
+        except DecodeError:
+            found.add(dtype)
+    assert found == refused
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+@pytest.mark.parametrize("in_slot", [0, -1])
+def test_no_part_of_a_sparse_tensor_can_be_in_shared_memory(layout: torch.layout, in_slot: int) -> None:
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    meta, _ = tensors.describe(torch.eye(4).to_sparse(layout=layout, **blocks), Limits())
+    assert tensors.validate(meta, Limits()) > 0
+    parts = list(meta.parts)
+    parts[in_slot] = msgspec.structs.replace(parts[in_slot], slot=SlotRef(3, 4096))
+    with pytest.raises(DecodeError, match="shared memory"):
+        tensors.validate(msgspec.structs.replace(meta, parts=tuple(parts)), Limits())
 
 
 def test_handshake_messages_have_one_spelling() -> None:

@@ -1,0 +1,113 @@
+"""What rank 0 believes of those who join, and of those who say that they have met before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradwire.cluster._survey import ask_calls_served
+from gradwire.config import WorkerConfig
+from gradwire.rpc import Agent
+from gradwire.rpc.meeting_point import open_meeting_point
+from gradwire.rpc.rendezvous import Host
+from gradwire.rpc.store_directory import StoreDirectory
+from gradwire.runtime import start_worker
+from gradwire.testing import wait_until
+from gradwire.transports.stream import StreamConnection
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.addresses import encode_address
+from gradwire.wire.messages import Failure
+from rpc.by_hand import connect, receive, send_control
+from rpc.fixtures import MakeAgents
+
+
+def address_of(name: str, rank: int, incarnation: int = 1, uris: tuple[str, ...] = ()) -> WorkerAddress:
+    return WorkerAddress(WorkerInfo(name, rank), incarnation, "elsewhere", uris)
+
+
+@pytest.fixture
+def directory(meeting: str) -> StoreDirectory:
+    return StoreDirectory(open_meeting_point(meeting, 0, 3, 5.0), "test")
+
+
+@pytest.fixture
+def leader(directory: StoreDirectory) -> Iterator[Agent]:
+    agent = start_worker(WorkerInfo("w0", 0), WorkerConfig(token=b"secret", trust="data"), directory)
+    directory.publish(agent)
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def host(leader: Agent, directory: StoreDirectory) -> Host:
+    host = Host(leader, 3, directory)
+    host.join()
+    return host
+
+
+@pytest.fixture
+def control(leader: Agent) -> Iterator[StreamConnection]:
+    with contextlib.closing(connect(leader, "control", name="w1", rank=1)) as made:
+        yield made
+
+
+BAD = [
+    (encode_address(address_of("w2", 1)), 3),
+    (encode_address(address_of("w1", 2)), 3),
+    (encode_address(address_of("w2", 2)), 3),
+    (encode_address(address_of("w1", 70_000)), 3),
+    (encode_address(address_of("w1", -1)), 3),
+    (encode_address(address_of("w1", 1, -5)), 3),
+    (encode_address(address_of("w1", 1, uris=("unix:///x",) * 100)), 3),
+    (encode_address(address_of("w1", 1, uris=("x" * 5000,))), 3),
+    (encode_address(address_of("../w1", 1)), 3),
+    (b"", 3),
+    (b"\x93\x01\x02", 3),
+    (b"x" * 100_000, 3),
+    ("text", 3),
+    (None, 3),
+    (encode_address(address_of("w1", 1)), 4),
+    (encode_address(address_of("w1", 1)), 1),
+    (encode_address(address_of("w1", 1)), 0),
+    (encode_address(address_of("w1", 1)), -3),
+    (encode_address(address_of("w1", 1)), "3"),
+    (encode_address(address_of("w1", 1)), 3.0),
+    (encode_address(address_of("w1", 1)),),
+    (),
+]
+
+
+@pytest.mark.parametrize("args", BAD, ids=range(len(BAD)))
+def test_a_worker_joins_as_itself_or_not_at_all(host: Host, control: StreamConnection, args: tuple[Any, ...]) -> None:
+    send_control(control, 1, "~join", *args)
+    assert isinstance(receive(control), Failure)
+    assert set(host._joined) == set(host._answers) == {0}
+
+
+def test_one_answer_is_owed_to_each_rank(host: Host, control: StreamConnection) -> None:
+    for number in range(1, 6):
+        send_control(control, number, "~join", encode_address(address_of("w1", 1)), 3)
+        if number > 1:
+            assert isinstance(receive(control), Failure)  # what the join before it gets
+    wait_until(lambda: set(host._answers) == {0, 1}, 20)
+
+
+def test_a_worker_cannot_speak_for_others_when_rank_0_restarts(host: Host, directory: StoreDirectory) -> None:
+    store, prefix = directory._point.store, directory._prefix
+    store.set(f"{prefix}/rank/1", encode_address(address_of("w1", 1)))
+    store.set(f"{prefix}/rank/2", encode_address(address_of("w2", 2)))
+    host.adopt([address_of("w1", 1), address_of("z", 2), address_of("z", 0)])
+    assert {rank: address.info.name for rank, address in host._joined.items()} == {0: "w0", 1: "w1"}
+    host.adopt([address_of("w2", 2)])
+    assert set(host._joined) == {0, 1, 2}
+    assert host._answers == {}  # rank 0 was told
+
+
+@pytest.mark.parametrize("answer", ["many", None, [1], 1.5])
+def test_a_worker_that_does_not_say_how_many_calls_it_served(make_agents: MakeAgents, answer: Any) -> None:
+    a, b = make_agents("a", "b")
+    b.server.register_control("calls_served", lambda _: answer)
+    assert ask_calls_served(a, ["b"], 5.0) == {}
