@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ def frozen(thing: Any) -> Any:
         return tuple(thing)
     if isinstance(thing, msgspec.Struct):
         return tuple(frozen(getattr(thing, name)) for name in thing.__struct_fields__)
+    if isinstance(thing, Channel):
+        return tuple(frozen(getattr(thing, field.name)) for field in dataclasses.fields(thing))
     return thing
 
 
@@ -51,7 +54,7 @@ def copied(exchange: Exchange) -> Exchange:
 
 
 def _copied_channel(channel: Channel) -> Channel:
-    return replace(
+    return dataclasses.replace(
         channel,
         waiting=channel.waiting.copy(),
         unacknowledged=dict(channel.unacknowledged),

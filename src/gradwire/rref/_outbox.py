@@ -14,6 +14,7 @@ At most `WINDOW` batches of at most `MAX_MESSAGES` are under way to one worker; 
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -48,7 +49,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     messages: Annotated[tuple[Message, ...], msgspec.Meta(max_length=MAX_MESSAGES)] = ()
 
 
-class Channel(msgspec.Struct):
+@dataclass(slots=True)
+class Channel:
     """What goes to one worker, and what came from it.
 
     Attributes:
@@ -62,11 +64,11 @@ class Channel(msgspec.Struct):
         is_suspended: Whether the other worker is taken for dead.
     """
 
-    waiting: collections.deque[Message] = msgspec.field(default_factory=collections.deque)
-    unacknowledged: dict[int, Batch] = {}
+    waiting: collections.deque[Message] = field(default_factory=collections.deque)
+    unacknowledged: dict[int, Batch] = field(default_factory=dict)
     last_number: int = 0
     up_to: int = 0
-    beyond: set[int] = set()
+    beyond: set[int] = field(default_factory=set)
     must_acknowledge: bool = False
     must_repeat: bool = False
     is_suspended: bool = False

@@ -220,8 +220,8 @@ class References:
             state.fail(copies_of(error))
             return
         with self._decisions as known, known.lock:
+            known.later(functools.partial(state.end, copies_of(error)))  # first: it says more than that it is broken
             known.do(known.ownership.fork_failed(state.fork_id, str(error)))
-        state.end(copies_of(error))
 
     def watch(self, fork: UserFork) -> None:
         """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""
