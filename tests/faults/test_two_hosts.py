@@ -102,6 +102,58 @@ def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: list[str], tmp_path:
     assert time.monotonic() - started < 10.0
 
 
+_NOWHERE = "02:00:00:00:00:99"  # the address of no network card: what is sent there is lost on the way
+_CUTS = {"both ways": (0, 1), "one way": (0,)}  # the hosts whose packets are lost
+
+
+def _cut(host: str, other: str) -> None:
+    _ip("-n", host, "neigh", "replace", other, "lladdr", _NOWHERE, "dev", "gw0", "nud", "permanent")
+
+
+def _heal(host: str, other: str) -> None:
+    _ip("-n", host, "neigh", "del", other, "dev", "gw0")
+
+
+_SETUP = """
+from gradwire.rpc import RRef
+from gradwire.nn import RemoteModule
+from gradwire.testing import wait_until
+from rref import tasks
+agent = rpc.current_agent()
+def use(to):
+    module = RemoteModule(to, torch.nn.Linear, (2, 1))
+    return list(module.forward(torch.ones(1, 2)).shape), rpc.remote(to, tasks.make, args=(2.0,)).to_here().tolist()
+"""
+
+
+@pytest.mark.parametrize("way", list(_CUTS))
+def test_references_work_when_a_cut_has_healed(
+    puppets: list[Puppet], hosts: list[str], tmp_path: Path, way: str
+) -> None:
+    """Both hosts have taken each other for dead. Old references say so, new ones work at once, and nothing is left."""
+    _meet(puppets, tmp_path / "keys")
+    for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
+        puppet.do(_SETUP)
+        puppet.do(f"held = rpc.remote({other!r}, tasks.make, args=(1.0,)); held.rpc_sync().sum().item()")
+        puppet.do(f"own = RRef([1]); rpc.rpc_sync({other!r}, tasks.keep, args=('x', own))")
+    for number in _CUTS[way]:
+        _cut(hosts[number], ADDRESSES[1 - number])
+    for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
+        puppet.do(f"wait_until(lambda: agent.has_ended({other!r}), 25.0)", 30.0)
+    for number in _CUTS[way]:
+        _heal(hosts[number], ADDRESSES[1 - number])
+    for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
+        assert puppet.do(f"use({other!r})") == ([1, 1], [2.0] * 3)
+        for old in ("held", "tasks.KEPT['x']"):
+            with pytest.raises(PuppetError, match="Make the value again") as caught:
+                puppet.do(f"{old}.to_here()")
+            assert caught.value.kind == "OwnerLost"
+    for puppet in puppets:
+        puppet.do("held = own = None; tasks.KEPT.clear()")
+    for puppet in puppets:
+        puppet.do("wait_until(lambda: not any(tasks.counts()), 15.0, str(tasks.counts()))")
+
+
 def test_without_keys_the_error_says_so(puppets: list[Puppet]) -> None:
     where = f"tcp://{ADDRESSES[0]}:{PORT}"
     for rank, puppet in enumerate(puppets):

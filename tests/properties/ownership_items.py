@@ -45,23 +45,27 @@ class Make:
     fork_id: int
 
 
-class Note(NamedTuple):
-    """A message of the protocol."""
+@dataclass(frozen=True)
+class Made:
+    """The answer to such a call."""
 
     sender: int
-    message: act.Message
-
-    @property
-    def to(self) -> int:
-        return self.message.to[0]
-
-    @property
-    def fork_id(self) -> int:
-        """What it is about; 0 for none."""
-        return getattr(self.message, "fork_id", 0)
+    to: int
+    rref_id: int
+    fork_id: int
 
 
-Item = Carry | Make | Note
+class Post(NamedTuple):
+    """A batch of the protocol, which its sender keeps until it is acknowledged; or a copy that arrives besides."""
+
+    sender: int
+    to: int
+    number: int
+    messages: tuple[act.Message, ...]
+    is_copy: bool = False
+
+
+Item = Carry | Make | Made | Post
 Move = tuple[Any, ...]
 
 

@@ -1,14 +1,21 @@
-"""Machines that are never changed: an event gives another one. Equal ones are the same, and each event is tried once."""
+"""Workers' states that are never changed: an event gives another one. Equal ones are the same, and each event is tried once.
+
+What a state holds is the real `Exchange`: the real `Ownership` and the real `Outbox`.
+"""
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from gradwire.rref._actions import Worker
+from gradwire.rref._actions import LocalAction, Worker
+from gradwire.rref._exchange import Exchange
+from gradwire.rref._outbox import Batch, Channel
 from gradwire.rref._ownership import Ownership
 
 
@@ -18,37 +25,111 @@ def frozen(thing: Any) -> Any:
         return frozenset((key, frozen(value)) for key, value in thing.items())
     if isinstance(thing, set):
         return frozenset(thing)
+    if isinstance(thing, collections.deque):
+        return tuple(thing)
     if isinstance(thing, msgspec.Struct):
         return tuple(frozen(getattr(thing, name)) for name in thing.__struct_fields__)
+    if isinstance(thing, Channel):
+        return tuple(frozen(getattr(thing, field.name)) for field in dataclasses.fields(thing))
     return thing
 
 
-def copied(machine: Ownership) -> Ownership:
-    """A machine of its own, much faster than `copy.deepcopy`."""
-    twin = copy.copy(machine)
-    twin._values = {key: replace(value, holders=dict(value.holders)) for key, value in machine._values.items()}
-    twin._forks = {key: copy.copy(fork) for key, fork in machine._forks.items()}
-    twin._children = {key: copy.copy(child) for key, child in machine._children.items()}
-    twin._ended = dict(machine._ended)
-    twin._mourning = copy.deepcopy(machine._mourning)
+def copied(exchange: Exchange) -> Exchange:
+    """One of its own, much faster than `copy.deepcopy`."""
+    machine, outbox = exchange.ownership, exchange.outbox
+    twin = copy.copy(exchange)
+    twin.ownership = mine = copy.copy(machine)
+    mine._values = {key: replace(value, holders=dict(value.holders)) for key, value in machine._values.items()}
+    mine._forks = {key: copy.copy(fork) for key, fork in machine._forks.items()}
+    mine._children = {key: copy.copy(child) for key, child in machine._children.items()}
+    mine._listed = {key: dict(listed) for key, listed in machine._listed.items()}
+    mine._num_expected = dict(machine._num_expected)
+    mine._ended = {key: known.copy() for key, known in machine._ended.items()}
+    mine._mourning = copy.deepcopy(machine._mourning)
+    twin.outbox = copy.copy(outbox)
+    twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}
+    twin.outbox._due = set(outbox._due)
+    twin.outbox._over = dict(outbox._over)
     return twin
 
 
+def _copied_channel(channel: Channel) -> Channel:
+    return dataclasses.replace(
+        channel,
+        waiting=channel.waiting.copy(),
+        unacknowledged=dict(channel.unacknowledged),
+        beyond=set(channel.beyond),
+    )
+
+
+# -- what is done with an exchange besides what the protocol says ------------------------------------------------------
+
+
+def acknowledge(exchange: Exchange, by: Worker, up_to: int, beyond: tuple[int, ...]) -> None:
+    """Another worker says what has arrived there."""
+    exchange.outbox.arrived(Batch(by, exchange.outbox._own, 0, up_to, beyond))
+
+
+def renumber_sent(exchange: Exchange, to: Worker, less: int) -> None:
+    """Only differences of numbers mean anything: without this, equal states would not be equal."""
+    channel = exchange.outbox._channels[to]
+    channel.last_number -= less
+    sent = channel.unacknowledged.values()
+    channel.unacknowledged = {batch.number - less: replace(batch, number=batch.number - less) for batch in sent}
+
+
+def renumber_received(exchange: Exchange, sender: Worker, less: int) -> None:
+    channel = exchange.outbox._channels[sender]
+    channel.up_to -= less
+    channel.beyond = {number - less for number in channel.beyond}
+
+
+_EXTRA = {function.__name__: function for function in (acknowledge, renumber_sent, renumber_received)}
+
+
+def _run(exchange: Exchange, event: str, args: tuple[Any, ...]) -> Any:
+    """Tells an exchange of an event and writes what it has to send; returns what the driver would have to do."""
+    if event in _EXTRA:
+        result = _EXTRA[event](exchange, *args)
+    elif hasattr(exchange, event):
+        result = getattr(exchange, event)(*args)
+    else:
+        result = getattr(exchange.ownership, event)(*args)
+        if isinstance(result, list):
+            result = exchange.put(result)
+    exchange.outbox.take()
+    for channel in exchange.outbox._channels.values():
+        for number, batch in channel.unacknowledged.items():
+            channel.unacknowledged[number] = replace(batch, up_to=0, beyond=())  # the world acknowledges by itself
+    return result
+
+
 class Machine:
-    """An `Ownership` in one state.
+    """An `Exchange` in one state.
 
     Attributes:
-        core: Equal for machines that mean the same, apart from what they remember of the past.
-        ended: What they remember: forks and values.
-        ids: Forks that are known here.
+        known: Equal for machines that know the same of references, apart from what they remember of the past.
+        sent: Equal for machines whose messages under way are the same, with the same numbers.
+        kept_back: Messages for workers that are taken for dead.
+        ended: What they remember: forks and values, with the worker that may name them.
+        ids: Forks that are known here, or that messages from here speak of.
     """
 
-    def __init__(self, state: Ownership) -> None:
-        self.state = state
-        self.core = (*map(frozen, (state._values, state._forks, state._children, vars(state._mourning))),)
-        self.ended = frozenset(state._ended)
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        state, channels = exchange.ownership, exchange.outbox._channels
+        self.known = (*map(frozen, (state._values, state._forks, state._children, vars(state._mourning))),)
+        self.sent = frozenset((to, frozen(channel)) for to, channel in channels.items() if channel != Channel())
+        suspended = ((to, channel) for to, channel in channels.items() if channel.is_suspended)
+        self.kept_back = frozenset((to, frozenset(channel.waiting)) for to, channel in suspended)
+        self.ended = frozenset((worker, number) for worker, known in state._ended.items() for number in known)
+        batches = [batch for channel in channels.values() for batch in channel.unacknowledged.values()]
+        messages = [message for batch in batches for message in batch.messages]
+        messages += [message for channel in channels.values() for message in channel.waiting]
         holders = {fork_id for value in state._values.values() for fork_id in value.holders}
-        self.ids = frozenset(holders | state._forks.keys() | state._children.keys())
+        spoken_of = {getattr(message, "fork_id", 0) for message in messages}
+        self.ids = frozenset(holders | state._forks.keys() | state._children.keys() | spoken_of)
+        self.batches = tuple(batches)
         self.number = 0
         self.steps: dict[tuple[Any, ...], tuple[Machine, Any]] = {}
 
@@ -58,27 +139,29 @@ class Pool:
 
     Args:
         make_machine: What workers run; other than the real one to see whether a fault would be found.
+        make_exchange: The same for what surrounds it.
     """
 
-    def __init__(self, make_machine: type[Ownership] = Ownership) -> None:
+    def __init__(self, make_machine: type[Ownership] = Ownership, make_exchange: type[Exchange] = Exchange) -> None:
         self._make = make_machine
+        self._make_exchange = make_exchange
         self._known: dict[Any, Machine] = {}
         self._cores: dict[Any, int] = {}
 
     def start(self, own: Worker) -> Machine:
-        return self._intern(self._make(own))
+        return self._intern(self._make_exchange(own, self._make(own)))
 
     def step(self, machine: Machine, event: str, *args: Any) -> tuple[Machine, Any]:
-        """What a machine becomes, and what it answers."""
+        """What a machine becomes, and what it answers: what is left for its driver to do, or whether it went well."""
         known = machine.steps.get((event, *args))
         if known is None:
-            state = copied(machine.state)
-            result = getattr(state, event)(*args)
-            known = machine.steps[(event, *args)] = (self._intern(state), result)
+            exchange = copied(machine.exchange)
+            result: list[LocalAction] | bool | None = _run(exchange, event, args)
+            known = machine.steps[(event, *args)] = (self._intern(exchange), result)
         return known
 
-    def _intern(self, state: Ownership) -> Machine:
-        machine = Machine(state)
-        known = self._known.setdefault((state._own, machine.core, machine.ended), machine)
-        known.number = self._cores.setdefault((state._own, known.core), len(self._cores))
+    def _intern(self, exchange: Exchange) -> Machine:
+        machine, own = Machine(exchange), exchange.outbox._own
+        known = self._known.setdefault((own, machine.known, machine.sent, machine.ended), machine)
+        known.number = self._cores.setdefault((own, known.known, known.kept_back), len(self._cores) + 1)
         return known

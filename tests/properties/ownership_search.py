@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire.rref._exchange import Exchange
 from gradwire.rref._ownership import Ownership
 from properties.ownership_items import Move, Violation
 from properties.ownership_world import World
@@ -55,11 +56,16 @@ class Found:
     num_ends: int
 
 
-def first_world(values: str, num_workers: int = 3, make_machine: type[Ownership] = Ownership) -> World:
+def first_world(
+    values: str,
+    num_workers: int = 3,
+    make_machine: type[Ownership] = Ownership,
+    make_exchange: type[Exchange] = Exchange,
+) -> World:
     """Workers with values: "own" is one that worker 0 shares, "created" one that the last worker is making on worker 1,
     and "made" the same when it is there already.
     """
-    world = World(num_workers, make_machine)
+    world = World(num_workers, make_machine, make_exchange)
     if "own" in values:
         world.make(0)
     if "created" in values or "made" in values:
@@ -79,14 +85,14 @@ def possible(world: World, left: Bounds) -> list[tuple[Move, Bounds]]:
     if left.losses:
         found += [(move, left.less("losses")) for move in (*world.losses(), *world.failures())]
     if left.repeats:
-        found += [((*move, True), left.less("repeats")) for move in deliveries]
+        found += [(move, left.less("repeats")) for move in world.repeats()]
     if left.asks:
         found += [(move, left.less("asks")) for move in world.overdues()]
     if left.crashes:
         found += [(("crash", rank), left.less("crashes")) for rank in world.alive]
     if left.cuts:
         pairs = [(a, b) for a in world.alive for b in world.alive if a != b and (a, b) not in world.noticed]
-        found += [(("cut", *pair, kept), left.less("cuts")) for pair in pairs for kept in (False, True)]
+        found += [(("cut", *pair), left.less("cuts")) for pair in pairs]
     return found
 
 
@@ -115,6 +121,7 @@ def _search(start: World, bounds: Bounds, max_states: int) -> Found:
         move: Move = ()
         try:
             num_ends += _check_end(world)
+            world.check_agreement()
             for move, then in possible(world, left):
                 after = world.copy()
                 after.apply(move)
@@ -132,7 +139,7 @@ def _search(start: World, bounds: Bounds, max_states: int) -> Found:
 
 def _check_end(world: World) -> bool:
     """Where nothing is under way any more, and nobody has anything, nothing may be left."""
-    if world.items or world.held or world.needed or world.notices() or world.sights():
+    if not world.is_idle or world.held or world.needed or world.notices() or world.sights():
         return False
     world.copy().settle()
     return True

@@ -1,32 +1,39 @@
-"""Workers with real `Ownership` machines, everything that is on its way between them, and who really holds what.
+"""Workers with real `Exchange` machines, everything that is on its way between them, and who really holds what.
 
-A step is a move: somebody's code sends or drops a reference, something arrives, is repeated or lost, a worker ends, another
+A step is a move: a worker's code sends or drops a reference, something arrives, is repeated or lost, a worker ends, another
 one notices. `World.moves` lists what may happen next, `World.apply` does it and raises `Violation` if a rule is broken:
 
     safety      no value is freed, and no reference broken, while the code of a living worker holds it
     liveness    when everything is dropped and has arrived, nothing is left (`settle`)
+    agreement   when everything has arrived, a reference that looks whole is listed with its owner (`check_agreement`)
 
-The protocol's own messages arrive at least once, so losing one that is sent again is nothing but a delay: there is no
-move for it. What carries references (`Carry`), and the call that makes a value (`Make`), may be lost for good.
+The protocol's own messages are in the outboxes of their senders until they are acknowledged (`Post`), and may arrive at any
+time, in any order. What carries references (`Carry`), the call that makes a value (`Make`) and its answer (`Made`) may be
+lost for good.
 
-A worker may take a living one for dead (`cut`): it then forgets what it had for that one, and hears nothing of it until
-it is (`see`). References that this breaks are excused, and those made of them; nothing else is.
+A worker may take a living one for dead (`cut`): it then hears nothing of it, and keeps what it has to say, until both are
+connected again (`see`). References that this breaks are excused, and those made of them; nothing else is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire.rref import _actions as act
+from gradwire.rref._exchange import Exchange
+from gradwire.rref._outbox import Batch
 from gradwire.rref._ownership import ForkPhase, Ownership
 from properties.ownership_items import (
     CHILDREN,
     Carry,
     Item,
+    Made,
     Make,
     Move,
-    Note,
+    Post,
     Status,
     Violation,
     lineage,
@@ -35,8 +42,29 @@ from properties.ownership_items import (
 )
 from properties.ownership_pool import Pool
 
-_MAX_ROUNDS = 40
+_MAX_ROUNDS = 60
 _EMPTY: frozenset[Any] = frozenset()
+_QUIET = (act.Answer, act.Accept, act.Confirm, act.EndSeen)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a worker knows of others besides what they say of references."""
+
+    brings: bool
+    gone: frozenset[int]
+
+    def may_make(self, worker: act.Worker, rref_id: int) -> bool:
+        return True
+
+    def may_bring(self, worker: act.Worker) -> bool:
+        return self.brings
+
+    def is_connected(self, worker: act.Worker) -> bool:
+        return worker[0] not in self.gone
+
+    def was_connected(self, worker: act.Worker) -> bool:
+        return True
 
 
 class World:
@@ -45,11 +73,17 @@ class World:
     Args:
         num_workers: How many there are.
         make_machine: What each of them runs; other than the real one to see whether a fault would be found.
+        make_exchange: The same for what surrounds it.
     """
 
-    def __init__(self, num_workers: int, make_machine: type[Ownership] = Ownership) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        make_machine: type[Ownership] = Ownership,
+        make_exchange: type[Exchange] = Exchange,
+    ) -> None:
         # all of these are replaced, never changed: copies of a world share them
-        self._pool = Pool(make_machine)
+        self._pool = Pool(make_machine, make_exchange)
         self._machines = tuple(self._pool.start(worker(rank)) for rank in range(num_workers))
         self.owner: tuple[int, ...] = (-1,)  # by value; there is none with number 0
         self.status: tuple[Status, ...] = (Status.FREED,)
@@ -57,7 +91,6 @@ class World:
         self.alive = frozenset(range(num_workers))
         self.noticed: frozenset[tuple[int, int]] = _EMPTY  # (who, whose end), also of those that live
         self.items: frozenset[Item] = _EMPTY
-        self.written: frozenset[Item] = _EMPTY  # what was under way when its sender took its receiver for dead
         self.needed: frozenset[int] = _EMPTY  # values that their owner's own code has
         self.held: frozenset[tuple[int, int]] = _EMPTY  # (who, fork) that somebody's code has
         self.excused: frozenset[int] = _EMPTY  # forks that may break: their call failed, or somebody was taken for dead
@@ -70,19 +103,34 @@ class World:
         return twin
 
     def machine(self, rank: int) -> Ownership:
-        return self._machines[rank].state
+        return self._machines[rank].exchange.ownership
 
     def key(self) -> int:
         """Equal for worlds that go on alike: what no message and no machine speaks of any more makes no difference."""
-        alive = [self._machines[rank] for rank in self.alive]
-        ids = {item.fork_id for item in self.items if item.fork_id}.union(*(machine.ids for machine in alive))
+        machines = [self._machines[rank] for rank in sorted(self.alive)]
+        posts = self._posts_whatever_their_numbers()
+        users_items = frozenset(item for item in self.items if not isinstance(item, Post))
+        ids = {item.fork_id for item in users_items}.union(*(machine.ids for machine in machines))
+        ids |= {getattr(message, "fork_id", 0) for _, _, messages, *_ in posts for message in messages}
         ids |= {value_of(fork_id) for fork_id in ids}
-        machines = tuple((machine.number, machine.ended & ids) for machine in alive)
+        states = tuple(
+            (machine.number, frozenset(pair for pair in machine.ended if pair[1] in ids)) for machine in machines
+        )
         past = (self.excused & ids.union(*map(lineage, ids)), self.taken & ids, self.refused & ids)
-        truth = (self.alive, self.noticed, self.items, self.written, self.needed, self.held)
+        truth = (self.alive, self.noticed, users_items, self.needed, self.held)
         parents = {fork_id for _, fork_id in self.held}
         counts = frozenset(item for item in self.num_children if item[0] < CHILDREN or item[0] in parents)
-        return hash((machines, past, truth, self.status, counts))
+        return hash((states, frozenset(posts.items()), past, truth, self.status, counts))
+
+    def _posts_whatever_their_numbers(self) -> Counter[tuple[Any, ...]]:
+        """What is under way: sender, receiver, messages, and whether they have arrived before."""
+        found: Counter[tuple[Any, ...]] = Counter()
+        for sender, to, number, messages, is_copy in [*self._written(), *self._copies()]:
+            if to in self.alive and (sender in self.alive or (to, sender) not in self.noticed):
+                received = self._machines[to].exchange.outbox._channels.get(worker(sender))
+                has_arrived = received is not None and (number <= received.up_to or number in received.beyond)
+                found[sender, to, messages, has_arrived, is_copy] += 1
+        return found
 
     # -- what people do ----------------------------------------------------------------------------------------------
 
@@ -93,7 +141,8 @@ class World:
         self.needed |= {rref_id}
 
     def create(self, creator: int, owner: int) -> None:
-        """A worker has a value made elsewhere."""
+        """A worker has a value made elsewhere. It connects for that."""
+        self._connect(creator, owner)
         rref_id = self._new_value(owner, Status.EXPECTED)
         fork_id = rref_id * CHILDREN
         self._tell(creator, "fork_created", rref_id, fork_id, worker(owner))
@@ -101,6 +150,7 @@ class World:
         self.items |= {Make(creator, owner, rref_id, fork_id)}
 
     def send(self, sender: int, rref_id: int, parent: int | None, to: int) -> None:
+        self._connect(sender, to)
         origin = rref_id if parent is None else parent
         counts = dict(self.num_children)
         counts[origin] = counts.get(origin, 0) + 1
@@ -132,16 +182,22 @@ class World:
 
     def deliver(self, item: Item, keep: bool = False, may_come: bool | None = None) -> None:
         """Something arrives; with `keep`, and it will arrive again."""
+        if isinstance(item, Post):
+            self._act(item.to, self._tell(item.to, *self._arrival(item, bool(may_come))))
+            self.items -= {item}
+            if keep:
+                self.items |= {item._replace(is_copy=True)}
+            self._acknowledge(item.sender, item.to)
+            self._clear()
+            return
         if not keep:
             self.items -= {item}
-        if (item.to, item.sender) in self.noticed:
-            self.see(item.to, item.sender)
         if isinstance(item, Carry):
             self._deliver_carry(item)
         elif isinstance(item, Make):
             self._deliver_make(item)
         else:
-            self._act(item.to, self._tell(item.to, *self._event(item, may_come)))
+            self._act(item.to, self._tell(item.to, "confirmed", item.fork_id, worker(item.sender)))
 
     def lose(self, item: Item) -> None:
         self.items -= {item}
@@ -162,12 +218,12 @@ class World:
         self._clear()
 
     def notice(self, rank: int, dead: int) -> None:
-        self.noticed |= {(rank, dead)}
-        self._clear()
         self._lose_worker(rank, dead)
+        self._tell(rank, "ended", worker(dead))
+        self._clear()
 
-    def cut(self, rank: int, other: int, is_written: bool = False) -> None:
-        """A worker takes a living one for dead, and forgets what it has for it, except what `is_written` already."""
+    def cut(self, rank: int, other: int) -> None:
+        """A worker takes a living one for dead. What it wrote before may arrive."""
         mine, its = self.machine(rank), self.machine(other)
         self.excused |= set(mine._kept_for(worker(other)))
         self.excused |= {fork_id for fork_id, fork in mine._forks.items() if fork.owner == worker(other)}
@@ -177,26 +233,39 @@ class World:
             for item in self.items
             if isinstance(item, Carry) and item.to == other and self.owner[item.rref_id] == rank
         }
-        self.noticed |= {(rank, other)}
-        under_way = {item for item in self.items if _is_between(item, rank, other)}
-        if is_written:
-            self.written |= under_way
-        else:
-            self.items -= {item for item in under_way if isinstance(item, Note)}
-            self.written |= under_way & self.items
         self._lose_worker(rank, other)
 
     def see(self, rank: int, other: int) -> None:
-        """Whom a worker took for dead is there. What it wrote before is read before what it writes now, or never."""
+        """A worker is connected again with one that it took for dead."""
         self.noticed -= {(rank, other)}
-        self.items -= {item for item in self.written if _is_between(item, rank, other)}
-        self.written &= self.items
-        self._act(rank, self._tell(rank, "worker_seen", worker(other)))
+        self._act(rank, self._tell(rank, "seen", worker(other)))
+        self._acknowledge(rank, other)
+        self._acknowledge(other, rank)
+
+    def _connect(self, rank: int, other: int) -> None:
+        for pair in ((rank, other), (other, rank)):
+            if pair in self.noticed and self.alive.issuperset(pair):
+                self.see(*pair)
 
     # -- everything that may happen ----------------------------------------------------------------------------------
 
     def can_deliver(self, item: Item) -> bool:
-        return item.sender in self.alive or (item.to, item.sender) not in self.noticed
+        return item.to in self.alive and (item.to, item.sender) not in self.noticed
+
+    def posts(self) -> list[Post]:
+        """Batches that may arrive."""
+        return [post for post in self._written() if self.can_deliver(post)]
+
+    def _written(self) -> list[Post]:
+        """Batches that are not acknowledged."""
+        return [
+            Post(rank, batch.to[0], batch.number, batch.messages)
+            for rank, machine in enumerate(self._machines)
+            for batch in machine.batches
+        ]
+
+    def _copies(self) -> list[Post]:
+        return [item for item in self.items if isinstance(item, Post)]
 
     def sends(self) -> list[Move]:
         found: list[Move] = []
@@ -218,10 +287,19 @@ class World:
         return [("drop", *held) for held in sorted(self.held)] + [("drop_own", rref) for rref in sorted(self.needed)]
 
     def deliveries(self) -> list[Move]:
-        return [("deliver", item) for item in self.items if self.can_deliver(item)]
+        return [("deliver", item) for item in [*self.items, *self.posts()] if self.can_deliver(item)]
+
+    def repeats(self) -> list[Move]:
+        """Calls run once, and are answered once; everything else may arrive again."""
+        return [(*move, True) for move in self.deliveries() if not isinstance(move[1], Make | Made)]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self.items or self.posts())
 
     def losses(self) -> list[Move]:
-        return [("lose", item) for item in self.items if isinstance(item, Carry | Make)]
+        return [("lose", item) for item in self.items if isinstance(item, Carry | Make | Made)]
 
     def unsends(self) -> list[Move]:
         return [
@@ -259,18 +337,17 @@ class World:
 
     def skip_noise(self) -> None:
         """What changes nothing, now or later, need not be delivered. True only where nobody is taken for dead and lives."""
-        noise = {item for item in self.items if isinstance(item, Note) and self._is_noise(item)}
-        if noise:
-            self.items -= noise
+        while noise := next((post for post in self.posts() if self._is_noise(post)), None):
+            self.deliver(noise)
 
-    def _is_noise(self, note: Note) -> bool:
-        message = note.message
-        if isinstance(message, act.Answer) and message.has_it:
-            return False  # it makes a difference after the next question
-        if not isinstance(message, act.Answer | act.Accept | act.Confirm | act.EndSeen):
-            return False
-        machine, actions = self._pool.step(self._machines[note.to], *self._event(note, None))
-        return machine is self._machines[note.to] and not actions
+    def _is_noise(self, post: Post) -> bool:
+        for message in post.messages:
+            if not isinstance(message, _QUIET) or (isinstance(message, act.Answer) and message.has_it):
+                return False  # that one makes a difference after the next question
+        before = self._machines[post.to]
+        after, actions = self._pool.step(before, *self._arrival(post, False))
+        is_same = (after.known, after.ended, after.batches) == (before.known, before.ended, before.batches)
+        return is_same and not actions
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -282,22 +359,41 @@ class World:
         """
         for _ in range(_MAX_ROUNDS):
             self._apply_all(self.sights, self.notices, self.drops, self.deliveries)
-            if not self.items:
+            if self.is_idle:
                 self._fail_lost_calls()
                 self._apply_all(self.overdues)
-            if not self.items and self.is_clean():
+            if self.is_idle and self.is_clean():
                 return
         raise Violation(f"something is left: {self.leftovers()}")
+
+    def check_agreement(self) -> None:
+        """Where nothing is under way, and living workers know each other, a confirmed fork is listed.
+
+        Raises:
+            Violation: One is not.
+        """
+        if not self.is_idle or self.notices() or self.sights():
+            return
+        for rank in self.alive:
+            for fork_id, fork in self.machine(rank)._forks.items():
+                owner = fork.owner[0]
+                if fork.phase is ForkPhase.CONFIRMED and owner in self.alive:
+                    value = self.machine(owner)._values.get(fork.rref_id)
+                    if value is None or value.holders.get(fork_id) != worker(rank):
+                        raise Violation(f"worker {rank} trusts {fork_id}, and worker {owner} does not list it")
 
     def is_clean(self) -> bool:
         return not (self.held or self.needed or self.leftovers())
 
     def leftovers(self) -> list[str]:
-        return [
-            f"{self.machine(rank)!r} mourns {self.machine(rank).mourned()}"
-            for rank in sorted(self.alive)
-            if any(self.machine(rank).counts) or self.machine(rank).mourned()
-        ]
+        return [text for rank in sorted(self.alive) if (text := self._leftover(rank))]
+
+    def _leftover(self, rank: int) -> str:
+        machine, outbox = self.machine(rank), self._machines[rank].exchange.outbox
+        is_clean = not (any(machine.counts) or machine.mourned() or machine._listed or machine._num_expected)
+        if is_clean and not outbox.num_open:
+            return ""
+        return f"{machine!r} mourns {machine.mourned()}; {outbox!r}"
 
     def _apply_all(self, *kinds: Any) -> None:
         for kind in kinds:
@@ -327,17 +423,40 @@ class World:
 
     def _clear(self) -> None:
         """What can never arrive is not there."""
-        gone = {item for item in self.items if item.to not in self.alive or not self.can_deliver(item)}
+        gone = {item for item in self.items if item.to not in self.alive or self._is_dead_and_noticed(item)}
         if gone:
             self.items -= gone
 
+    def _is_dead_and_noticed(self, item: Item) -> bool:
+        return item.sender not in self.alive and (item.to, item.sender) in self.noticed
+
+    def _acknowledge(self, sender: int, to: int) -> None:
+        """The sender learns what has arrived, if neither takes the other for dead; numbers begin anew where they can."""
+        if (to, sender) in self.noticed or (sender, to) in self.noticed:
+            return
+        received = self._machines[to].exchange.outbox._channels.get(worker(sender))
+        if received is None or worker(to) not in self._machines[sender].exchange.outbox._channels:
+            return
+        self._tell(sender, "acknowledge", worker(to), received.up_to, tuple(sorted(received.beyond)))
+        sent = self._machines[sender].exchange.outbox._channels[worker(to)]
+        copies = {post for post in self._copies() if (post.sender, post.to) == (sender, to)}
+        less = min(
+            [received.up_to, *(number - 1 for number in sent.unacknowledged), *(post.number - 1 for post in copies)]
+        )
+        if less:
+            self._tell(sender, "renumber_sent", worker(to), less)
+            self._tell(to, "renumber_received", worker(sender), less)
+            self.items -= copies
+            self.items |= {post._replace(number=post.number - less) for post in copies}
+
     def _lose_worker(self, rank: int, dead: int) -> None:
+        self.noticed |= {(rank, dead)}
         others = tuple(
             worker(other)
             for other in range(len(self._machines))
             if other not in (rank, dead) and (rank, other) not in self.noticed
         )
-        self._act(rank, self._tell(rank, "worker_lost", worker(dead), others))
+        self._act(rank, self._tell(rank, "lost", worker(dead), others, "it is lost"))
 
     def _deliver_carry(self, item: Carry) -> None:
         owner = self.owner[item.rref_id]
@@ -368,32 +487,15 @@ class World:
         if is_held:
             if self.status[item.rref_id] is Status.EXPECTED:
                 self._set_status(item.rref_id, Status.MADE)
-            self._act(item.to, [act.Confirm(worker(item.sender), item.fork_id, True)])
+            self.items |= {Made(item.to, item.sender, item.rref_id, item.fork_id)}
+            self._clear()
 
-    def _event(self, note: Note, may_come: bool | None) -> tuple[Any, ...]:
-        sender, message = worker(note.sender), note.message
-        match message:
-            case act.Adopt():
-                return ("adopt_received", sender, message.rref_id, message.fork_id, message.maker)
-            case act.Confirm():
-                return ("confirmed", message.fork_id, message.is_known)
-            case act.Accept():
-                return ("accepted", message.fork_id, sender)
-            case act.Delete():
-                return ("delete_received", sender, message.rref_id, message.fork_id, message.is_first)
-            case act.Ask():
-                return ("asked", sender, message.fork_id, message.is_last, bool(may_come))
-            case act.Answer():
-                return ("answered", sender, message.fork_id, message.has_it, message.is_last)
-            case act.Mourn():
-                is_connected = (note.to, message.dead[0]) not in self.noticed
-                return ("mourn_received", sender, message.dead, message.round, is_connected)
-            case act.EndSeen():
-                return ("end_seen", sender, message.dead, message.round)
-            case act.Resume():
-                return ("resume_received", sender)
+    def _arrival(self, post: Post, may_come: bool) -> tuple[Any, ...]:
+        batch = Batch(worker(post.sender), worker(post.to), post.number, 0, (), post.messages)
+        gone = frozenset(other for rank, other in self.noticed if rank == post.to)
+        return "on_batch", batch, Around(may_come, gone)
 
-    def _act(self, rank: int, actions: Iterable[act.Action]) -> None:
+    def _act(self, rank: int, actions: Iterable[act.LocalAction]) -> None:
         for action in actions:
             match action:
                 case act.Free():
@@ -402,14 +504,17 @@ class World:
                     self._check_fail(action.rref_id)
                 case act.Break():
                     self._check_break(rank, action.fork_id)
-                case _:
-                    if isinstance(action, act.Answer) and action.is_last and not action.has_it:
-                        self.refused |= {action.fork_id}
-                    self.items |= {Note(rank, action)}
-                    self.written -= {Note(rank, action)}
-        unreached = {(rank, item.to) for item in self.items if item.sender == rank and item.to not in self.alive}
-        self.noticed -= unreached  # that they are dead is told again
+                case act.Forget():
+                    if (rank, action.fork_id) in self.held:
+                        raise Violation(f"worker {rank} holds {action.fork_id}, and it is forgotten")
+        self._note_refusals(rank)
         self._clear()
+
+    def _note_refusals(self, rank: int) -> None:
+        for batch in self._machines[rank].batches:
+            for message in batch.messages:
+                if isinstance(message, act.Answer) and message.is_last and not message.has_it:
+                    self.refused |= {message.fork_id}
 
     def _check_free(self, rref_id: int) -> None:
         if self.status[rref_id] in (Status.FREED, Status.EXPECTED):
@@ -445,7 +550,3 @@ class World:
 
     def _is_dead_for(self, rank: int, other: int) -> bool:
         return other not in self.alive or (rank, other) in self.noticed
-
-
-def _is_between(item: Item, sender: int, to: int) -> bool:
-    return item.sender == sender and item.to == to

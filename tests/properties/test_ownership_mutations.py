@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from gradwire.rref._actions import Accept, Action, Worker
+from gradwire.rref._actions import Accept, Action, Confirm, Delete, LocalAction, Worker
+from gradwire.rref._exchange import Exchange
 from gradwire.rref._mourning import Mourning
+from gradwire.rref._outbox import Batch, Outbox
 from gradwire.rref._ownership import Ownership
-from properties.ownership_items import Violation
+from properties.ownership_items import Carry, Violation
 from properties.ownership_search import Bounds, first_world, search
 from properties.ownership_world import World
 
@@ -41,10 +44,10 @@ class NoPin(Ownership):
         return is_sent
 
 
-class NoTombstones(Ownership):
+class NoMemory(Ownership):
     """What ended is not remembered."""
 
-    def _end(self, number: int) -> None:
+    def _remember(self, worker: Worker, number: int) -> None:
         pass
 
 
@@ -58,8 +61,8 @@ class FirstNoCounts(Ownership):
 class SaysEndSeenTooEarly(Ownership):
     """The end of a worker counts as seen although what it sent is not listed yet."""
 
-    def _tell_mourners(self, worker: Worker) -> list[Action]:
-        return [*self._mourning.tell(worker)] if worker in self._mourning.ended else []
+    def _tell_mourners(self, worker: Worker, *, is_gone: bool = False) -> list[Action]:
+        return [*self._mourning.tell(worker)] if is_gone or worker in self._mourning.ended else []
 
 
 class ForgetsWhatItGotItself(Ownership):
@@ -88,10 +91,52 @@ class AnswersTheLatestQuestion(Ownership):
         self._mourning = _OldestQuestion()
 
 
-class IgnoresResume(Ownership):
-    """Nobody hears that it was taken for dead."""
+class BreaksSilently(Ownership):
+    """An owner that is taken for dead is not told which forks are broken."""
 
-    def resume_received(self, by: Worker) -> list[Action]:
+    def _break(self, fork_ids: Collection[int], reason: str) -> list[Action]:
+        return [action for action in super()._break(fork_ids, reason) if not isinstance(action, Delete)]
+
+
+class StrikesOffSilently(Ownership):
+    """A holder that is taken for dead is not told which forks are struck off."""
+
+    def _end_mourning(self) -> list[Action]:
+        return [action for action in super()._end_mourning() if not isinstance(action, Confirm)]
+
+
+class _Forgetful(Outbox):
+    def suspend(self, worker: Worker) -> None:
+        self.refute(worker)
+        super().suspend(worker)
+
+
+class ForgetsWhatItHasToSay(Exchange):
+    """What was to be said to a worker that is taken for dead is dropped."""
+
+    def __init__(self, own: Worker, ownership: Ownership | None = None) -> None:
+        super().__init__(own, ownership)
+        self.outbox = _Forgetful(own)
+
+
+class _Credulous(Outbox):
+    def arrived(self, batch: Batch) -> bool:
+        super().arrived(batch)
+        return True
+
+
+class TakesRepeats(Exchange):
+    """Messages count each time that they arrive."""
+
+    def __init__(self, own: Worker, ownership: Ownership | None = None) -> None:
+        super().__init__(own, ownership)
+        self.outbox = _Credulous(own)
+
+
+class NeverResumes(Exchange):
+    """A worker that was taken for dead stays so."""
+
+    def seen(self, worker: Worker) -> list[LocalAction]:
         return []
 
 
@@ -100,12 +145,18 @@ _MUTATIONS: list[tuple[type[Ownership], str, Bounds]] = [
     (NoMourning, _OWN, Bounds(sends=2, crashes=1)),
     (AcceptsBeforeItIsListed, _OWN, Bounds(sends=2)),
     (NoPin, _OWN, Bounds(sends=2)),
-    (NoTombstones, _OWN, Bounds(sends=2, repeats=1)),
+    (NoMemory, _CREATED, Bounds(losses=1)),
     (FirstNoCounts, _OWN, Bounds(sends=1, asks=1)),
     (SaysEndSeenTooEarly, _OWN, Bounds(sends=2, crashes=1)),
     (ForgetsWhatItGotItself, _MADE, Bounds(sends=2, crashes=1)),
-    (AnswersTheLatestQuestion, _CREATED, Bounds(sends=1, crashes=1)),
-    (IgnoresResume, _OWN, Bounds(sends=1, cuts=1)),
+    (AnswersTheLatestQuestion, _OWN, Bounds(sends=1, crashes=1, cuts=1)),
+    (BreaksSilently, _OWN, Bounds(sends=1, cuts=1)),
+    (StrikesOffSilently, _OWN, Bounds(sends=1, crashes=1, cuts=1)),
+]
+_MUTATED_EXCHANGES: list[tuple[type[Exchange], str, Bounds]] = [
+    (ForgetsWhatItHasToSay, _OWN, Bounds(sends=1, cuts=1)),
+    (TakesRepeats, _OWN, Bounds(sends=2, repeats=1)),
+    (NeverResumes, _OWN, Bounds(sends=1, cuts=1)),
 ]
 
 
@@ -113,6 +164,14 @@ _MUTATIONS: list[tuple[type[Ownership], str, Bounds]] = [
 def test_search_notices(mutation: type[Ownership], values: str, bounds: Bounds) -> None:
     with pytest.raises(Violation):
         search(first_world(values, make_machine=mutation), bounds)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "values", "bounds"), _MUTATED_EXCHANGES, ids=lambda item: getattr(item, "__name__", "")
+)
+def test_search_notices_in_the_exchange(mutation: type[Exchange], values: str, bounds: Bounds) -> None:
+    with pytest.raises(Violation):
+        search(first_world(values, make_exchange=mutation), bounds)
 
 
 class _EachAlone(Mourning):
@@ -136,7 +195,7 @@ def world_with_two_dead(make_machine: type[Ownership]) -> World:
     world.make(0)
     for sender, to, parent in ((0, 1, None), (1, 2, 101), (2, 3, 10101)):
         world.send(sender, 1, parent, to)
-        arrived = next(move for move in world.deliveries() if getattr(move[1], "fork_id", 0) and move[1].to == to)
+        arrived = next(move for move in world.deliveries() if isinstance(move[1], Carry) and move[1].to == to)
         world.apply(arrived)
     world.drop_own(1)
     for dead in (2, 1):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from gradwire.rref._actions import Ask
 from gradwire.rref._ownership import Ownership
-from properties.ownership_items import Make, Move, Note
+from properties.ownership_items import Move, Post
 from properties.ownership_world import World
 
 _NUM_WORKERS = 4
@@ -45,7 +45,7 @@ class OwnershipSteps(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.owner) <= _MAX_VALUES)
     @rule(creator=ranks, owner=ranks)
     def create(self, creator: int, owner: int) -> None:
-        if creator not in self.world.alive or (creator, owner) in self.world.noticed:
+        if not {creator, owner} <= self.world.alive:
             return
         if creator == owner:
             self.world.make(owner)
@@ -73,7 +73,7 @@ class OwnershipSteps(RuleBasedStateMachine):
         moves = self.world.deliveries()
         if moves:
             _, item = data.draw(st.sampled_from(sorted(moves, key=repr)))
-            is_asked = isinstance(item, Note) and isinstance(item.message, Ask)
+            is_asked = isinstance(item, Post) and any(isinstance(message, Ask) for message in item.messages)
             self.world.deliver(item, may_come=is_asked and may_come)
 
     @rule(data=st.data())
@@ -84,7 +84,7 @@ class OwnershipSteps(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        self._do_one(data, [(*move, True) for move in self.world.deliveries() if not isinstance(move[1], Make)])
+        self._do_one(data, self.world.repeats())
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
@@ -110,10 +110,10 @@ class OwnershipSteps(RuleBasedStateMachine):
     def notice(self, data: st.DataObject) -> None:
         self._do_one(data, self.world.notices())
 
-    @rule(rank=ranks, other=ranks, is_written=st.booleans())
-    def take_for_dead(self, rank: int, other: int, is_written: bool) -> None:
+    @rule(rank=ranks, other=ranks)
+    def take_for_dead(self, rank: int, other: int) -> None:
         if rank != other and {rank, other} <= self.world.alive and (rank, other) not in self.world.noticed:
-            self.world.cut(rank, other, is_written)
+            self.world.cut(rank, other)
 
     @rule(data=st.data())
     def see(self, data: st.DataObject) -> None:
@@ -121,8 +121,23 @@ class OwnershipSteps(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
+            self.world.check_agreement()
             self.world.settle()
             assert self.world.is_clean()
+
+
+def test_a_call_that_failed_before_its_callee_is_taken_for_dead() -> None:
+    """The callee hears that the value is given up, although a third worker speaks of it."""
+    world = World(4)
+    world.make(0)
+    world.create(0, 1)
+    world.create(0, 1)
+    world.drop_own(1)
+    world.send(0, 3, 300, 2)
+    world.fail(0, 300)
+    world.cut(0, 1)
+    world.settle()
+    assert world.is_clean()
 
 
 def steps_settings(num_examples: int, **more: Any) -> settings:

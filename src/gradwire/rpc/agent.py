@@ -100,6 +100,7 @@ class Agent:
         self._listeners: list[Listener] = []
         self._membership = Membership()
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
+        self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
         self._lock = threading.Lock()  # guards _membership, is_closed and _is_closing
@@ -233,6 +234,10 @@ class Agent:
         """
         return self._membership.newest(name) or self.peers.address_of(name).incarnation
 
+    def newest_incarnation(self, name: str) -> int:
+        """The newest incarnation of a worker that was ever connected here; 0 for none."""
+        return self._membership.newest(name)
+
     def has_ended(self, name: str) -> bool:
         """Whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)
@@ -244,6 +249,8 @@ class Agent:
         self.gathering.on_returned(address.info.name)
         if older is not None:
             self.on_worker_ended(older, "it was restarted", was_orderly=False)
+        for callback in list(self._connected_callbacks):
+            callback(address)
 
     def on_worker_ended(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
         """A worker is gone: everything that waits for it fails, and the layers above are told, once."""
@@ -259,6 +266,10 @@ class Agent:
         self.server.end_incoming(name, address.incarnation)
         for callback in list(self._lost_callbacks):
             callback(address, reason)
+
+    def on_worker_connected(self, callback: Callable[[WorkerAddress], None]) -> None:
+        """Asks to be told of every connection with a worker before anything is read from it; a lost one may be back."""
+        self._connected_callbacks.append(callback)
 
     def on_worker_lost(self, callback: Callable[[WorkerAddress, str], None]) -> None:
         """Asks to be told of every worker that dies or leaves, once for each incarnation."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
-Worker = tuple[int, int]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+"""An id, a rank, a count: never negative. What travels has at most 64 bits."""
+
+Worker = tuple[Number, Number]
 """Rank and incarnation: a worker that is started again is another worker."""
 
 
@@ -14,16 +18,16 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """To the owner: list this fork of mine. The value may not have been made yet if `maker`'s call is to make it."""
 
     to: Worker
-    rref_id: int
-    fork_id: int
+    rref_id: Number
+    fork_id: Number
     maker: Worker | None
 
 
 class Confirm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """To a user: your fork is listed; or, if not known, the value is gone."""
+    """To a user: your fork is listed; or, if not known, it is not listed and never will be."""
 
     to: Worker
-    fork_id: int
+    fork_id: Number
     is_known: bool
 
 
@@ -31,15 +35,15 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """To whoever sent a fork: it has arrived, and the owner knows of it."""
 
     to: Worker
-    fork_id: int
+    fork_id: Number
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """To the owner: my fork is gone. It made the value, or was to make it, if it `is_first`."""
+    """To the owner: my fork is gone. If it `is_first`, my call has made the value for it, or was to and never will."""
 
     to: Worker
-    rref_id: int
-    fork_id: int
+    rref_id: Number
+    fork_id: Number
     is_first: bool
 
 
@@ -47,7 +51,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """To a worker: do you have this fork that I sent you? After a no to the last question it must not be taken any more."""
 
     to: Worker
-    fork_id: int
+    fork_id: Number
     is_last: bool
 
 
@@ -55,7 +59,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """To whoever asked: whether the fork is here, or may still come."""
 
     to: Worker
-    fork_id: int
+    fork_id: Number
     has_it: bool
     is_last: bool
 
@@ -65,7 +69,7 @@ class Mourn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     to: Worker
     dead: Worker
-    round: int
+    round: Number
 
 
 class EndSeen(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
@@ -73,13 +77,7 @@ class EndSeen(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     to: Worker
     dead: Worker
-    round: int
-
-
-class Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
-    """To a worker that I had taken for dead: I broke what I had of yours, and dropped what I had to tell you."""
-
-    to: Worker
+    round: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +102,20 @@ class Break:
     reason: str
 
 
-Message = Adopt | Confirm | Accept | Delete | Ask | Answer | Mourn | EndSeen | Resume
-Action = Message | Free | Fail | Break
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """Here: the owner knows of this fork."""
+
+    fork_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Here: this fork is not needed any more."""
+
+    fork_id: int
+
+
+Message = Adopt | Confirm | Accept | Delete | Ask | Answer | Mourn | EndSeen
+LocalAction = Free | Fail | Break | Confirmed | Forget
+Action = Message | LocalAction

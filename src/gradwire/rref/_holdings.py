@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from gradwire.rref._actions import Worker
 from gradwire.rref._mourning import Mourning
 
-_MEMORY = 65_536  # what ended here and is remembered, so that a late or repeated message does not revive it
+_MEMORY = 65_536  # ids that are remembered for each worker
 _MAX_EXPECTED = 4096  # well above the calls that one worker may have on their way here (`Limits.calls_in_flight`)
+_MAX_HELD = 1 << 18  # references of one worker to values of another; 25 MB of lists
 
 
 class ForkPhase(enum.Enum):
@@ -21,16 +23,44 @@ class ForkPhase(enum.Enum):
     BROKEN = "broken"
 
 
+class RecentIds:
+    """The latest ids that ended, so that a late message does not revive them: at least half of `_MEMORY`.
+
+    Two sets take turns, so that forgetting the oldest costs nothing for each id.
+    """
+
+    def __init__(self, latest: Iterable[int] = (), older: Iterable[int] = ()) -> None:
+        self._latest = set(latest)
+        self._older = set(older)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._latest or number in self._older
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._latest | self._older)
+
+    def __len__(self) -> int:
+        return len(self._latest | self._older)
+
+    def add(self, number: int) -> None:
+        self._latest.add(number)
+        if len(self._latest) >= _MEMORY // 2:
+            self._latest, self._older = set(), self._latest
+
+    def copy(self) -> RecentIds:
+        return RecentIds(self._latest, self._older)
+
+
 class Fork(msgspec.Struct):
     """A reference that this worker has to another one's value."""
 
     rref_id: int
     owner: Worker
     phase: ForkPhase = ForkPhase.PENDING
-    parent: Worker | None = None  # who sent it, as long as that worker waits to hear of it
+    parent: Worker | None = None  # the worker that sent it, as long as it waits to hear of it
     pins: int = 0  # children on their way
     is_needed: bool = True  # by this worker's own code
-    is_first: bool = False  # the value was, or is to be, made for it
+    is_first: bool = False  # the value was, or is to be, made for it by a call of this worker
     maker: Worker | None = None  # whose call makes the value, while that may not have arrived
 
 
@@ -40,6 +70,8 @@ class Value(msgspec.Struct):
     holders: dict[int, Worker] = {}  # by fork
     is_needed: bool = False  # by this worker's own code
     maker: Worker | None = None  # whose call is to make it, while it is only expected
+    expected_by: Worker | None = None  # the worker that spoke of it first, meanwhile
+    first: int = 0  # the fork that it was made for, if another worker's call has made it
 
 
 class Child(msgspec.Struct):
@@ -63,7 +95,9 @@ class Holdings:
         self._values: dict[int, Value] = {}
         self._forks: dict[int, Fork] = {}
         self._children: dict[int, Child] = {}
-        self._ended: dict[int, None] = {}  # forks and values, the latest last
+        self._listed: dict[Worker, dict[int, int]] = {}  # what `Value.holders` say, by holder: values by fork
+        self._num_expected: dict[Worker, int] = {}  # values by `expected_by`
+        self._ended: dict[Worker, RecentIds] = {}  # forks and values that ended, by the worker that may yet name them
         self._mourning = Mourning()
 
     def __repr__(self) -> str:
@@ -75,6 +109,15 @@ class Holdings:
         fork = self._forks.get(fork_id)
         return fork.phase if fork is not None else None
 
+    def is_pending(self, fork_id: int, owner: Worker) -> bool:
+        """Whether a fork waits to be confirmed by that owner."""
+        fork = self._forks.get(fork_id)
+        return fork is not None and fork.owner == owner and fork.phase is ForkPhase.PENDING
+
+    def is_taken_for_dead(self, worker: Worker) -> bool:
+        """Whether a worker's end was noticed, and it was not there since."""
+        return worker in self._mourning.ended
+
     def maker_of(self, fork_id: int) -> Worker | None:
         """Who may still have to make the value that a fork refers to."""
         fork = self._forks.get(fork_id)
@@ -82,22 +125,25 @@ class Holdings:
 
     def holders(self) -> dict[Worker, int]:
         """How many forks of values of this worker each other worker has."""
-        counts: dict[Worker, int] = {}
-        for value in self._values.values():
-            for worker in value.holders.values():
-                counts[worker] = counts.get(worker, 0) + 1
-        return counts
+        return {worker: len(listed) for worker, listed in self._listed.items()}
 
     def is_holder(self, rref_id: int, worker: Worker) -> bool:
         """Whether a worker is listed with a value of this one, or its call is to make it."""
         value = self._values.get(rref_id)
         return value is not None and (value.maker == worker or worker in value.holders.values())
 
-    def can_expect(self, maker: Worker) -> bool:
-        """Whether a worker may ask for one more value that its call has not made yet."""
-        if len(self._values) < _MAX_EXPECTED:
-            return True
-        return sum(value.maker == maker for value in self._values.values()) < _MAX_EXPECTED
+    def can_expect(self, by: Worker) -> bool:
+        """Whether a worker may speak of one more value that was not made yet."""
+        return self._num_expected.get(by, 0) < _MAX_EXPECTED
+
+    def can_hold(self, worker: Worker) -> bool:
+        """Whether a worker may hold one more reference to values of this one."""
+        return len(self._listed.get(worker, ())) < _MAX_HELD
+
+    @property
+    def num_remembered(self) -> int:
+        """Forks and values that ended and are remembered."""
+        return sum(map(len, self._ended.values()))
 
     @property
     def num_held(self) -> int:
@@ -113,7 +159,7 @@ class Holdings:
         return list(self._forks)
 
     def mourned(self) -> list[Worker]:
-        """The dead whose references are still kept, because not everybody has seen their end."""
+        """The dead whose references are still kept, because not every worker has seen their end."""
         return sorted(self._mourning.mourned)
 
     @property
@@ -124,19 +170,45 @@ class Holdings:
 
     def _has_shared(self) -> bool:
         """Whether others may have something that is not listed, but protected by what is listed or was sent here."""
-        return bool(self._children) or any(value.holders for value in self._values.values())
+        return bool(self._children or self._listed)
 
     def _kept_for(self, worker: Worker) -> dict[int, int]:
         """What a worker is listed with, and what is on its way to it: values by fork."""
-        kept = {
-            fork_id: rref_id
-            for rref_id, value in self._values.items()
-            for fork_id, holder in value.holders.items()
-            if holder == worker
-        }
-        return kept | {fork_id: child.rref_id for fork_id, child in self._children.items() if child.to == worker}
+        sent = {fork_id: child.rref_id for fork_id, child in self._children.items() if child.to == worker}
+        return self._listed.get(worker, {}) | sent
 
-    def _end(self, number: int) -> None:
-        self._ended[number] = None
-        if len(self._ended) > _MEMORY:
-            del self._ended[next(iter(self._ended))]
+    def _list(self, rref_id: int, fork_id: int, worker: Worker) -> None:
+        self._values[rref_id].holders[fork_id] = worker
+        self._listed.setdefault(worker, {})[fork_id] = rref_id
+
+    def _strike(self, rref_id: int, fork_id: int) -> None:
+        """A fork is not listed any more."""
+        value = self._values.get(rref_id)
+        worker = value.holders.pop(fork_id, None) if value is not None else None
+        if worker is not None:
+            del self._listed[worker][fork_id]
+            if not self._listed[worker]:
+                del self._listed[worker]
+
+    def _expect(self, rref_id: int, maker: Worker, by: Worker) -> None:
+        self._values[rref_id] = Value(maker=maker, expected_by=by)
+        self._num_expected[by] = self._num_expected.get(by, 0) + 1
+
+    def _stop_expecting(self, value: Value) -> None:
+        """A value was made, or never will be."""
+        by, value.maker, value.expected_by = value.expected_by, None, None
+        if by is not None:
+            self._num_expected[by] -= 1
+            if not self._num_expected[by]:
+                del self._num_expected[by]
+
+    def _remember(self, worker: Worker, number: int) -> None:
+        """A fork or value ended of which that worker may yet speak."""
+        known = self._ended.get(worker)
+        if known is None:
+            known = self._ended[worker] = RecentIds()
+        known.add(number)
+
+    def _has_ended(self, worker: Worker, number: int) -> bool:
+        known = self._ended.get(worker)
+        return known is not None and number in known

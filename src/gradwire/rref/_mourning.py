@@ -4,8 +4,8 @@ owner A: B is dead -- Mourn(B) --> every other worker; each answers EndSeen(B) o
 whatever B had sent it is listed.
 
 What B sent may have gone on through others that are dead as well, whether A noticed that before or after. So nothing of any
-dead worker is forgotten while somebody has not seen the end of one of them. Who dies before it has answered need not: its
-own end is to be seen then.
+dead worker is forgotten while another one has not seen the end of one of them. A worker that dies before it has answered
+need not: its own end is to be seen then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Mourning:
     """The dead, as one worker knows them.
 
     Attributes:
-        ended: Workers that are dead.
+        ended: Workers that are taken for dead.
         mourned: Those of them whose references are still kept, and which: values by fork. What is sent to a worker after
             its end was noticed is not among them: either it never leaves, or that worker is not dead.
     """
@@ -27,9 +27,9 @@ class Mourning:
     def __init__(self) -> None:
         self.ended: set[Worker] = set()
         self.mourned: dict[Worker, dict[int, int]] = {}
-        self._unseen: set[tuple[Worker, Worker]] = set()  # who has not seen whose end yet
+        self._unseen: set[tuple[Worker, Worker]] = set()  # (a worker, whose end it has not seen yet)
         self._rounds: dict[Worker, int] = {}  # by dead worker: how often it died; answers to earlier times do not count
-        self._mourners: dict[Worker, dict[Worker, int]] = {}  # by worker: who wants to hear when we have seen its end
+        self._mourners: dict[Worker, dict[Worker, int]] = {}  # by worker: those that wait for us to see its end
 
     def lost(self, worker: Worker, others: Collection[Worker], kept: dict[int, int], is_concerned: bool) -> list[Mourn]:
         """A worker died; `is_concerned` if anything is shared that it, or others through it, might have."""
@@ -43,38 +43,32 @@ class Mourning:
         return self._ask(sorted(set(others) - self.ended), [worker])
 
     def returned(self, worker: Worker) -> list[Mourn]:
-        """A worker is not dead after all: it keeps what it has, and is asked about those who are."""
+        """A worker is not dead after all: it keeps what it has, and is asked about those that are."""
         self.ended.discard(worker)
         self.mourned.pop(worker, None)
         self._unseen = {pair for pair in self._unseen if pair[1] != worker}
         return self._ask([worker], sorted(self.mourned))
-
-    def remind(self, worker: Worker) -> list[Mourn]:
-        """What a worker has to tell us may be lost."""
-        return self._ask([worker], sorted(dead for by, dead in self._unseen if by == worker))
 
     def seen(self, by: Worker, dead: Worker, round_: int) -> None:
         """Another worker has seen the end of a dead one, and whatever it got from that one is listed."""
         if self._rounds.get(dead) == round_:
             self._unseen.discard((by, dead))
 
-    def take_over(self) -> dict[int, int]:
-        """What was kept for the dead, once nobody can have got anything from them that is not listed."""
+    def take_over(self) -> dict[Worker, dict[int, int]]:
+        """What was kept for each of the dead, once no worker can have got anything from them that is not listed."""
         if self._unseen:
             return {}
-        over = {fork_id: rref_id for kept in self.mourned.values() for fork_id, rref_id in kept.items()}
-        self.mourned.clear()
+        over, self.mourned = self.mourned, {}
         return over
 
     def asked(self, by: Worker, dead: Worker, round_: int) -> None:
-        """Somebody wants to be told when we have seen the end of a worker."""
+        """Another worker wants to be told when we have seen the end of a worker."""
         mourners = self._mourners.setdefault(dead, {})
         mourners[by] = max(round_, mourners.get(by, 0))
 
     def tell(self, dead: Worker) -> list[EndSeen]:
         """We have seen the end of a worker, and whatever it sent us is listed."""
-        mourners = self._mourners.pop(dead, {}).items()
-        return [EndSeen(by, dead, round_) for by, round_ in mourners if by not in self.ended]
+        return [EndSeen(by, dead, round_) for by, round_ in self._mourners.pop(dead, {}).items()]
 
     def _ask(self, others: Collection[Worker], dead: Collection[Worker]) -> list[Mourn]:
         pairs = [(other, worker) for worker in dead for other in others]

@@ -1,7 +1,7 @@
 r"""Who holds which reference: events in, actions out. No threads, no sockets, no clocks.
 
 The owner of a value keeps the list of its holders: forks, each with the worker that has it. A fork is made whenever a
-reference travels, and lives as a child of whoever sent it until the owner knows of it:
+reference travels, and lives as a child of its sender until the owner knows of it:
 
     owner A -- fork --> user B        A lists B before the message leaves; B says Accept when it has arrived
     user B  -- fork --> user C        C asks A to be listed (Adopt); B keeps its own fork until C says Accept
@@ -11,24 +11,27 @@ reference travels, and lives as a child of whoever sent it until the owner knows
     | <- message -- |               |     B pins its own fork: it is not deleted while a child is on its way
     | -- Adopt -------------------> |     A lists C
     | <- Confirm ------------------ |
-    | -- Accept --> |               |     B unpins its fork, and deletes it if nobody needs it any more
+    | -- Accept --> |               |     B unpins its fork, and deletes it if its code has none any more
 
 Safety: while a holder lives, the value lives. A fork is deleted only when each child of it is listed, or will never be
 taken. Liveness: when all holders are gone, or their workers are, the value is freed.
 
-What is sent here arrives, in any order and maybe repeated, or its receiver is dead (`_outbox` sees to that). The messages of
-users that carry references may be lost, though: whoever sent one asks later (`overdue`). A worker that has twice said that
+What is sent here arrives once, in any order, or its receiver has ended (`_outbox` sees to that). The messages of users that
+carry references may be lost, though: the worker that sent one asks later (`overdue`). A worker that has twice said that
 it does not have a fork never takes it.
 
 A dead worker may have sent forks that are not listed yet. What it held, and what was on its way to it, is therefore kept
 until every other worker has said that it has seen the end, too (`Mourn`, `EndSeen`), and that whatever it got from the dead
 one is listed. See `_mourning`.
 
-Workers that live may take each other for dead and meet again (`worker_seen`): neither knows then what of its messages has
-arrived. The owner keeps what it has listed and asks for it, a user asks again to be listed.
+A worker that is taken for dead may live, behind a connection that was cut. Every decision about it is a message to it, too,
+which waits until it is back: a user deletes the forks that it breaks, an owner tells a holder of each fork that it strikes
+off. So both agree as soon as they meet again, whether one of them took the other for dead, or both did, or neither.
 
 A reference may reach its owner before the call that makes the value does: the value is then *expected* until that call
-arrives, or until whoever made it says that it never will.
+arrives, or until the worker that made it says that it never will.
+
+Every event names the worker that it comes from, and changes only what that worker has a say in.
 """
 
 from __future__ import annotations
@@ -45,13 +48,17 @@ from gradwire.rref._actions import (
     Confirm,
     Delete,
     Fail,
+    Forget,
     Free,
-    Resume,
     Worker,
 )
 from gradwire.rref._holdings import Child, Fork, ForkPhase, Holdings, Value
 
 __all__ = ["ForkPhase", "Ownership"]
+
+_LOST = "its owner is lost"
+_GONE = "its owner does not have the value any more"
+_STRUCK = "its owner could not reach this worker for a while, took it for dead and dropped its references"
 
 
 class Ownership(Holdings):
@@ -65,8 +72,7 @@ class Ownership(Holdings):
 
     def value_made(self, rref_id: int) -> None:
         """This worker's own code has a value that it is going to share."""
-        value = self._values.setdefault(rref_id, Value())
-        value.is_needed, value.maker = True, None
+        self._values.setdefault(rref_id, Value()).is_needed = True
 
     def needed_again(self, rref_id: int, fork_id: int) -> None:
         """This worker's own code has one more reference: to its own value (fork 0), or through a fork that it has."""
@@ -83,21 +89,26 @@ class Ownership(Holdings):
         return self._free_if_unheld(rref_id)
 
     def value_created(self, rref_id: int, fork_id: int, user: Worker) -> bool:
-        """Another worker has a value made here, and holds it; False if it has given it up already."""
-        if fork_id in self._ended or user in self._mourning.ended:
+        """Another worker has a value made here, and holds it; False if it has given it up already, or must not."""
+        value = self._values.get(rref_id)
+        is_taken = value is not None and value.maker != user
+        if is_taken or self._has_ended(user, fork_id) or user in self._mourning.ended or not self.can_hold(user):
             return False
-        value = self._values.setdefault(rref_id, Value())
-        value.maker = None
-        value.holders[fork_id] = user
+        if value is None:
+            self._values[rref_id] = Value()
+        else:
+            self._stop_expecting(value)
+        self._values[rref_id].first = fork_id
+        self._list(rref_id, fork_id, user)
         return True
 
-    def value_expected(self, rref_id: int, maker: Worker | None) -> bool:
-        """Somebody refers to a value, which `maker` may still have to make; False if it is not here and never will be."""
+    def value_expected(self, rref_id: int, maker: Worker | None, by: Worker) -> bool:
+        """A worker speaks of a value that `maker` may still have to make; False if it is not here and never will be."""
         if rref_id in self._values:
             return True
-        if maker is None or rref_id in self._ended or maker in self._mourning.ended:
+        if maker is None or self._has_ended(maker, rref_id) or maker in self._mourning.ended or not self.can_expect(by):
             return False
-        self._values[rref_id] = Value(maker=maker)
+        self._expect(rref_id, maker, by)
         return True
 
     # -- references to values elsewhere ------------------------------------------------------------------------------
@@ -116,10 +127,7 @@ class Ownership(Holdings):
 
     def fork_failed(self, fork_id: int, reason: str) -> list[Action]:
         """The call that was to make a value elsewhere failed; it may have arrived all the same, or arrive yet."""
-        fork = self._forks.get(fork_id)
-        if fork is None or fork.phase is not ForkPhase.PENDING:
-            return []
-        return [Delete(fork.owner, fork.rref_id, fork_id, True), *self._break([fork_id], reason)]
+        return self._break([fork_id], reason) if self.phase_of(fork_id) is ForkPhase.PENDING else []
 
     # -- references on their way -------------------------------------------------------------------------------------
 
@@ -130,10 +138,9 @@ class Ownership(Holdings):
             False if there is nothing to send: the value is not here, or the fork leads nowhere.
         """
         if parent is None:
-            value = self._values.get(rref_id)
-            if value is None:
+            if rref_id not in self._values:
                 return False
-            value.holders[child] = to
+            self._list(rref_id, child, to)
         else:
             fork = self._forks.get(parent)
             if fork is None or fork.phase is ForkPhase.BROKEN:
@@ -152,16 +159,16 @@ class Ownership(Holdings):
         """A reference arrived; `maker` may still have to make its value.
 
         Returns:
-            None if it cannot be used: the value is ours and gone, or we have said that we do not have the fork.
+            None if it cannot be used: the value is ours and gone, or the fork is not to be taken any more.
         """
         if sender in self._mourning.ended or owner in self._mourning.ended:
             return None
         if owner == self._own:
-            if not self.value_expected(rref_id, maker):
+            if not self.value_expected(rref_id, maker, sender):
                 return None
             self._values[rref_id].is_needed = True
             return [Accept(sender, fork_id)]
-        if fork_id in self._ended:
+        if self._has_ended(sender, fork_id) or self._has_ended(owner, fork_id):
             return None
         if fork_id in self._forks:
             return []  # a repeat
@@ -173,20 +180,30 @@ class Ownership(Holdings):
 
     def adopt_received(self, user: Worker, rref_id: int, fork_id: int, maker: Worker | None) -> list[Action]:
         """A user asks to be listed."""
-        if user in self._mourning.ended:
-            return []
-        is_known = fork_id not in self._ended and self.value_expected(rref_id, maker)
+        listed = self._values[rref_id].holders.get(fork_id) if rref_id in self._values else None
+        is_known = (
+            listed in (None, user)
+            and not self._has_ended(user, fork_id)
+            and self.can_hold(user)
+            and self.value_expected(rref_id, maker, user)
+        )
         if is_known:
-            self._values[rref_id].holders[fork_id] = user
+            self._list(rref_id, fork_id, user)
         return [Confirm(user, fork_id, is_known)]
 
-    def confirmed(self, fork_id: int, is_known: bool = True) -> list[Action]:
-        """The owner answered: a fork of ours is listed, or its value is gone."""
+    def confirmed(self, fork_id: int, by: Worker, is_known: bool = True) -> list[Action]:
+        """The owner said that a fork of ours is listed, or that it is not and never will be."""
         fork = self._forks.get(fork_id)
-        if fork is None or fork.phase is not ForkPhase.PENDING:
+        if fork is None:
+            if not is_known:  # the message that carries it may still come
+                self._remember(by, fork_id)
+            return []
+        if fork.owner != by or fork.phase is ForkPhase.BROKEN:
             return []
         if not is_known:
-            return self._break([fork_id], "its owner does not have the value any more")
+            return self._break([fork_id], _STRUCK if fork.phase is ForkPhase.CONFIRMED else _GONE)
+        if fork.phase is ForkPhase.CONFIRMED:
+            return []
         fork.phase, fork.maker = ForkPhase.CONFIRMED, None
         if fork.parent is None and fork.is_needed:
             return []
@@ -198,17 +215,19 @@ class Ownership(Holdings):
         return self._end_child(child, is_taken=True) if known is not None and known.to == by else []
 
     def delete_received(self, user: Worker, rref_id: int, fork_id: int, is_first: bool) -> list[Action]:
-        """A user has no more use for its fork."""
-        self._end(fork_id)
-        self._children.pop(fork_id, None)
-        value = self._values.get(rref_id)
-        if value is None:
-            if is_first:  # somebody may yet refer to the value that will never be made
-                self._end(rref_id)
+        """A user has no more use for its fork; if that `is_first`, the user will not have the value made either."""
+        value, child = self._values.get(rref_id), self._children.get(fork_id)
+        holder = value.holders.get(fork_id) if value is not None else None
+        if holder not in (None, user):
             return []
-        if value.holders.get(fork_id) == user:
-            del value.holders[fork_id]
-        failed = self._give_up_expecting(rref_id) if is_first else []
+        if child is not None and child.to == user and child.parent is None and child.rref_id == rref_id:
+            del self._children[fork_id]  # it has arrived, and ended
+        if holder is None:  # what lists it, or made the value for it, may still come
+            self._remember(user, fork_id)
+        self._strike(rref_id, fork_id)
+        if is_first:  # others may yet speak of the value as one that is still to be made
+            self._remember(user, rref_id)
+        failed = self._give_up_expecting(rref_id, user) if is_first else []
         return [*failed, *self._free_if_unheld(rref_id)]
 
     # -- messages of users that did not arrive -----------------------------------------------------------------------
@@ -218,19 +237,20 @@ class Ownership(Holdings):
         actions: list[Action] = []
         for fork_id in children:
             child = self._children.get(fork_id)
-            if child is not None and fork_id not in self._mourning.mourned.get(child.to, ()):
-                child.num_asked += 1
-                actions.append(Ask(child.to, fork_id, child.num_asked > 1))
+            if child is None or fork_id in self._mourning.mourned.get(child.to, ()):
+                continue
+            if child.to in self._mourning.ended:  # sent after that worker's end, so it never left
+                actions += self._end_child(fork_id, is_taken=False)
+                continue
+            child.num_asked += 1
+            actions.append(Ask(child.to, fork_id, child.num_asked > 1))
         return actions
 
     def asked(self, by: Worker, fork_id: int, is_last: bool, may_come: bool) -> list[Action]:
-        """Somebody sent us a fork and heard nothing; `may_come` if a message of that worker may bring it yet."""
-        phase = self.phase_of(fork_id)
-        if phase is ForkPhase.CONFIRMED:
-            return [Accept(by, fork_id)]  # that we said so before may have been lost while one took the other for dead
-        has_it = phase is ForkPhase.PENDING or may_come
+        """A worker sent us a fork and heard nothing; `may_come` if a message of that worker may bring it yet."""
+        has_it = fork_id in self._forks or may_come
         if is_last and not has_it:
-            self._end(fork_id)
+            self._remember(by, fork_id)
         return [Answer(by, fork_id, has_it, is_last)]
 
     def answered(self, by: Worker, child: int, has_it: bool, is_last: bool) -> list[Action]:
@@ -246,36 +266,35 @@ class Ownership(Holdings):
     # -- death -------------------------------------------------------------------------------------------------------
 
     def worker_seen(self, worker: Worker) -> list[Action]:
-        """A worker is there; if it was taken for dead, it is told so."""
+        """A worker is there: if it was taken for dead, it keeps what was not struck off yet."""
         if worker not in self._mourning.ended:
             return []
-        return [Resume(worker), *self._mourning.returned(worker), *self._resume(worker)]
+        return [*self._mourning.returned(worker), *self._end_mourning()]
 
-    def resume_received(self, by: Worker) -> list[Action]:
-        """A worker had taken us for dead: what it had to tell us is lost, and what it was to make will not be made."""
-        return [*self._stop_expecting_from(by), *self._mourning.remind(by), *self._resume(by)]
-
-    def worker_lost(
-        self, worker: Worker, others: Collection[Worker], reason: str = "its owner is lost"
-    ) -> list[Action]:
-        """A worker died; `others` are those still alive, without us."""
+    def worker_lost(self, worker: Worker, others: Collection[Worker], reason: str = _LOST) -> list[Action]:
+        """A worker died, or seems to have; `others` are those still alive, without us."""
         mourn = self._mourning.lost(worker, others, self._kept_for(worker), self._has_shared())
-        forks = {fork_id: fork for fork_id, fork in self._forks.items() if fork.owner == worker}
-        actions: list[Action] = [  # if it lives, others may have made it expect a value of ours
-            Delete(worker, fork.rref_id, fork_id, True)
-            for fork_id, fork in forks.items()
-            if fork.is_first and fork.phase is ForkPhase.PENDING
-        ]
-        actions += self._break(forks, reason)
-        actions += self._stop_expecting_from(worker)
+        actions = self._break_all(worker, reason)
+        for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == worker]:
+            actions += [*self._give_up_expecting(rref_id, worker), *self._free_if_unheld(rref_id)]
         return [*actions, *self._tell_mourners(worker), *mourn, *self._end_mourning()]
 
-    def mourn_received(self, by: Worker, dead: Worker, round_: int, may_come: bool) -> list[Action]:
-        """Somebody asks to be told when we have seen the end of a worker; `may_come` if we are still connected to it."""
-        if not may_come:
+    def worker_refuted(self, worker: Worker, reason: str = _LOST) -> list[Action]:
+        """There is no such worker, and there was none: another one made it up."""
+        return self._break_all(worker, reason)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker whose end was told is dead for certain: it will not speak of anything any more."""
+        self._ended.pop(worker, None)
+
+    def mourn_received(
+        self, by: Worker, dead: Worker, round_: int, *, is_connected: bool, is_known: bool
+    ) -> list[Action]:
+        """A worker asks to be told when we have seen the end of another; `is_known` if that one was ever connected."""
+        if is_known and not is_connected:
             self._mourning.ended.add(dead)
         self._mourning.asked(by, dead, round_)
-        return self._tell_mourners(dead)
+        return self._tell_mourners(dead, is_gone=not is_connected)
 
     def end_seen(self, by: Worker, dead: Worker, round_: int) -> list[Action]:
         """Another worker has seen the end of a dead one, and whatever it got from that one is listed."""
@@ -289,31 +308,25 @@ class Ownership(Holdings):
         if value is None or value.is_needed or value.holders or value.maker is not None:
             return []
         del self._values[rref_id]
-        self._end(rref_id)
         return [Free(rref_id)]
 
-    def _give_up_expecting(self, rref_id: int) -> list[Action]:
+    def _give_up_expecting(self, rref_id: int, maker: Worker) -> list[Action]:
         """A value that is only expected will never be made."""
-        value = self._values[rref_id]
-        if value.maker is None:
+        value = self._values.get(rref_id)
+        if value is None or value.maker != maker:
             return []
-        value.maker = None
+        self._stop_expecting(value)
         return [Fail(rref_id)]
-
-    def _stop_expecting_from(self, maker: Worker) -> list[Action]:
-        actions: list[Action] = []
-        for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == maker]:
-            actions += [*self._give_up_expecting(rref_id), *self._free_if_unheld(rref_id)]
-        return actions
 
     def _delete_if_unneeded(self, fork_id: int) -> list[Action]:
         fork = self._forks.get(fork_id)
         if fork is None or fork.is_needed or fork.pins or fork.phase is ForkPhase.PENDING:
             return []
         del self._forks[fork_id]
-        self._end(fork_id)
-        is_listed = fork.phase is ForkPhase.CONFIRMED
-        return [Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)] if is_listed else []
+        self._remember(fork.owner, fork_id)
+        if fork.phase is ForkPhase.BROKEN:
+            return [Forget(fork_id)]
+        return [Forget(fork_id), Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)]
 
     def _end_child(self, fork_id: int, *, is_taken: bool) -> list[Action]:
         """A child is accepted, or will never be taken."""
@@ -323,32 +336,36 @@ class Ownership(Holdings):
         if child.parent is not None:
             self._forks[child.parent].pins -= 1
             return self._delete_if_unneeded(child.parent)
-        value = self._values.get(child.rref_id)
-        if is_taken or value is None:
+        if is_taken:
             return []
-        value.holders.pop(fork_id, None)
+        self._strike(child.rref_id, fork_id)
         return self._free_if_unheld(child.rref_id)
 
     def _break(self, fork_ids: Collection[int], reason: str) -> list[Action]:
+        """Forks lead nowhere any more, and their owner is told, whatever it knows of them."""
         actions: list[Action] = []
         for fork_id in fork_ids:
             fork = self._forks.get(fork_id)
             if fork is not None and fork.phase is not ForkPhase.BROKEN:
                 fork.phase = ForkPhase.BROKEN
-                actions += [Break(fork_id, reason), *self._tell_parent(fork_id), *self._delete_if_unneeded(fork_id)]
+                actions += [Break(fork_id, reason), Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)]
+                actions += [*self._tell_parent(fork_id), *self._delete_if_unneeded(fork_id)]
         return actions
 
+    def _break_all(self, owner: Worker, reason: str) -> list[Action]:
+        return self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == owner], reason)
+
     def _tell_parent(self, fork_id: int) -> list[Action]:
-        """The owner knows of a fork, or is dead: whoever sent it need not wait any longer."""
+        """The owner knows of a fork, or is dead: the worker that sent it need not wait any longer."""
         fork = self._forks[fork_id]
         parent, fork.parent = fork.parent, None
         if parent is None:
             return []
-        accept = [Accept(parent, fork_id)] if parent not in self._mourning.ended else []
-        return [*accept, *self._tell_mourners(parent), *self._end_mourning()]
+        return [Accept(parent, fork_id), *self._tell_mourners(parent), *self._end_mourning()]
 
-    def _tell_mourners(self, worker: Worker) -> list[Action]:
-        if worker not in self._mourning.ended or any(fork.parent == worker for fork in self._forks.values()):
+    def _tell_mourners(self, worker: Worker, *, is_gone: bool = False) -> list[Action]:
+        has_ended = is_gone or worker in self._mourning.ended
+        if not has_ended or any(fork.parent == worker for fork in self._forks.values()):
             return []
         return [*self._mourning.tell(worker)]
 
@@ -358,23 +375,13 @@ class Ownership(Holdings):
         if any(fork.parent in self._mourning.ended for fork in self._forks.values()):
             return []  # what we got from the dead is not listed yet, and may come from what we sent to them
         actions: list[Action] = []
-        for fork_id, rref_id in self._mourning.take_over().items():
-            actions += self._end_child(fork_id, is_taken=False)
-            if rref_id in self._values:
-                self._values[rref_id].holders.pop(fork_id, None)
-                actions += self._free_if_unheld(rref_id)
+        for worker, kept in self._mourning.take_over().items():
+            for fork_id, rref_id in kept.items():
+                if rref_id in self._values and self._values[rref_id].holders.get(fork_id) == worker:
+                    self._strike(rref_id, fork_id)
+                    self._remember(worker, fork_id)
+                    if self._values[rref_id].first == fork_id:
+                        self._remember(worker, rref_id)
+                    actions.append(Confirm(worker, fork_id, False))  # should it live
+                actions += [*self._end_child(fork_id, is_taken=False), *self._free_if_unheld(rref_id)]
         return actions
-
-    def _resume(self, worker: Worker) -> list[Action]:
-        """One has taken the other for dead. It keeps what is listed unless it says no; we ask again to be listed."""
-        asks: list[Action] = []
-        for fork_id, rref_id in self._kept_for(worker).items():
-            if fork_id not in self._children:
-                self._children[fork_id] = Child(worker, rref_id, None, num_asked=1)
-                asks.append(Ask(worker, fork_id, True))
-        adopts = [
-            Adopt(worker, fork.rref_id, fork_id, fork.maker)
-            for fork_id, fork in self._forks.items()
-            if fork.owner == worker and fork.phase is ForkPhase.PENDING and not fork.is_first
-        ]
-        return [*asks, *adopts, *self._end_mourning()]

@@ -19,6 +19,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rref import references
+from gradwire.rref._actions import Number
 from gradwire.rref.operations import check_future
 from gradwire.rref.values import Owned
 from gradwire.types import WorkerInfo
@@ -40,9 +41,9 @@ class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         incarnation: Of the caller.
     """
 
-    rref_id: int
-    fork_id: int
-    incarnation: int
+    rref_id: Number
+    fork_id: Number
+    incarnation: Number
 
 
 class Keeper:

@@ -11,9 +11,8 @@ from typing import Any
 
 from gradwire.errors import OwnerLost, RRefError
 from gradwire.rpc.trips import Passage
-from gradwire.rref._actions import Action, Break, Delete, Fail, Free, Message, Worker
-from gradwire.rref._outbox import Outbox
-from gradwire.rref._ownership import Ownership
+from gradwire.rref._actions import Action, Break, Fail, Forget, Free, LocalAction, Worker
+from gradwire.rref._exchange import Exchange
 from gradwire.rref.values import Owned, UserFork, describe
 
 _log = logging.getLogger("gradwire")
@@ -30,8 +29,9 @@ class Decisions:
         own: The worker.
 
     Attributes:
-        ownership: Decides.
-        outbox: What is to be sent.
+        exchange: Decides.
+        ownership: The part of it that knows of references.
+        outbox: The part of it that knows what is to be sent.
         owned: Values here that others know of, by id.
         forks: References to values elsewhere, by fork id.
         on_put: Called when there is something to be sent.
@@ -40,8 +40,9 @@ class Decisions:
     """
 
     def __init__(self, own: Worker) -> None:
-        self.ownership = Ownership(own)
-        self.outbox = Outbox(own)
+        self.exchange = Exchange(own)
+        self.ownership = self.exchange.ownership
+        self.outbox = self.exchange.outbox
         self.owned: dict[int, Owned] = {}
         self.forks: dict[int, UserFork] = {}
         self.asked_at: dict[int, float] = {}
@@ -89,11 +90,13 @@ class Decisions:
 
     def do(self, actions: Iterable[Action]) -> None:
         """Queues messages, and what concerns this worker alone for when the lock is released."""
+        self.have(self.exchange.put(actions))
+
+    def have(self, actions: Iterable[LocalAction]) -> None:
+        """Queues what concerns this worker alone for when the lock is released."""
+        self._has_put = self._has_put or self.outbox.has_messages
         for action in actions:
-            if isinstance(action, Delete):
-                self.forks.pop(action.fork_id, None)
-                self._put(action)
-            elif isinstance(action, Free):
+            if isinstance(action, Free):
                 owned = self.owned.pop(action.rref_id, None)
                 if owned is not None:
                     owned.is_freed = True
@@ -102,12 +105,10 @@ class Decisions:
                 self._fail(action.rref_id)
             elif isinstance(action, Break):
                 self._break(action.fork_id, action.reason)
+            elif isinstance(action, Forget):
+                self.forks.pop(action.fork_id, None)
             else:
-                self._put(action)
-
-    def _put(self, message: Message) -> None:
-        self.outbox.put(message)
-        self._has_put = True
+                self._confirm(action.fork_id)
 
     def later(self, effect: Callable[[], Any]) -> None:
         """Called when the lock is released."""
@@ -131,8 +132,13 @@ class Decisions:
     def _fail(self, rref_id: int) -> None:
         owned = self.owned.get(rref_id)
         if owned is not None:
-            text = f"the value of reference {describe(rref_id)} was never made: whoever was to have it made gave up or died"
-            self._effects.append(lambda: owned.fail(lambda: RRefError(text)))
+            text = f"the value of reference {describe(rref_id)} was never made: the worker whose call was to make it gave up"
+            self._effects.append(lambda: owned.fail(lambda: RRefError(f"{text} or died")))
+
+    def _confirm(self, fork_id: int) -> None:
+        fork = self.forks.get(fork_id)
+        if fork is not None:
+            self._effects.append(fork.confirm)
 
     def _break(self, fork_id: int, reason: str) -> None:
         fork = self.forks.get(fork_id)

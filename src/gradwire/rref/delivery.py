@@ -1,7 +1,8 @@
 """Carries the messages about references between workers, and tells the state machine who is gone.
 
-What somebody waits for is sent at once; acceptances and deletions leave together, a moment later; acknowledgements go along
-with them, or alone after a while. A worker that does not read is written to again, and one that cannot be reached is dead.
+What another worker waits for is sent at once; acceptances and deletions leave together, a moment later; acknowledgements go
+along with them, or alone after a while. A worker that does not read is written to again, and one that cannot be reached is
+taken for dead until it is connected again.
 """
 
 from __future__ import annotations
@@ -16,21 +17,9 @@ from typing import Any, Final
 import torch
 
 from gradwire.errors import DecodeError, RpcError, RpcTimeout, TransportError, UnknownWorker
+from gradwire.rpc._ids import creator_of
 from gradwire.rpc.agent import Agent
-from gradwire.rref._actions import (
-    Accept,
-    Action,
-    Adopt,
-    Answer,
-    Ask,
-    Confirm,
-    Delete,
-    EndSeen,
-    Message,
-    Mourn,
-    Resume,
-    Worker,
-)
+from gradwire.rref._actions import Worker
 from gradwire.rref._outbox import Batch
 from gradwire.rref.decisions import Decisions
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -41,7 +30,7 @@ _log = logging.getLogger("gradwire")
 _NOTICE: Final = "rref"
 _ASK_S: Final = 5.0  # how long nothing may be heard of a reference that was sent
 _DELAY_S: Final = 0.01
-_ACKNOWLEDGE_S: Final = 0.1  # nobody waits to hear that something arrived; mostly it goes along with something else
+_ACKNOWLEDGE_S: Final = 0.1  # no worker waits to hear that something arrived; mostly it goes along with something else
 _RETRY_S: Final = 1.0
 _SEND_S: Final = 10.0
 _NEVER: Final = float("inf")
@@ -68,6 +57,7 @@ class Delivery:
         agent.notices.register(_NOTICE, self._on_batch, Batch)
         agent.notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
+        agent.on_worker_connected(self._on_worker_connected)
         agent.sweeps.append(self._sweep)
 
     # -- when ------------------------------------------------------------------------------------------------------
@@ -82,7 +72,7 @@ class Delivery:
         self._agent.reactor.expect(when)
 
     def plan_to_ask(self) -> None:
-        """A reference was sent; if nothing is heard of it, somebody has to ask."""
+        """A reference was sent; if nothing is heard of it, its arrival is asked for."""
         self.plan(_ASK_S)
 
     def _sweep(self, now: float) -> float:
@@ -110,8 +100,8 @@ class Delivery:
             known.do(known.ownership.overdue(lost))
             known.asked_at.update(dict.fromkeys(overdue, now))
             next_ask = min(known.asked_at.values(), default=_NEVER)
-            again = [batch for rank in self._take_unreached() for batch in known.outbox.cut(rank)]
-        self._send(again)
+            for rank in self._take_unreached():
+                known.outbox.cut(rank)
         self.flush()
         if next_ask < _NEVER:
             self.plan(max(0.0, next_ask + _ASK_S - now))
@@ -131,7 +121,7 @@ class Delivery:
         self._send(batches)
 
     def flush_urgent(self) -> None:
-        """Sends whatever waits if somebody waits for it; else plans to."""
+        """Sends what waits if another worker waits for it; else plans to."""
         with self._decisions as known, known.lock:
             batches = known.outbox.take() if known.outbox.has_urgent else []
             is_empty, delay_s = known.outbox.is_empty, _DELAY_S if known.outbox.has_messages else _ACKNOWLEDGE_S
@@ -155,14 +145,14 @@ class Delivery:
                 name = self._agent.worker_info(rank).name
                 address = self._agent.peers.address_of(name, _SEND_S)
                 if address.incarnation != incarnation:
-                    self._lose(batch.to, "it was restarted")
+                    self._refute(batch.to)
                     continue
                 self._agent.notices.send(name, _NOTICE, batch, deadline=time.monotonic() + _SEND_S)
             except (RpcTimeout, TransportError):
                 self._unreached.add(rank)
                 self.plan(_RETRY_S)
             except (UnknownWorker, RpcError) as error:
-                self._lose(batch.to, str(error))
+                self._lose(batch.to, str(error), is_told=False)
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -170,44 +160,43 @@ class Delivery:
         batch = read_note(note, Batch)
         if batch.sender[0] != sender.id:
             raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
-        if batch.to != self._own:
-            return  # for an earlier life of this worker
+        if batch.to != self._own or batch.sender[1] != self._agent.newest_incarnation(sender.name):
+            return  # for an earlier life of this worker, or from one of the other
         with self._decisions as known, known.lock:
-            known.outbox.arrived(batch)
-            if not self._agent.has_ended(sender.name):  # else these are its last words
-                known.outbox.seen(batch.sender)
-                known.do(known.ownership.worker_seen(batch.sender))
-            for message in batch.messages:
-                known.do(self._event(message, batch.sender, sender.name))
+            self.see(batch.sender)
+            known.have(known.exchange.on_batch(batch, self))
         self.flush_urgent()
 
-    def _event(self, message: Message, sender: Worker, name: str) -> list[Action]:
-        """Tells the state machine of a message; the caller holds the lock."""
-        known = self._decisions.ownership
-        match message:
-            case Adopt():
-                return known.adopt_received(sender, message.rref_id, message.fork_id, message.maker)
-            case Confirm():
-                fork = self._decisions.forks.get(message.fork_id)
-                if fork is not None and message.is_known:
-                    self._decisions.later(fork.confirm)
-                return known.confirmed(message.fork_id, message.is_known)
-            case Accept():
-                return known.accepted(message.fork_id, sender)
-            case Delete():
-                return known.delete_received(sender, message.rref_id, message.fork_id, message.is_first)
-            case Ask():
-                may_come = self._agent.server.has_unread_call_of(name) or self._may_be_answered_by(name)
-                return known.asked(sender, message.fork_id, message.is_last, may_come)
-            case Answer():
-                return known.answered(sender, message.fork_id, message.has_it, message.is_last)
-            case Mourn():
-                may_come = self._agent.peers.is_connected(*message.dead)
-                return known.mourn_received(sender, message.dead, message.round, may_come)
-            case EndSeen():
-                return known.end_seen(sender, message.dead, message.round)
-            case Resume():
-                return known.resume_received(sender)
+    # -- what is known of other workers; the caller holds the lock -----------------------------------------------------
+
+    def may_make(self, worker: Worker, rref_id: int) -> bool:
+        """Whether a call of that worker that makes that value may be on its way: it has connected for that."""
+        return creator_of(rref_id) == worker[0] and self.was_connected(worker)
+
+    def may_bring(self, worker: Worker) -> bool:
+        """Whether a call or an answer of that worker may be here or on its way that was not unpacked yet."""
+        name = self._agent.worker_info(worker[0]).name
+        return self._agent.server.has_unread_call_of(name) or self._may_be_answered_by(name)
+
+    def is_connected(self, worker: Worker) -> bool:
+        """Whether anything may still come from that worker."""
+        return self._agent.peers.is_connected(*worker)
+
+    def was_connected(self, worker: Worker) -> bool:
+        """Whether that is the latest incarnation of a worker that was ever connected."""
+        with contextlib.suppress(UnknownWorker):
+            return worker[1] == self._agent.newest_incarnation(self._agent.worker_info(worker[0]).name)
+        return False
+
+    def see(self, worker: Worker) -> None:
+        """Something came from a worker, or goes to it: unless these are its last words, it is not dead."""
+        known = self._decisions
+        if known.ownership.is_taken_for_dead(worker) and not self._is_gone(worker):
+            known.have(known.exchange.seen(worker))
+
+    def _is_gone(self, worker: Worker) -> bool:
+        name = self._agent.worker_info(worker[0]).name
+        return not self.was_connected(worker) or self._agent.has_ended(name)
 
     def _may_be_answered_by(self, name: str) -> bool:
         """Whether the answer to a call may be on its way from a worker that asks for what it has sent long ago."""
@@ -226,15 +215,41 @@ class Delivery:
         worker = (address.info.id, address.incarnation)
         self._agent.reactor.run_soon(lambda: self._lose(worker, f"worker {address.info.name} is lost: {reason}"))
 
-    def _lose(self, worker: Worker, reason: str) -> None:
+    def _on_worker_connected(self, address: WorkerAddress) -> None:
+        """Before anything is read from the connection. What follows from it is done by another thread."""
+        worker, known = (address.info.id, address.incarnation), self._decisions
+        with known.lock:
+            is_back = known.ownership.is_taken_for_dead(worker)
+            self.see(worker)
+        if is_back:
+            self._agent.reactor.run_soon(self.flush_urgent)
+
+    def _lose(self, worker: Worker, reason: str, *, is_told: bool = True) -> None:
+        """Takes a worker for dead; if that `is_told` by the agent, only if it has not been connected again meanwhile."""
         others = self._others(worker)
         with self._decisions as known, known.lock:
-            known.outbox.lost(worker)
-            known.do(known.ownership.worker_lost(worker, others, reason))
+            if is_told and not self._is_gone(worker):
+                known.outbox.cut(worker[0])
+            else:
+                known.have(known.exchange.lost(worker, others, reason))
+                if is_told and self._is_certain(worker):
+                    known.exchange.ended(worker)
+        self.flush_urgent()
+
+    def _is_certain(self, worker: Worker) -> bool:
+        """Whether a worker that is gone cannot come back: it was restarted, or its supervisor has seen its end."""
+        name = self._agent.worker_info(worker[0]).name
+        peer = self._agent.peers.known(name)
+        return worker[1] < self._agent.newest_incarnation(name) or (peer is not None and peer.lost_reason is not None)
+
+    def _refute(self, worker: Worker) -> None:
+        """Another incarnation answers: this one has ended before it was ever connected, or was made up."""
+        with self._decisions as known, known.lock:
+            known.have(known.exchange.refuted(worker, "it was restarted"))
         self.flush_urgent()
 
     def _others(self, dead: Worker) -> list[Worker]:
-        """Everybody who may have got a reference from a dead worker."""
+        """The workers that may have got a reference from a dead one."""
         with self._decisions as known, known.lock:
             if not any(known.ownership.counts):
                 return []
@@ -242,6 +257,6 @@ class Delivery:
         for info in self._agent.directory.infos():
             if info.id in (dead[0], self._own[0]) or self._agent.has_ended(info.name):
                 continue
-            with contextlib.suppress(RpcError, TransportError):  # who cannot be reached is as good as dead
+            with contextlib.suppress(RpcError, TransportError):  # one that cannot be reached is as good as dead
                 others.append((info.id, self._agent.incarnation_of(info.name)))
         return others

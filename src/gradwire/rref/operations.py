@@ -28,7 +28,7 @@ TYPE_OF = "gradwire.rref.type_of"
 
 
 def _find(rref_id: Any, maker: Any) -> Owned:
-    if type(rref_id) is not int or (maker is not None and not _is_worker(maker)):
+    if type(rref_id) is not int or rref_id < 0 or (maker is not None and not _is_worker(maker)):
         raise DecodeError("not the id of a reference")
     known, request = references.here(), current_request()
     if request is not None and (maker is not None or known.agent.trust == "data"):
@@ -51,7 +51,7 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
         return
     if (
         access.is_here or maker is None or creator_of(rref_id) != info.id
-    ):  # nobody has values made under another one's ids
+    ):  # no worker has values made under the ids of another
         raise RRefError(  # the same text for what is here and what is not: ids are not to be tried out
             f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
             f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
@@ -106,12 +106,15 @@ def type_of(rref_id: int, maker: Worker | None) -> Any:
     return when_made(_find(rref_id, maker), type)
 
 
-def invoke(rref_id: int, maker: Worker | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
     """Calls a method of the value.
 
     Raises:
+        DecodeError: These are not a name, arguments and keyword arguments.
         NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
     """
+    if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
+        raise DecodeError("not the call of a method: its name, its arguments and its keyword arguments")
     value = find_value(rref_id, maker)
     if references.here().agent.trust == "data":
         check_exposed(value, name)

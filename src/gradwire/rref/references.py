@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from gradwire.errors import OwnerLost, RpcTimeout, RRefError
+from gradwire.errors import DecodeError, OwnerLost, RpcTimeout, RRefError
 from gradwire.rpc._calls import PendingCall
-from gradwire.rpc._ids import COUNTER_BITS, first_counter
+from gradwire.rpc._ids import COUNTER_BITS, creator_of, first_counter
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.futures import copies_of
@@ -108,25 +108,38 @@ class References:
         if owned is not None:
             return owned
         with self._decisions as known, known.lock:
-            if known.ownership.value_expected(rref_id, maker):
+            if known.ownership.value_expected(rref_id, maker, maker or self.own):
                 return known.expect(rref_id)
         raise RRefError(
-            f"worker {self.agent.info.name} does not have the value of reference {describe(rref_id)} any more"
+            f"worker {self.agent.info.name} does not have the value of reference {describe(rref_id)} any more: no worker "
+            f"held a reference to it, or the holder was out of reach for a while and taken for dead. Make the value again"
         )
 
     def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
         """A call arrived that makes a value for a worker.
 
         Raises:
-            RRefError: That worker does not want it any more.
+            DecodeError: It speaks for another worker.
+            RRefError: That worker has given it up already, or holds too many.
         """
         known = self._decisions
         with known.lock:
             if user == self.own:
-                return known.owned.get(rref_id) or Owned(rref_id)  # dropped before it was made: nobody will see it
+                return known.owned.get(rref_id) or Owned(rref_id)  # dropped before it was made: no code will see it
+            if not (self._delivery.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
+                raise DecodeError(f"worker {user[0]} asked for a value in the name of another: {describe(rref_id)}")
+            self._delivery.see(user)
             if known.ownership.value_created(rref_id, fork_id, user):
                 return known.expect(rref_id)
-        raise RRefError(f"nobody wants the value of reference {describe(rref_id)} any more")
+            can_hold = known.ownership.can_hold(user)
+        name = self.agent.info.name
+        if not can_hold:
+            raise RRefError(
+                f"the caller holds too many references to values of worker {name}. Delete some of them first"
+            )
+        raise RRefError(
+            f"worker {name} did not make the value of reference {describe(rref_id)}: its call was given up before it arrived"
+        )
 
     def make_here(self) -> Owned:
         """A value of this worker that a call of its own is going to make."""
@@ -173,6 +186,7 @@ class References:
         known, rref_id, fork_id = self._decisions, self.new_id(), self.new_id()
         fork = UserFork(rref_id, fork_id, owner.info, life, is_first=True, is_used=False)
         with known.lock:
+            self._delivery.see(life)
             known.forks[fork_id] = fork
             known.ownership.fork_created(rref_id, fork_id, life)
         return fork
@@ -194,8 +208,8 @@ class References:
     def on_created(self, fork: UserFork) -> None:
         """The owner has the value."""
         with self._decisions.lock:
-            actions = self._decisions.ownership.confirmed(fork.fork_id)
-        if actions:  # nobody needs it any more; messages may leave in any order, so the lock need not be kept
+            actions = self._decisions.ownership.confirmed(fork.fork_id, fork.owner_life)
+        if actions:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
             with self._decisions as known, known.lock:
                 known.do(actions)
         fork.confirm()
@@ -206,10 +220,8 @@ class References:
             state.fail(copies_of(error))
             return
         with self._decisions as known, known.lock:
+            known.later(functools.partial(state.end, copies_of(error)))  # first: it says more than that it is broken
             known.do(known.ownership.fork_failed(state.fork_id, str(error)))
-            if known.ownership.phase_of(state.fork_id) is None:
-                known.forks.pop(state.fork_id, None)
-        state.end(copies_of(error))
 
     def watch(self, fork: UserFork) -> None:
         """Somebody wants to know whether the owner has answered; until then nobody may be reading its answers."""
@@ -244,6 +256,7 @@ class References:
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
         child, maker, known = self.new_id(), None, self._decisions
         with known.lock:  # nothing is to be done; and what others left must not run in the middle of packing
+            self._delivery.see(receiver)
             if isinstance(state, Owned):
                 known.share(state)
                 is_sent = known.ownership.sent(state.rref_id, None, child, receiver)
@@ -261,14 +274,20 @@ class References:
     def arrive(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None
     ) -> Owned | UserFork:
-        """A reference arrived: what it refers to. One that cannot be used is a broken fork."""
+        """A reference arrived: what it refers to. One that cannot be used is a broken fork.
+
+        Raises:
+            UnknownWorker: There is no worker of the owner's rank.
+        """
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
-        is_there = not self.agent.has_ended(sender_info.name)
         with self._decisions as known, known.lock:
-            if is_there:
-                known.outbox.seen(sender)
-                known.do(known.ownership.worker_seen(sender))
-            actions = known.ownership.received(rref_id, fork_id, owner, sender, maker)
+            if not self._delivery.was_connected(sender):
+                actions = None
+            else:
+                self._delivery.see(sender)
+                if maker is not None and owner == self.own and not self._delivery.may_make(maker, rref_id):
+                    maker = None
+                actions = known.ownership.received(rref_id, fork_id, owner, sender, maker)
             if actions is not None:
                 known.do(actions)
                 if owner == self.own:
@@ -324,8 +343,6 @@ class References:
                     if not state.is_done:
                         known.later(functools.partial(self.watch, state))
                     known.do(known.ownership.fork_dropped(state.fork_id))
-                    if known.ownership.phase_of(state.fork_id) is None:
-                        known.forks.pop(state.fork_id, None)
                 elif state.is_shared:
                     known.do(known.ownership.value_dropped(state.rref_id))
 

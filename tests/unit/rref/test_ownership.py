@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from gradwire.rref._actions import Accept, Adopt, Answer, Ask, Confirm, Delete, EndSeen, Fail, Free, Mourn, Resume
+import time
+
+import pytest
+
+from gradwire.rref import _holdings
+from gradwire.rref._actions import (
+    Accept,
+    Adopt,
+    Answer,
+    Ask,
+    Break,
+    Confirm,
+    Delete,
+    EndSeen,
+    Fail,
+    Forget,
+    Free,
+    Mourn,
+    Worker,
+)
+from gradwire.rref._holdings import RecentIds
 from gradwire.rref._ownership import ForkPhase, Ownership
 
 A, B, C, D = (0, 1), (1, 1), (2, 1), (3, 1)
@@ -24,7 +44,7 @@ def test_fork_is_accepted_when_its_owner_has_confirmed_it() -> None:
     user = Ownership(C)
     assert user.received(RREF, CHILD, A, B) == [Adopt(A, RREF, CHILD, None)]
     assert user.phase_of(CHILD) is ForkPhase.PENDING
-    assert user.confirmed(CHILD) == [Accept(B, CHILD)]
+    assert user.confirmed(CHILD, A) == [Accept(B, CHILD)]
 
 
 def test_fork_is_kept_while_its_child_is_on_its_way() -> None:
@@ -32,13 +52,12 @@ def test_fork_is_kept_while_its_child_is_on_its_way() -> None:
     user.received(RREF, FORK, A, A)
     assert user.sent(RREF, FORK, CHILD, C)
     assert user.fork_dropped(FORK) == []
-    assert user.accepted(CHILD, C) == [Delete(A, RREF, FORK, False)]
+    assert user.accepted(CHILD, C) == [Forget(FORK), Delete(A, RREF, FORK, False)]
 
 
-def test_repeated_adoption_of_what_is_over_revives_nothing() -> None:
+def test_adoption_that_comes_after_its_deletion_revives_nothing() -> None:
     owner = owner_with((FORK, B))
-    owner.adopt_received(C, RREF, CHILD, None)
-    owner.delete_received(C, RREF, CHILD, False)
+    assert owner.delete_received(C, RREF, CHILD, False) == []
     assert owner.adopt_received(C, RREF, CHILD, None) == [Confirm(C, CHILD, False)]
     assert owner.delete_received(B, RREF, FORK, False) == [Free(RREF)]
 
@@ -69,15 +88,15 @@ def test_what_the_dead_held_is_kept_until_everybody_has_seen_the_end() -> None:
     assert owner.worker_lost(B, [C, D]) == [Mourn(C, B, 1), Mourn(D, B, 1)]
     assert owner.end_seen(C, B, 1) == []
     assert owner.mourned() == [B]
-    assert owner.end_seen(D, B, 1) == [Free(RREF)]
+    assert owner.end_seen(D, B, 1) == [Confirm(B, FORK, False), Free(RREF)]
 
 
 def test_end_is_seen_when_what_the_dead_sent_is_listed() -> None:
     user = Ownership(C)
     user.received(RREF, CHILD, A, B)
     user.worker_lost(B, [A])
-    assert user.mourn_received(A, B, 1, may_come=False) == []
-    assert user.confirmed(CHILD) == [EndSeen(A, B, 1)]
+    assert user.mourn_received(A, B, 1, is_connected=False, is_known=True) == []
+    assert user.confirmed(CHILD, A) == [Accept(B, CHILD), EndSeen(A, B, 1)]
 
 
 def test_mourner_waits_for_what_it_got_from_the_dead_itself() -> None:
@@ -89,7 +108,7 @@ def test_mourner_waits_for_what_it_got_from_the_dead_itself() -> None:
     user.received(RREF, 4, A, C)
     user.worker_lost(C, [A])
     assert user.end_seen(A, C, 1) == []
-    assert user.confirmed(4) == [Delete(A, RREF, FORK, False)]
+    assert user.confirmed(4, A) == [Accept(C, 4), Forget(FORK), Delete(A, RREF, FORK, False)]
 
 
 def test_end_of_one_that_held_nothing_is_asked_for_while_anything_is_shared() -> None:
@@ -97,13 +116,13 @@ def test_end_of_one_that_held_nothing_is_asked_for_while_anything_is_shared() ->
     assert owner.worker_lost(C, [B, D]) == [Mourn(B, C, 1), Mourn(D, C, 1)]
     owner.worker_lost(B, [D])
     assert owner.end_seen(D, B, 1) == []
-    assert owner.end_seen(D, C, 1) == [Free(RREF)]
+    assert owner.end_seen(D, C, 1) == [Confirm(B, FORK, False), Free(RREF)]
 
 
 def test_overtaken_question_does_not_replace_the_newer_one() -> None:
     user = Ownership(C)
-    user.mourn_received(A, B, 2, may_come=True)
-    user.mourn_received(A, B, 1, may_come=True)
+    user.mourn_received(A, B, 2, is_connected=True, is_known=True)
+    user.mourn_received(A, B, 1, is_connected=True, is_known=True)
     assert user.worker_lost(B, [A]) == [EndSeen(A, B, 2)]
 
 
@@ -111,28 +130,192 @@ def test_what_is_sent_to_one_taken_for_dead_is_not_forgotten_with_the_rest() -> 
     owner = owner_with((FORK, B))
     owner.worker_lost(B, [C])
     owner.sent(RREF, None, CHILD, B)
-    assert owner.end_seen(C, B, 1) == []
+    assert owner.end_seen(C, B, 1) == [Confirm(B, FORK, False)]
     assert owner.holders() == {B: 1}
     assert owner.accepted(CHILD, B) == []
     assert owner.delete_received(B, RREF, CHILD, False) == [Free(RREF)]
 
 
-def test_one_taken_for_dead_is_asked_what_it_still_has() -> None:
-    owner, user = owner_with((FORK, B)), Ownership(B)
+def test_one_taken_for_dead_keeps_what_was_not_struck_off_yet() -> None:
+    owner = owner_with((FORK, B))
     owner.worker_lost(B, [C])
-    assert owner.worker_seen(B) == [Resume(B), Ask(B, FORK, True)]
+    assert owner.worker_seen(B) == []
     assert owner.mourned() == []
-    assert user.asked(A, FORK, True, False) == [Answer(A, FORK, False, True)]
-    assert owner.answered(B, FORK, False, True) == [Free(RREF)]
+    assert owner.holders() == {B: 1}
 
 
-def test_one_that_was_seen_all_the_time_is_not_asked() -> None:
-    assert owner_with((FORK, B)).worker_seen(B) == []
+def test_one_that_is_struck_off_hears_of_it_and_breaks_its_fork() -> None:
+    user = Ownership(B)
+    user.received(RREF, FORK, A, A)
+    broken, deleted = user.confirmed(FORK, A, is_known=False)
+    assert isinstance(broken, Break)
+    assert "took it for dead" in broken.reason
+    assert deleted == Delete(A, RREF, FORK, False)
 
 
-def test_resume_asks_again_to_be_listed_and_stops_expecting() -> None:
-    user, owner = Ownership(C), Ownership(A)
+def test_fork_that_is_struck_off_before_it_arrives_is_not_taken() -> None:
+    user = Ownership(B)
+    assert user.confirmed(FORK, A, is_known=False) == []
+    assert user.received(RREF, FORK, A, A) is None
+
+
+def test_user_tells_an_owner_that_is_taken_for_dead_which_forks_it_breaks() -> None:
+    user = Ownership(B)
+    user.fork_created(RREF, FORK, A)
+    user.received(4, CHILD, A, A)
+    actions = user.worker_lost(A, [])
+    assert [action for action in actions if isinstance(action, Delete)] == [
+        Delete(A, RREF, FORK, True),
+        Delete(A, 4, CHILD, False),
+    ]
+
+
+def test_what_is_sent_to_a_dead_worker_is_given_up_when_it_is_overdue() -> None:
+    owner = Ownership(A)
+    owner.value_made(RREF)
+    owner.worker_lost(B, [])
+    owner.sent(RREF, None, FORK, B)
+    owner.overdue([FORK])
+    assert owner.counts == (1, 0, 0, 0)
+    assert owner.holders() == {}
+
+
+# -- words of workers that have no say --------------------------------------------------------------------------------
+
+
+def test_only_the_owner_confirms() -> None:
+    user = Ownership(C)
     user.received(RREF, CHILD, A, B)
-    assert user.resume_received(A) == [Adopt(A, RREF, CHILD, None)]
+    assert user.confirmed(CHILD, D) == []
+    assert user.confirmed(CHILD, D, is_known=False) == []
+    assert user.phase_of(CHILD) is ForkPhase.PENDING
+
+
+def test_only_the_holder_deletes() -> None:
+    owner = owner_with((FORK, B))
+    assert owner.delete_received(C, RREF, FORK, True) == []
+    assert owner.holders() == {B: 1}
+    owner = Ownership(A)
+    owner.value_made(RREF)
+    owner.sent(RREF, None, FORK, B)
+    assert owner.delete_received(C, RREF, FORK, False) == []
+    assert owner.delete_received(C, 77, FORK, False) == []
+    assert owner.children() == [FORK]
+
+
+def test_a_fork_that_was_sent_on_is_not_unpinned_by_a_deletion() -> None:
+    user = Ownership(B)
+    user.received(RREF, FORK, A, A)
+    user.sent(RREF, FORK, CHILD, C)
+    assert user.delete_received(C, RREF, CHILD, False) == []
+    assert user.children() == [CHILD]
+
+
+def test_only_the_maker_gives_a_value_up() -> None:
+    owner = Ownership(A)
     owner.adopt_received(C, RREF, CHILD, B)
-    assert owner.resume_received(B) == [Fail(RREF)]
+    assert owner.delete_received(D, RREF, 9, True) == []
+    assert owner.value_created(RREF, FORK, B)
+
+
+def test_a_fork_is_not_taken_over_by_another_worker() -> None:
+    owner = owner_with((FORK, B))
+    assert owner.adopt_received(C, RREF, FORK, None) == [Confirm(C, FORK, False)]
+    assert owner.holders() == {B: 1}
+
+
+def test_a_value_is_made_once_and_for_its_maker() -> None:
+    owner = owner_with((FORK, B))
+    assert not owner.value_created(RREF, CHILD, C)
+    owner.adopt_received(C, 5, CHILD, B)
+    assert not owner.value_created(5, 9, C)
+    assert owner.value_created(5, 9, B)
+    assert not owner.value_created(5, 10, B)
+
+
+# -- floods -----------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_are_never_made_are_bounded_by_the_worker_that_speaks_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_holdings, "_MAX_EXPECTED", 10)
+    owner = Ownership(A)
+    answers = [owner.adopt_received(C, number, 1000 + number, B)[0] for number in range(1, 21)]
+    assert answers == [Confirm(C, 1000 + number, number <= 10) for number in range(1, 21)]
+    assert owner.adopt_received(D, 50, 1050, B) == [Confirm(D, 1050, True)]
+    assert owner.counts[0] == 11
+    for number in range(1, 11):
+        assert owner.value_created(number, 2000 + number, B)
+    assert owner.adopt_received(C, 60, 1060, B) == [Confirm(C, 1060, True)]
+
+
+def test_references_of_one_worker_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_holdings, "_MAX_HELD", 10)
+    owner = owner_with((FORK, B))
+    for number in range(10):
+        assert owner.adopt_received(C, RREF, 100 + number, None) == [Confirm(C, 100 + number, True)]
+    assert owner.adopt_received(C, RREF, 200, None) == [Confirm(C, 200, False)]
+    assert not owner.value_created(5, 201, C)
+    assert owner.adopt_received(D, RREF, 202, None) == [Confirm(D, 202, True)]
+    owner.delete_received(C, RREF, 100, False)
+    assert owner.adopt_received(C, RREF, 203, None) == [Confirm(C, 203, True)]
+
+
+def test_invented_deletions_push_out_only_what_the_same_worker_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_holdings, "_MEMORY", 100)
+    owner = Ownership(A)
+    owner.delete_received(B, RREF, FORK, True)
+    for number in range(10_000):
+        owner.delete_received(C, 5, 1000 + number, True)
+    assert owner.num_remembered <= 101 + 2
+    assert not owner.value_created(RREF, FORK, B)
+    owner.worker_lost(C, [])
+    owner.forget(C)
+    assert owner.num_remembered == 2
+
+
+def test_ends_of_invented_workers_leave_nothing() -> None:
+    user = Ownership(C)
+    before = sizes(user)
+    for number in range(100):
+        dead: Worker = (7, number)
+        assert user.mourn_received(A, dead, 1, is_connected=False, is_known=False) == [EndSeen(A, dead, 1)]
+    assert sizes(user) == before
+
+
+def sizes(machine: Ownership) -> list[int]:
+    return [len(table) for table in vars(machine._mourning).values()]
+
+
+def test_an_invented_owner_leaves_nothing() -> None:
+    user = Ownership(C)
+    before = sizes(user)
+    user.received(RREF, FORK, (0, 99), B)
+    actions = user.worker_refuted((0, 99))
+    assert [type(action) for action in actions] == [Break, Delete, Accept]
+    assert sizes(user) == before
+
+
+def test_the_latest_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_holdings, "_MEMORY", 100)
+    ids = RecentIds()
+    for number in range(1000):
+        ids.add(number)
+        assert len(ids) <= 100
+        assert all(recent in ids for recent in range(max(0, number - 49), number + 1))
+
+
+def test_dropping_references_takes_the_same_time_after_many_have_ended() -> None:
+    user = Ownership(B)
+
+    def drop(first: int, count: int) -> float:
+        started = time.thread_time()
+        for number in range(first, first + count):
+            user.received(1 << 40 | number, number, A, A)
+            user.fork_dropped(number)
+        return time.thread_time() - started
+
+    early = drop(1, 5_000)
+    drop(10_000, 70_000)
+    assert drop(100_000, 5_000) < 20 * early  # 200 times as long when each looks for the oldest

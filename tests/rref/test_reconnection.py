@@ -1,0 +1,181 @@
+"""Connections that end between two workers that live: old references say so, new ones work at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
+from gradwire.rpc.agent import Agent
+from gradwire.rref import references
+from gradwire.rref.api import RRef, create
+from gradwire.testing import wait_until
+from rpc.puppets import Puppet, PuppetError
+from rref import tasks
+
+MakeAgents = Callable[..., list[Agent]]
+
+
+def reset_connections(agent: Agent) -> None:
+    """Ends all connections of a worker without a word, as a firewall would."""
+    streams = [lane.connection for lane in agent.peers.lanes()] + agent.server.connections()
+    for stream in streams:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(stream.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+
+
+def make_there(agent: Agent, name: str, value: float = 1.0) -> RRef[Any]:
+    return create(references.of(agent), name, tasks.make, (value,), None, -1.0)
+
+
+def share(agent: Agent, value: Any) -> RRef[Any]:
+    known = references.of(agent)
+    owned = known.make_here()
+    owned.set(value)
+    return RRef._of(known, owned)
+
+
+def wait_noticed(agent: Agent, name: str) -> None:
+    wait_until(lambda: agent.has_ended(name), 10.0, f"that {agent.info.name} takes {name} for dead")
+
+
+def wait_nothing_left(*agents: Agent) -> None:
+    def left() -> list[Any]:
+        counts = [references.of(agent).statistics() for agent in agents]
+        return [
+            found for found in counts if found.num_values + found.num_forks + found.num_children + found.num_messages
+        ]
+
+    wait_until(lambda: not left(), 20.0, "that no reference is left")
+
+
+def test_new_references_work_at_once_in_both_directions(make_agents: MakeAgents) -> None:
+    a, b = make_agents(2)
+    old = [make_there(a, "b"), make_there(b, "a")]
+    for rref in old:
+        assert rref._ask("gradwire.rref.fetch", (), -1.0).tolist() == [1.0] * 3
+    reset_connections(a)
+    for agent, name in ((a, "b"), (b, "a")):
+        wait_noticed(agent, name)
+    for agent, name in ((a, "b"), (b, "a")):
+        new = make_there(agent, name, 2.0)
+        assert new.to_here().tolist() == [2.0] * 3
+        assert agent.call(name, tasks.fetch, (share(agent, 3.0),)) == 3.0
+    for rref, name in zip(old, "ba", strict=True):
+        with pytest.raises(
+            OwnerLost, match=rf"reference .* to a value of worker {name} is lost: .* Make the value again"
+        ):
+            rref.to_here()
+    del old, rref, new
+    wait_nothing_left(a, b)
+
+
+def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAgents) -> None:
+    """Its call was cancelled by its deadline, and what says so was under way when the connection ended."""
+    a, b = make_agents(2)
+    tasks.gate.clear()
+    known = references.of(a)
+    rref = create(known, "b", tasks.wait_gate, (), None, 0.1)
+    wait_until(lambda: rref._state.is_done, 10.0, "that the call is given up")
+    reset_connections(a)
+    tasks.gate.set()
+    wait_noticed(a, "b")
+    wait_noticed(b, "a")
+    a.call("b", os.getpid)
+    rref.close()
+    wait_nothing_left(a, b)
+
+
+def test_one_that_is_struck_off_meanwhile_is_told(make_agents: MakeAgents) -> None:
+    """Only the owner has taken the other for dead: the holder hears that its reference is gone, not only that it fails."""
+    a, b = make_agents(2)
+    rref = share(a, [1])
+    a.call("b", tasks.keep, ("x", rref))
+    held = tasks.KEPT.pop("x")
+    wait_until(lambda: not references.of(a).statistics().num_children, 10.0, "that its arrival is known")
+    delivery = references.of(a)._delivery
+    delivery._lose(references.of(b).own, "test", is_told=False)
+    wait_until(lambda: not references.of(a).holders(), 10.0, "that b is struck off")
+    assert a.call("b", tasks.make, (1.0,)).tolist() == [1.0] * 3  # nothing was cut: calls go on
+    a.call("b", tasks.fetch, (share(a, 2),))  # and a finds that b is there
+    wait_until(lambda: "broken" in repr(held), 10.0, "that b knows")
+    with pytest.raises(OwnerLost, match="its owner could not reach this worker for a while"):
+        held.to_here()
+    rref.close()
+    held.close()
+    wait_nothing_left(a, b)
+
+
+def send_around(agent: Agent, other: Agent, agents: list[Agent], to_reset: Agent | None) -> None:
+    rrefs = [make_there(agent, other.info.name) for _ in range(5)]
+    futures = [agent.submit(third.info.name, tasks.fetch, (rref,)) for third in agents for rref in rrefs[:2]]
+    if to_reset is not None:
+        reset_connections(to_reset)
+    for future in futures:
+        with contextlib.suppress(RpcError, RRefError):
+            future.wait()
+
+
+def can_make(agent: Agent, name: str) -> bool:
+    try:
+        return bool(make_there(agent, name).to_here().tolist() == [1.0] * 3)
+    except WorkerLost:
+        return False
+
+
+def test_resets_in_the_middle_of_everything_leave_nothing(make_agents: MakeAgents) -> None:
+    """Three workers send references around while connections end again and again."""
+    agents = make_agents(3)
+    for number in range(30):
+        agent, other = agents[number % 3], agents[(number + 1 + number // 3 % 2) % 3]
+        with contextlib.suppress(RpcError):
+            send_around(agent, other, agents, agents[number // 2 % 3] if number % 2 else None)
+    for agent in agents:
+        for other in agents:
+            if agent is not other:
+                wait_until(functools.partial(can_make, agent, other.info.name), 10.0, "that the last reset is noticed")
+    wait_nothing_left(*agents)
+
+
+SETUP = "from gradwire.rpc import RRef\nfrom rref import tasks\nfrom rref.test_reconnection import reset_connections"
+TRAIN = """
+from gradwire.nn import RemoteModule
+from gradwire import autograd
+from gradwire.optim import DistributedOptimizer
+def train(to):
+    module = RemoteModule(to, torch.nn.Linear, (2, 1))
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.5)
+    weight = module.get_module_rref().remote().get_parameter("weight")
+    before = weight.to_here().detach().clone()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [module.forward(torch.ones(1, 2)).sum()])
+        optimizer.step(context_id)
+    return (before - weight.to_here()).tolist()
+"""
+
+
+@pytest.mark.slow
+def test_modules_and_optimizers_work_after_a_reset(workers: Callable[..., list[Puppet]]) -> None:
+    first, second = workers(2)
+    for puppet in (first, second):
+        puppet.do(SETUP)
+        puppet.do(TRAIN)
+    assert first.do("train('w1')") == [[0.5, 0.5]]
+    first.do("held = rpc.remote('w1', tasks.make, args=(1.0,)); held._get_future().wait()")
+    first.do("agent = rpc.current_agent(); reset_connections(agent)")
+    first.do("from gradwire.testing import wait_until; wait_until(lambda: agent.has_ended('w1'), 10.0)")
+    for puppet, other in ((first, "w1"), (second, "w0")):
+        assert puppet.do(f"train({other!r})") == [[0.5, 0.5]]
+    with pytest.raises(PuppetError) as caught:
+        first.do("held.to_here()")
+    assert caught.value.kind == "OwnerLost"
+    for puppet in (first, second):
+        puppet.start("rpc.shutdown()")
+    for puppet in (first, second):
+        puppet.result()
