@@ -25,7 +25,7 @@ from gradwire.autograd.gradients import (
     add_gradient,
     run_post_accumulate_hooks,
 )
-from gradwire.autograd.messages import PassOptions
+from gradwire.autograd.messages import AbortPass, PassOptions
 from gradwire.autograd.roots import Roots
 from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
@@ -97,6 +97,8 @@ class BackwardPass:
         self.gradients: GradientTable = {}
         self._arrived: dict[int, Gradients] = {}
         self.last_answer: Answers | None = None  # waits for the report, to travel with it
+        self.early: dict[int, AbortPass] = {}  # on the root: what workers say that nobody has named yet
+        self.on_over: Callable[[], None] = lambda: None
         self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
         self.gates: set[int] = set()  # sends that a run stands still for
         self.termination = Termination(own) if roots is not None else None
