@@ -15,10 +15,10 @@ from gradwire.errors import LimitExceeded
 if TYPE_CHECKING:
     from gradwire.autograd.context import DistAutogradContext
 
-CONTEXT_BYTES: Final = 8192
+CONTEXT_BYTES: Final = 4096
 MESSAGE_BYTES: Final = 2048
-PASS_BYTES: Final = 4096
-PASS_BYTES_PER_MESSAGE: Final = 512
+PASS_BYTES: Final = 8192
+PASS_BYTES_PER_MESSAGE: Final = 256
 """A pass looks at every message of its context."""
 ENDED_PASS_BYTES: Final = 256
 """Stays until the context is released: late messages must not begin the pass again."""
