@@ -67,7 +67,11 @@ BOUNDS: Final = {
 NOT_SENT: Final = (GradwireError, TypeError, ValueError, OverflowError)
 """The hostile worker could not send it: the connection was closed, or its own code refuses to pack it."""
 
-KNOWN: Final[dict[str, str]] = {}
+KNOWN: Final[dict[str, str]] = {
+    "gradwire.checkpoint.": "checkpoint: types of the parts that are sent",
+    "left behind: rounds of gatherings": "rpc: rounds of workers that are gone",
+    "left behind: values": "rref: values that a worker held which is gone",
+}
 """Findings that wait for a change elsewhere: the start of a finding's key, and what it waits for."""
 
 
@@ -330,7 +334,10 @@ class Attack:
             self.outcome.add("bounds: memory", f"grew by {(found['rss_bytes'] - honest.rss_bytes) >> 20} MiB")
 
     def leave(self) -> None:
-        """The hostile worker goes."""
+        """The hostile worker goes, and the victim can see it: a bad notice may have ended the connection that it watches."""
+        gone = threading.Event()
+        self.world.hostile.control("v", "cancel", (0,), ANSWER_S, lambda _: gone.set())
+        gone.wait(ANSWER_S)
         self._references.clear()
         del self._module, self._parameters, self._optimizer
         become(self.world.honest)
