@@ -30,7 +30,7 @@ import torch
 
 import gradwire as gw
 from fuzz import operation_world
-from fuzz.operation_grammar import NOTES, Grammar, Pools, encodable
+from fuzz.operation_grammar import KEEPERS, NOTES, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
 from gradwire.autograd import ambient, worker
@@ -44,6 +44,8 @@ from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
 
 CALL_S: Final = 0.3
+CONTROL_S: Final = 0.05
+"""Some operations answer when others have come; nobody else comes here."""
 CANARY_EVERY: Final = 25
 ANSWER_S: Final = 20.0
 MEMORY_BYTES: Final = 400 << 20
@@ -69,7 +71,9 @@ NOT_SENT: Final = (GradwireError, TypeError, ValueError, OverflowError)
 
 KNOWN: Final[dict[str, str]] = {
     "gradwire.checkpoint.": "checkpoint: types of the parts that are sent",
+    "gradwire.optim.": "optim: types of groups, options and state",
     "left behind: rounds of gatherings": "rpc: rounds of workers that are gone",
+    "honest worker: RRefError": "rref: deletions in the name of others",
     "left behind: values": "rref: values that a worker held which is gone",
 }
 """Findings that wait for a change elsewhere: the start of a finding's key, and what it waits for."""
@@ -171,14 +175,7 @@ class Attack:
         """Gets references of its own, and guesses the ids of others."""
         world, pools = self.world, self._pools
         become(world.hostile)
-        self._module = RemoteModule("v", "fuzz.Layer")
-        self._parameters = self._module.remote_parameters()
-        self._optimizer = DistributedOptimizer(torch.optim.SGD, self._parameters, lr=0.1)
-        self._references = [remote("v", "fuzz.make_tensor"), self._module.module_rref, *self._parameters]
-        self._references += self._optimizer.remote_optimizers
-        for rref in (*self._references, *honest.references):
-            pools.values.append(rref._state.rref_id)
-            pools.forks.append(getattr(rref._state, "fork_id", rref._state.rref_id))
+        self._honest = [(rref._state.rref_id, rref._state.fork_id) for rref in honest.references]  # type: ignore[union-attr]
         pools.workers += [(0, world.victim.incarnation), (7, 1)]
         pools.workers += [(item.info.id, item.address.incarnation) for item in (world.hostile, world.honest)]
         self._guessed = list(honest.message_ids)
@@ -197,13 +194,31 @@ class Attack:
         rank = rng.choice((1, 1, 1, 0, 2, 9))
         pools.passes = [*pools.passes[-7:], (rank << 48) | counter]
         pools.messages = [*pools.messages[-16:], (rank << 48) | counter, *self._guessed]
+        if rng.random() < 0.5 or not self._references:
+            self._make_references()
         # So that the victim has sends and receives to be asked about.
         for _ in range(rng.choice((0, 1, 2))):
             note = [context_id, container.new_message_id(), 1]
             self._call("fuzz.double", (torch.ones(3, requires_grad=True),), {"autograd": note})
-        for _ in range(rng.choice((0, 0, 0, 0, 600))):  # many contexts at once
+        for _ in range(rng.choice((0, 0, 0, 0, 100))):  # many contexts at once
             note = [(1 << 48) | rng.getrandbits(48), 0, 0]
             self._call("fuzz.echo", (), {"autograd": note})
+
+    def _make_references(self) -> None:
+        """Has the victim make a tensor, a module and an optimizer: what was sent may have deleted those before."""
+        pools = self._pools
+        try:
+            module = RemoteModule("v", "fuzz.Layer")
+            parameters = module.remote_parameters()
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+            made = [remote("v", "fuzz.make_tensor"), module.module_rref, *parameters, *optimizer.remote_optimizers]
+        except ALLOWED:  # the connection was just closed, or a reference that this worker has forged was taken for one
+            self.world.check_alive()
+            return
+        self._references = made
+        own = [(rref._state.rref_id, getattr(rref._state, "fork_id", 0)) for rref in made]
+        pools.values = [value for value, _ in (*own, *own, *own, *self._honest)]
+        pools.forks = [fork for _, fork in (*own, *own, *own, *self._honest)]
 
     # -- one message -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +256,7 @@ class Attack:
             return None
         notes = {}
         for name in self._rng.sample([*self._notes, self._keeper], self._rng.choice((1, 1, 2))):
-            kinds = {item.name: item.note_type for item in self.world.honest.interceptors}
+            kinds = {item.name: item.note_type for item in self.world.honest.interceptors} | KEEPERS
             is_right = name in kinds and self._rng.random() < 0.9
             note = self.grammar.note(kinds[name]) if is_right else self.grammar.any_note()
             if encodable(note):
@@ -273,7 +288,7 @@ class Attack:
 
         self._last = f"{name}{args!r}"
         try:
-            self.world.hostile.control("v", name.removeprefix("~"), args, CALL_S, on_done)
+            self.world.hostile.control("v", name.removeprefix("~"), args, CONTROL_S, on_done)
         except NOT_SENT:
             self.world.check_alive()
             return
@@ -339,7 +354,6 @@ class Attack:
         self.world.hostile.control("v", "cancel", (0,), ANSWER_S, lambda _: gone.set())
         gone.wait(ANSWER_S)
         self._references.clear()
-        del self._module, self._parameters, self._optimizer
         become(self.world.honest)
         self.world.hostile.close()
 

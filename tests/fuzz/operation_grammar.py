@@ -21,6 +21,7 @@ from gradwire.autograd import messages as autograd_messages
 from gradwire.checkpoint import owners as checkpoint_owners
 from gradwire.optim.local import LocalOptimizer
 from gradwire.rref._outbox import Batch
+from gradwire.rref.creation import Creates
 from gradwire.wire import _registry
 from gradwire.wire.messages import _note_decoders
 
@@ -34,6 +35,9 @@ NOTES: Final[dict[str, Any]] = {
     "rref": Batch,
 }
 """What notices carry; one that is not here gets a note of any known type."""
+
+KEEPERS: Final[dict[str, Any]] = {"rref": Creates}
+"""What goes with calls whose results stay where they are made."""
 
 WRONG: Final[tuple[Any, ...]] = (
     *(0, 1, -1, 2, 3, 255, 2**16, 2**31, 2**32, 2**48, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -211,7 +215,7 @@ class Grammar:
     def _argument(self, name: str, annotation: str) -> Any:
         rng = self.rng
         if name == "maker" or "Worker" in annotation:
-            return rng.choice((None, None, *self.pools.workers))
+            return None if rng.random() < 0.7 else rng.choice(self.pools.workers)
         if name == "call_id":
             return rng.randrange(2000)
         if name in ("directory", "path", "folder"):

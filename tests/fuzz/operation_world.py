@@ -41,7 +41,7 @@ from gradwire.rref import references
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerAddress, WorkerInfo
 
-LIMITS = Limits(autograd_bytes=4 * MIB)
+LIMITS = Limits(autograd_bytes=1 * MIB)
 """Small, so that a short run reaches them."""
 
 ALLOWED = (GradwireError, TypeError, ValueError)
