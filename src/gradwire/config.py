@@ -31,6 +31,8 @@ class Limits:
         handshake_bytes: Bytes accepted before the handshake is over.
         handshake_timeout_s: Time for a handshake.
         error_text_bytes: Text of an error, its traceback included; longer ones are cut in the middle.
+        autograd_bytes: Memory that one worker may make another keep for its autograd contexts, the messages recorded in
+            them and their backward passes, by an estimate.
     """
 
     frame_bytes: int = 1 * GIB
@@ -46,6 +48,7 @@ class Limits:
     handshake_bytes: int = 4 * KIB
     handshake_timeout_s: float = 5.0
     error_text_bytes: int = 64 * KIB
+    autograd_bytes: int = 512 * MIB
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

@@ -29,6 +29,8 @@ from typing import Protocol
 
 import msgspec
 
+from gradwire.rpc._ids import Id, Rank
+
 
 class Mode(enum.Enum):
     """How a pass treats what no gradient reaches."""
@@ -48,10 +50,10 @@ class Exchange(Protocol):
     def is_send(self) -> bool: ...
 
 
-Origin = tuple[int, int, int]
+Origin = tuple[Id, Id, Id]
 """Where a tensor came from: a message, the tensor's number in it, and how many it has."""
 
-Route = tuple[int, int, int, int]
+Route = tuple[Rank, Id, Id, Id]
 """Where the gradient of a tensor shall go: a worker, and an origin there."""
 
 
@@ -64,9 +66,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         shortcuts: Those of the latter that need no answer, if the gradients of their tensors go there.
     """
 
-    has: tuple[int, ...] = ()
-    expects: tuple[int, ...] = ()
-    shortcuts: tuple[tuple[int, tuple[Route, ...]], ...] = ()
+    has: tuple[Id, ...] = ()
+    expects: tuple[Id, ...] = ()
+    shortcuts: tuple[tuple[Id, tuple[Route, ...]], ...] = ()
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -110,8 +112,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         absent: Lost workers that were taken to have no part in it. If one of them has, its last gradients may be lost.
     """
 
-    peers: tuple[int, ...]
-    absent: tuple[int, ...] = ()
+    peers: tuple[Rank, ...]
+    absent: tuple[Rank, ...] = ()
 
 
 Action = Tell | RunComponent | Report

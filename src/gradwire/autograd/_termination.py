@@ -1,7 +1,8 @@
 """When a pass is over, and when it never will be: the root's side. Pure.
 
 Every participant reports once, with the workers it exchanged messages with. The pass is over when everybody who can be
-reached along those from the root has reported.
+reached along those from the root has reported. What a worker says that cannot be reached (yet) has no say in that: it may have
+no part in the pass at all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import msgspec
+
+from gradwire.rpc._ids import Rank
 
 
 class Termination:
@@ -19,33 +22,45 @@ class Termination:
     """
 
     def __init__(self, root: int) -> None:
-        self._participants = {root}
-        self._reported: set[int] = set()
-        self._absent: set[int] = set()
+        self._root = root
+        self._reachable = {root}
+        self._peers: dict[int, frozenset[int]] = {}  # of those who have reported
+        self._absent: dict[int, set[int]] = {}  # whom they took to have no part
 
     def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
         """A participant is done; whether everybody is, and the pass is right. Repeats do no harm."""
-        if worker not in self._reported:
-            self._reported.add(worker)
-            self._participants.add(worker)
-            self._participants.update(peers)
-        self._absent.update(absent)
+        self._absent.setdefault(worker, set()).update(absent)
+        if worker not in self._peers:
+            self._peers[worker] = frozenset(peers)
+            self._reachable = self._reach()
         return not self.missing and not self.mistaken
+
+    def _reach(self) -> set[int]:
+        found, todo = {self._root}, [self._root]
+        while todo:
+            new = self._peers.get(todo.pop(), frozenset()) - found
+            found |= new
+            todo += new
+        return found
+
+    def is_named(self, worker: int) -> bool:
+        """Whether another worker has named that one in its report."""
+        return any(worker in peers for reporter, peers in self._peers.items() if reporter != worker)
 
     @property
     def participants(self) -> frozenset[int]:
-        """Everybody known to take part: those who have reported, too, that nobody has named yet."""
-        return frozenset(self._participants)
+        """Everybody who may take part and must be told of the end: those, too, that cannot be reached yet."""
+        return frozenset(self._reachable.union(self._peers, *self._peers.values()))
 
     @property
     def mistaken(self) -> set[int]:
         """Lost workers that somebody took to have no part, while others had to do with them: the pass must fail."""
-        return self._participants & self._absent
+        return self._reachable & set().union(*(self._absent.get(worker, ()) for worker in self._reachable))
 
     @property
     def missing(self) -> set[int]:
         """Those who have not reported yet."""
-        return self._participants - self._reported
+        return self._reachable - self._peers.keys()
 
 
 class WaitingSend(msgspec.Struct, frozen=True):
@@ -92,7 +107,7 @@ class PassSnapshot(msgspec.Struct, frozen=True):
     num_sent: int = 0
     num_received: int = 0
     waiting: tuple[WaitingSend, ...] = ()
-    peers: tuple[int, ...] = ()
+    peers: tuple[Rank, ...] = ()
 
 
 def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapshot]) -> bool:

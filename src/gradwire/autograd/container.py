@@ -1,7 +1,8 @@
 """All contexts of one worker.
 
-Ids have 64 bits: the rank of the worker that made them, and a counter of 48 bits. The counter begins at a number that rises
-with the worker's incarnation, so a restarted worker never gives out an id that its predecessor did.
+Ids have 64 bits: the rank of the worker that made them, and 48 bits more. Those of messages and passes are a counter, which
+begins at a number that rises with the worker's incarnation, so a restarted worker never gives out an id that its predecessor
+did. Those of contexts are random: only workers that a context has reached can name it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.errors import AutogradError, UnknownContext
-from gradwire.rpc._ids import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter
+from gradwire.autograd.quotas import CONTEXT_BYTES, Quotas
+from gradwire.config import Limits
+from gradwire.rpc._ids import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
 
 MAX_WORKER = (1 << 16) - 1
 _NUM_SHARDS = 16
-_MEMORY = 16_384  # released contexts that are remembered, so that a late message does not revive one
+_MEMORY = 16_384  # of each worker: contexts it released that are remembered, so that a late message does not revive one
 
 
 class IdSource:
@@ -54,9 +57,20 @@ class _Shard:
     """Some of the contexts."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # guards the two below
+        self.lock = threading.Lock()  # guards everything below
         self.contexts: dict[int, DistAutogradContext] = {}
-        self.released: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self.released: dict[int, str] = {}
+        self._released_by: dict[int, collections.deque[int]] = {}
+
+    def remember(self, context_id: int, where: str, worker: int) -> None:
+        """Remember that a context is over; under `lock`. What one worker says pushes out its own oldest words alone."""
+        if context_id in self.released:
+            return
+        latest = self._released_by.setdefault(worker, collections.deque())
+        latest.append(context_id)
+        self.released[context_id] = where
+        if len(latest) > _MEMORY // _NUM_SHARDS:
+            del self.released[latest.popleft()]
 
 
 class DistAutogradContainer:
@@ -65,13 +79,13 @@ class DistAutogradContainer:
     Args:
         worker: Its rank.
         incarnation: Of the worker.
+        limits: What it keeps for other workers.
     """
 
-    def __init__(self, worker: int, incarnation: int) -> None:
+    def __init__(self, worker: int, incarnation: int, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
         self.worker = worker
-        first = first_counter(incarnation)
-        self._context_ids = IdSource(worker, first)
-        self._message_ids = IdSource(worker, first)
+        self.quotas = Quotas(worker, limits.autograd_bytes)
+        self._message_ids = IdSource(worker, first_counter(incarnation))
         self._shards = [_Shard() for _ in range(_NUM_SHARDS)]
         self.new_message_id = self._message_ids.next
 
@@ -97,11 +111,13 @@ class DistAutogradContainer:
 
     def new_context(self) -> DistAutogradContext:
         """Makes a context."""
-        context = DistAutogradContext(self._context_ids.next())
-        shard = self._shard(context.context_id)
-        with shard.lock:
-            shard.contexts[context.context_id] = context
-        return context
+        while True:
+            context = DistAutogradContext(make_secret_id(self.worker))
+            shard = self._shard(context.context_id)
+            with shard.lock:
+                if context.context_id not in shard.released:
+                    if shard.contexts.setdefault(context.context_id, context) is context:
+                        return context
 
     def find(self, context_id: int) -> DistAutogradContext | None:
         """The context of that id, if it is here."""
@@ -126,26 +142,44 @@ class DistAutogradContainer:
             )
         return context
 
-    def get_or_create(self, context_id: int) -> DistAutogradContext | None:
-        """The context of that id, made here if another worker made it; None if it was released."""
+    def get_or_create(self, context_id: int, sender: int) -> DistAutogradContext | None:
+        """The context of that id, made here if another worker made it; None if it was released.
+
+        Args:
+            context_id: The context.
+            sender: Rank of the worker whose message is about it.
+
+        Raises:
+            LimitExceeded: That worker has brought too much here already.
+        """
         shard = self._shard(context_id)
         found = shard.contexts.get(context_id)
         if found is not None:
             return found
         with shard.lock:
-            if context_id in shard.released or creator_of(context_id) == self.worker:
-                return shard.contexts.get(context_id)
-            return shard.contexts.setdefault(context_id, DistAutogradContext(context_id))
+            found = shard.contexts.get(context_id)
+            if found is not None or context_id in shard.released or creator_of(context_id) == self.worker:
+                return found
+            made = DistAutogradContext(context_id)
+            self.quotas.charge(sender, made, CONTEXT_BYTES)
+            made.known_workers.add(sender)
+            shard.contexts[context_id] = made
+            return made
 
-    def release(self, context_id: int, where: str) -> DistAutogradContext | None:
-        """Forgets a context, and remembers that it must not come back; None if it was not here."""
+    def release(self, context_id: int, where: str, worker: int | None = None) -> DistAutogradContext | None:
+        """Forgets a context, and remembers that it must not come back; None if it was not here.
+
+        Args:
+            context_id: The context.
+            where: Where it was released.
+            worker: Rank of the worker that says so; this one if not given.
+        """
         shard = self._shard(context_id)
         with shard.lock:
             context = shard.contexts.pop(context_id, None)
-            shard.released.setdefault(context_id, where)
-            while len(shard.released) > _MEMORY // _NUM_SHARDS:
-                shard.released.popitem(last=False)
+            shard.remember(context_id, where, self.worker if worker is None else worker)
         if context is not None:
+            self.quotas.settle(context)
             context.on_released(where)
         return context
 

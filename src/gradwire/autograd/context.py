@@ -15,6 +15,7 @@ import torch
 
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.errors import AutogradError, UnknownContext
+from gradwire.rpc._ids import creator_of
 
 if TYPE_CHECKING:
     from gradwire.autograd.guards import Group
@@ -155,6 +156,7 @@ class DistAutogradContext:
         self.released: str | None = None  # where it was released
         self._at_end: list[Callable[[], None]] = []
         self.turns: set[Group] = set()
+        self.charges: dict[int, int] | None = {}  # guarded by `Quotas`: bytes by the worker that made them necessary
 
     def __repr__(self) -> str:
         state = f"released {self.released}" if self.released else f"{len(self.passes)} passes under way"
@@ -196,6 +198,10 @@ class DistAutogradContext:
                     return False
                 self.known_workers.add(peer)
         return True
+
+    def knows(self, worker: int) -> bool:
+        """Whether a worker has a part in the context, as far as is known here: it made it, or exchanged messages in it."""
+        return worker in self.known_workers or worker == creator_of(self.context_id)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Calls back when the context is released; at once if it is."""

@@ -163,6 +163,7 @@ class Endings:
             context.passes.pop(current.pass_id, None)
             context.wake()
             current.wake()
+        current.on_over()
         return True
 
     def _joined(self, current: BackwardPass) -> GradientTable:

@@ -39,11 +39,12 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase
 from gradwire.autograd.probing import Prober
+from gradwire.autograd.quotas import ENDED_PASS_BYTES, PASS_BYTES, PASS_BYTES_PER_MESSAGE
 from gradwire.autograd.reach import Reach
 from gradwire.autograd.roots import Roots
 from gradwire.autograd.runs import EngineRun
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
+from gradwire.errors import BackwardFailed, LimitExceeded, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
@@ -52,6 +53,7 @@ from gradwire.wire.messages import read_note
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
+_MOST_EARLY = 64  # workers whose word is kept until another one names them
 
 class DistEngine:
     """The backward passes of one worker.
@@ -62,6 +64,7 @@ class DistEngine:
 
     Attributes:
         lost: Ranks of workers whose end was noticed and that were not heard of since.
+        num_refused: Messages about contexts or passes that their senders have no part in.
     """
 
     def __init__(self, agent: Agent, container: DistAutogradContainer) -> None:
@@ -70,6 +73,7 @@ class DistEngine:
         self._own = container.worker
         self.lost: set[int] = set()
         self.num_passes = 0
+        self.num_refused = 0
         self._reach = Reach(agent, self.lost)
         self.prober = Prober(agent, container, self.lost)
         self.endings = Endings(agent, container.worker, self.prober.name_of)
@@ -303,21 +307,36 @@ class DistEngine:
         self._perform(current, actions)
 
     def _find_or_join(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
-        """The pass a message belongs to, begun here if need be; None if it is over."""
-        context = self._container.get_or_create(message.context_id)
-        if context is None:
-            where = self._container.where_released(message.context_id)
-            error = UnknownContext(f"context {message.context_id} was released {where or 'long ago'}")
+        """The pass a message belongs to, begun here if need be; None if it is over, or cannot be begun here.
+
+        Any worker of the context may be the first to tell of a pass. It is made known to this one by forward messages alone.
+        """
+        try:
+            context = self._container.get_or_create(message.context_id, sender.id)
+            if context is None:
+                where = self._container.where_released(message.context_id)
+                raise UnknownContext(f"context {message.context_id} was released {where or 'long ago'}")
+            with context.lock:
+                if message.pass_id in context.ended_passes or context.released:
+                    return None
+                current = context.passes.get(message.pass_id)
+                return self._begin_elsewhere(message, sender, context) if current is None else current
+        except (UnknownContext, LimitExceeded) as error:
             self._refuse(message, sender, error)
             return None
-        context.touch(sender.id)
-        with context.lock:
-            if message.pass_id in context.ended_passes or context.released:
-                return None
-            current = context.passes.get(message.pass_id)
-            if current is None:
-                current = self._make_pass(message.pass_id, context, message.options)
-            return current
+
+    def _begin_elsewhere(
+        self, message: PropagateGradients, sender: WorkerInfo, context: DistAutogradContext
+    ) -> BackwardPass | None:
+        """Joins a pass that another worker has begun; under the context's lock."""
+        if creator_of(message.pass_id) == self._own:  # a root knows its passes until they are over
+            return None
+        quotas, worker = self._container.quotas, sender.id
+        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
+        quotas.charge(worker, context, num_bytes + ENDED_PASS_BYTES)
+        current = self._make_pass(message.pass_id, context, message.options)
+        current.on_over = functools.partial(quotas.refund, worker, context, num_bytes)
+        return current
 
     def _refuse(self, message: PropagateGradients, sender: WorkerInfo, error: Exception) -> None:
         """Gradients for a context that is over here: the root must know."""
@@ -333,7 +352,11 @@ class DistEngine:
         current = self._find_pass(context_id, pass_id)
         if current is not None:
             self._take_report(current, sender.id, report)
-        if self._was_committed(context_id, pass_id) is False:
+        if creator_of(pass_id) != self._own:
+            self.num_refused += 1
+            return
+        is_committed = self._was_committed(context_id, pass_id)
+        if is_committed is False or (current is None and is_committed is None):  # or it was never begun here
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
             self._tell_failed(sender, context_id, pass_id)
 
@@ -352,10 +375,13 @@ class DistEngine:
                 return
             is_complete = current.termination.reported(worker, report.peers, report.absent)
             mistaken = current.termination.mistaken
-            if is_complete:
+            failed = next((item for rank, item in current.early.items() if current.termination.is_named(rank)), None)
+            if is_complete and failed is None:
                 current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
             others = current.termination.participants - {self._own}
-        if mistaken:
+        if failed is not None:
+            self._drop(current, failed, set())
+        elif mistaken:
             name = self.prober.name_of(min(mistaken))
             self.endings.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
         elif is_complete:
@@ -372,24 +398,54 @@ class DistEngine:
 
     def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = read_note(note, AbortPass)
-        current = self._find_or_bar(message)
-        is_from_root = creator_of(message.pass_id) == sender.id
-        if current is not None and (current.is_root or is_from_root or not current.is_undecided):
-            told = set() if current.is_root else {sender.id}
-            self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
-        # Else it has reported: it waits for the root's word, and minds nobody else.
+        failures.check_error(message.error, self._agent.config.limits)
+        context = self._container.find(message.context_id)
+        if context is not None:
+            if not self._may_abort(context, message, sender):
+                self.num_refused += 1
+                return
+            current = self._find_or_bar(context, message, sender)
+            is_from_root = creator_of(message.pass_id) == sender.id
+            if current is not None and (current.is_root or is_from_root or not current.is_undecided):
+                self._drop(current, message, set() if current.is_root else {sender.id})
+            # Else it has reported: it waits for the root's word, and minds nobody else.
         if creator_of(message.pass_id) == self._own:
             self._answer(sender, message)
 
-    def _find_or_bar(self, message: AbortPass) -> BackwardPass | None:
+    def _drop(self, current: BackwardPass, message: AbortPass, told: set[int]) -> None:
+        self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
+
+    def _may_abort(self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo) -> bool:
+        """Whether a worker has a part in a pass that it says has failed.
+
+        The root may not know of it yet: then its word is kept until another participant names it. One that has not reported
+        passes it on to those who can tell the root.
+        """
+        if context.knows(sender.id) or sender.id == creator_of(message.pass_id):
+            return True
+        current = context.passes.get(message.pass_id)
+        if current is None:
+            return False
+        with current.lock:
+            if current.is_joined and sender.id in current.state.peers:
+                return True
+            if current.termination is None:
+                return False
+            if current.termination.is_named(sender.id):
+                return True
+            if len(current.early) < _MOST_EARLY:
+                current.early[sender.id] = message
+            return False
+
+    def _find_or_bar(
+        self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo
+    ) -> BackwardPass | None:
         """The pass that is to end; if it is not here, it cannot be begun any more: messages may overtake each other."""
-        context = self._container.find(message.context_id)
-        if context is None:
-            return None
         with context.lock:
             current = context.passes.get(message.pass_id)
-            if current is None:
-                context.ended_passes.setdefault(message.pass_id, False)
+            if current is None and message.pass_id not in context.ended_passes:
+                self._container.quotas.charge(sender.id, context, ENDED_PASS_BYTES)
+                context.ended_passes[message.pass_id] = False
             return current
 
     def _answer(self, sender: WorkerInfo, message: AbortPass) -> None:

@@ -13,7 +13,9 @@ from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import RESULT
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall
+from gradwire.autograd.quotas import MESSAGE_BYTES
 from gradwire.errors import CannotSend, DecodeError, UnknownContext
+from gradwire.rpc._ids import creator_of
 from gradwire.rpc.incoming import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 
@@ -85,19 +87,28 @@ class AutogradInterceptor(Interceptor):
 
         Raises:
             DecodeError: The note does not fit the message.
+            LimitExceeded: The sender has brought too many contexts and messages here.
             UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
         """
         message: RecordedCall = note
+        is_call = envelope.kind == "call"
+        if message.message_id != NO_ID and creator_of(message.message_id) != envelope.peer.id:
+            raise DecodeError(f"{envelope.peer.name} recorded a message under an id of another worker")
         if message.released and self._container.find(message.context_id) is not None:
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
                 f"{envelope.function} returned: it was released {message.released}"
             )
-        context = self._container.get_or_create(message.context_id)
-        if context is None or not context.touch(envelope.peer.id):  # over: a late message does not revive it
-            return tensors
+        # A reply belongs to a call that was made here, in a context that is here unless it was released meanwhile.
+        context = (
+            self._container.get_or_create(message.context_id, envelope.peer.id)
+            if is_call
+            else self._container.find(message.context_id)
+        )
+        if context is None or not (context.touch(envelope.peer.id) if is_call else context.knows(envelope.peer.id)):
+            return tensors  # over: a late message does not revive it
         self._engine.heard_of(envelope.peer)  # it may have been taken for dead after the call was recorded
-        if envelope.kind == "call" and _is_cut_off(current_request()):
+        if is_call and _is_cut_off(current_request()):
             self._ask_to_be_told(message.context_id)
         if message.message_id == NO_ID:
             return tensors
@@ -106,6 +117,8 @@ class AutogradInterceptor(Interceptor):
             raise DecodeError(
                 f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad arrived"
             )
+        if is_call:
+            self._container.quotas.charge(envelope.peer.id, context, MESSAGE_BYTES)
         chosen = [tensors[number] for number in places]
         outputs = context.record_recv(message.message_id, envelope.peer.id, envelope.function, chosen)
         values = list(tensors)

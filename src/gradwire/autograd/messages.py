@@ -12,15 +12,27 @@ HoldsContext         to the worker that made a context: the one that brought it 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from gradwire.autograd._backward_state import Introduction, Report
+from gradwire.rpc._ids import Id, Rank
+from gradwire.wire.failures import clean
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
 """Stands for no message: real ids carry a counter that begins at 1."""
+
+_WHERE_CHARS = 512
+
+Where = Annotated[str, msgspec.Meta(max_length=_WHERE_CHARS)]
+"""Where a context was released, for people."""
+
+
+def where_text(text: str) -> str:
+    """Return a text that fits into a `Where`, harmless to print."""
+    return clean(text, _WHERE_CHARS)
 
 
 class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -34,11 +46,11 @@ class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         released: Where the callee's part of the context was released, if tensors that require grad come back unrecorded.
     """
 
-    context_id: int
-    message_id: int = NO_ID
-    num_tensors: int = 0
+    context_id: Id
+    message_id: Id = NO_ID
+    num_tensors: Id = 0
     detects_anomalies: bool = False
-    released: str = ""
+    released: Where = ""
 
 
 class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,7 +70,7 @@ class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     create_graph: bool = False
     skips_leaves: bool = False
     detects_anomalies: bool = False
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
 class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -73,18 +85,18 @@ class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         via: Whom the message went to, if that worker passed it on untouched and was not asked.
     """
 
-    message_id: int
+    message_id: Id
     defined: tuple[bool, ...] | None = None
-    recorded_id: int = NO_ID
-    recorded: tuple[int, ...] = ()
-    via: int | None = None
+    recorded_id: Id = NO_ID
+    recorded: tuple[Id, ...] = ()
+    via: Rank | None = None
 
 
 class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Gradients on their way back; see the module's docstring."""
 
-    context_id: int
-    pass_id: int
+    context_id: Id
+    pass_id: Id
     options: PassOptions
     items: tuple[GradientItem, ...] = ()
     introduction: Introduction | None = None
@@ -94,37 +106,37 @@ class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_un
 class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A participant is done."""
 
-    context_id: int
-    pass_id: int
+    context_id: Id
+    pass_id: Id
     report: Report
 
 
 class AbortPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A pass failed."""
 
-    context_id: int
-    pass_id: int
+    context_id: Id
+    pass_id: Id
     error: ErrorInfo
 
 
 class CommitPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A pass is complete."""
 
-    context_id: int
-    pass_id: int
+    context_id: Id
+    pass_id: Id
 
 
 class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A context is over; `where` says who ended it."""
 
-    context_id: int
-    where: str
+    context_id: Id
+    where: Where
 
 
 class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A worker has a context, and lost one of those who would tell it of the context's end."""
 
-    context_id: int
+    context_id: Id
 
 
 Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext | HoldsContext

@@ -22,7 +22,7 @@ from gradwire.autograd.context import DistAutogradContext, RecordedRecv, Recorde
 from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.gradients import GradientTable, add_gradient
-from gradwire.autograd.messages import PassOptions
+from gradwire.autograd.messages import AbortPass, PassOptions
 from gradwire.autograd.roots import Roots
 from gradwire.errors import AutogradError
 from gradwire.rpc.incoming import while_waiting
@@ -95,6 +95,8 @@ class BackwardPass:
         self.totals: set[torch.Tensor] = set()  # leaves whose gradient is that of the context, earlier passes included
         self._arrived: dict[int, Gradients] = {}
         self.last_answer: Answers | None = None  # waits for the report, to travel with it
+        self.early: dict[int, AbortPass] = {}  # on the root: what workers say that nobody has named yet
+        self.on_over: Callable[[], None] = lambda: None
         self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
         self.gates: set[int] = set()  # sends that a run stands still for
         self.termination = Termination(own) if roots is not None else None

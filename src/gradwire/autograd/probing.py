@@ -13,10 +13,10 @@ import torch
 
 from gradwire.autograd._termination import PassSnapshot, WaitingSend
 from gradwire.autograd.container import DistAutogradContainer
-from gradwire.errors import GradwireError
-from gradwire.rpc._ids import creator_of
+from gradwire.errors import AutogradError, DecodeError, GradwireError, UnknownWorker
+from gradwire.rpc._ids import Rank, creator_of
 from gradwire.types import WorkerInfo
-from gradwire.wire.messages import prepare
+from gradwire.wire.messages import prepare, read_note
 
 if TYPE_CHECKING:
     from gradwire.autograd.context import DistAutogradContext
@@ -52,7 +52,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     """What one worker has for a context."""
 
     worker: str
-    known_workers: tuple[int, ...] = ()
+    known_workers: tuple[Rank, ...] = ()
     num_gradients: int = 0
     sends: tuple[MessageView, ...] = ()
     recvs: tuple[MessageView, ...] = ()
@@ -117,8 +117,19 @@ class Prober:
         agent.server.register_control("autograd.explain", self._on_explain, int)
 
     def name_of(self, rank: int) -> str:
-        """A worker's name."""
+        """A worker's name.
+
+        Raises:
+            UnknownWorker: There is no worker of that rank.
+        """
         return self._agent.directory.find(rank).info.name
+
+    def _label_of(self, rank: int) -> str:
+        """What to call a worker in messages to people, though another one may have made it up."""
+        try:
+            return self.name_of(rank)
+        except UnknownWorker:
+            return f"rank {rank}"
 
     # -- the stall probe ---------------------------------------------------------------------------------------------
 
@@ -137,7 +148,10 @@ class Prober:
         self._explore(found, known, ask, lambda item: item.peers)
         return found
 
-    def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
+    def _on_probe(self, sender: WorkerInfo, *args: Any) -> Any:
+        context_id, pass_id = _check_ids(args, 2, "autograd.probe")
+        if creator_of(pass_id) != sender.id:
+            raise AutogradError(f"{sender.name} asked about a backward pass that it has not begun")
         context = self._container.find(context_id)
         current = context.passes.get(pass_id) if context is not None else None
         name = self._agent.info.name
@@ -157,8 +171,11 @@ class Prober:
         )
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
 
-    def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
+    def _on_explain(self, sender: WorkerInfo, *args: Any) -> Any:
+        (context_id,) = _check_ids(args, 1, "autograd.explain")
         context = self._container.find(context_id)
+        if context is not None and self._agent.trust == "data" and not context.knows(sender.id):
+            raise AutogradError(f"{sender.name} asked about a context that it has no part in")
         view = self._view(context) if context is not None else WorkerView(self._agent.info.name)
         return msgspec.to_builtins(view)
 
@@ -166,8 +183,8 @@ class Prober:
         name = self._agent.info.name
         with context.lock:
             passes = list(context.passes.values())
-            sends = [MessageView(i, self.name_of(s.peer), s.function, str(s.site)) for i, s in context.sends.items()]
-            recvs = [MessageView(i, self.name_of(r.peer), r.function) for i, r in context.recvs.items()]
+            sends = [MessageView(i, self._label_of(s.peer), s.function, str(s.site)) for i, s in context.sends.items()]
+            recvs = [MessageView(i, self._label_of(r.peer), r.function) for i, r in context.recvs.items()]
             known, num_gradients = tuple(sorted(context.known_workers)), len(context.gradients)
         views = tuple(self._pass_view(item) for item in passes)
         return WorkerView(name, known, num_gradients, tuple(sends), tuple(recvs), views)
@@ -178,7 +195,7 @@ class Prober:
             phases = tuple(phase.value for phase in current.state.phases) if current.is_joined else ()
             return PassView(
                 current.pass_id,
-                self.name_of(creator_of(current.pass_id)),
+                self._label_of(creator_of(current.pass_id)),
                 "fast" if current.options.is_fast else "smart",
                 current.phase.value,
                 snapshot.num_running,
@@ -197,10 +214,14 @@ class Prober:
     ) -> None:
         """Asks on, from those that are known to those they name, until nobody is new."""
         todo = set(known)
+        there: set[int] | None = None
         while True:
             for item in found.values():
                 todo.update(peers_of(item))
             todo -= found.keys()
+            if todo and there is None:
+                there = {info.id for info in self._agent.directory.infos()}
+            todo &= there or set()  # others may name ranks that no worker has
             if not todo:
                 return
             found.update(ask(todo))
@@ -208,7 +229,7 @@ class Prober:
     def _ask(
         self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
     ) -> dict[int, Any]:
-        """Asks workers at once; those that are gone or do not answer in time give an empty answer."""
+        """Asks workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
         answers: dict[int, Any] = {}
         pending: dict[int, torch.futures.Future[Any]] = {}
         for rank in ranks:
@@ -223,8 +244,20 @@ class Prober:
         for rank, future in pending.items():
             call = future.wait()
             if call.error is None:
-                answers[rank] = msgspec.convert(call.value, kind)
+                # By way of bytes: what another worker answers may hold anything, and only plain data can be encoded.
+                with contextlib.suppress(DecodeError, TypeError, ValueError, OverflowError, RecursionError):
+                    answers[rank] = read_note(msgspec.Raw(msgspec.msgpack.encode(call.value)), kind)
         return answers
+
+
+def _check_ids(args: tuple[Any, ...], num_ids: int, operation: str) -> tuple[int, ...]:
+    """
+    Raises:
+        DecodeError: The arguments are not that many ids.
+    """
+    if len(args) != num_ids or not all(type(item) is int and 0 <= item < 1 << 64 for item in args):
+        raise DecodeError(f"{operation} takes {num_ids} ids")
+    return args
 
 
 def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:

@@ -50,7 +50,7 @@ class Reach:
             return False
         if any(lane.address.info.id == rank for lane in self._agent.peers.lanes()):
             return True
-        if rank not in self._tried:
+        if rank not in self._tried and any(info.id == rank for info in self._agent.directory.infos()):
             self._tried.add(rank)
             self._agent.reactor.run_soon(functools.partial(self._connect, rank))
         return False

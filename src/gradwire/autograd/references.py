@@ -30,6 +30,8 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
 
 
 def _backward_here(rref_id: int, maker: Any, context_id: int, retain_graph: bool) -> None:
+    if type(context_id) is not int or type(retain_graph) is not bool:
+        raise TypeError(f"{BACKWARD} needs the id of a context and whether to keep the graph")
     _run(find_value(rref_id, maker), context_id, retain_graph)
 
 

@@ -16,7 +16,7 @@ from gradwire.autograd.context import DistAutogradContext, find_call_site
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
 from gradwire.autograd.interceptor import AutogradInterceptor
-from gradwire.autograd.messages import HoldsContext, ReleaseContext
+from gradwire.autograd.messages import HoldsContext, ReleaseContext, where_text
 from gradwire.errors import RpcTimeout
 from gradwire.rpc._ids import creator_of
 from gradwire.rpc.agent import Agent
@@ -40,6 +40,7 @@ class AutogradStatistics:
     num_passes: int
     num_sends: int
     num_recvs: int
+    num_refused: int
 
 
 class DistAutograd:
@@ -51,7 +52,7 @@ class DistAutograd:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation)
+        self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation, agent.config.limits)
         self.engine = DistEngine(agent, self.container)
         agent.interceptors.append(AutogradInterceptor(self.container, self.engine, self._ask_soon))
         agent.notices.register("autograd.release", self._on_release, ReleaseContext)
@@ -71,10 +72,10 @@ class DistAutograd:
 
     def release(self, context_id: int) -> bool:
         """Ends a context, here and on every worker it has touched; False if it was not here."""
-        return self._release(context_id, f"on worker {self.worker} at {find_call_site()}", set())
+        return self._release(context_id, where_text(f"on worker {self.worker} at {find_call_site()}"), set())
 
-    def _release(self, context_id: int, where: str, told: set[int]) -> bool:
-        context = self.container.release(context_id, where)
+    def _release(self, context_id: int, where: str, told: set[int], worker: int | None = None) -> bool:
+        context = self.container.release(context_id, where, worker)
         if context is None:
             return False
         for current in list(context.passes.values()):
@@ -86,7 +87,11 @@ class DistAutograd:
 
     def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = read_note(note, ReleaseContext)
-        self._release(message.context_id, message.where, {sender.id})
+        context = self.container.find(message.context_id)
+        if context is not None and not context.knows(sender.id):
+            self.engine.num_refused += 1
+            return
+        self._release(message.context_id, where_text(message.where), {sender.id}, sender.id)
 
     def gradients_of(self, context: DistAutogradContext, timeout_s: float) -> GradientTable:
         """What committed passes have gathered here. A pass that is done here but not yet decided is waited for.
@@ -111,7 +116,7 @@ class DistAutograd:
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
         """Contexts end with the worker that made them; those it only brought here need somebody else to end them."""
         rank, name = address.info.id, address.info.name
-        where = f"because worker {name}, which made it, is lost: {reason}"
+        where = where_text(f"because worker {name}, which made it, is lost: {reason}")
         orphans, brought = [], []
         for context in self.container:
             creator = creator_of(context.context_id)
@@ -149,6 +154,9 @@ class DistAutograd:
 
     def _on_holds(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         context_id = read_note(note, HoldsContext).context_id
+        if creator_of(context_id) != self.container.worker:
+            self.engine.num_refused += 1
+            return
         context = self.container.find(context_id)
         if context is None or not context.touch(sender.id):
             where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"
@@ -163,6 +171,7 @@ class DistAutograd:
             self.engine.num_passes,
             sum(len(item.sends) for item in contexts),
             sum(len(item.recvs) for item in contexts),
+            self.engine.num_refused,
         )
 
 

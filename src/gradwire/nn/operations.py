@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradwire.autograd import sharing
-from gradwire.errors import ConfigurationError, NotExposed, RRefError
+from gradwire.errors import ConfigurationError, LimitExceeded, NotExposed, RRefError
 from gradwire.nn.placement import on_device
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, operations, references
@@ -35,7 +35,13 @@ UNHOOK = "gradwire.nn.unhook"
 HAS_METHOD = "gradwire.nn.has_method"
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
-_HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+_HOOK_KINDS = {  # with the tables of `nn.Module` that they are in
+    "forward_pre": "_forward_pre_hooks",
+    "forward": "_forward_hooks",
+    "full_backward_pre": "_backward_pre_hooks",
+    "full_backward": "_backward_hooks",
+}
+_MOST_HOOKS = 1024  # of one kind on one module: each of them costs every call of the module
 # What the parameters belong to. First comes what calls wait for their turn with; parameters that were guarded before, with
 # other modules or by an optimizer, may belong to others.
 _groups: weakref.WeakKeyDictionary[nn.Module, tuple[sharing.Group, ...]] = weakref.WeakKeyDictionary()
@@ -59,9 +65,11 @@ def make(
     Raises:
         ValueError: What was called made no module.
         NotExposed: ``trust="data"``, and nothing is exposed under that name.
+        TypeError: An argument is of the wrong type.
     """
-    if isinstance(module_cls, str):
-        module_cls = _find(module_cls)
+    _check_types(MAKE, args=(args, tuple), kwargs=(kwargs, dict), device=(device, str), mode=(mode, str))
+    sharing.check_mode(mode)
+    module_cls = _find(MAKE, module_cls)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -104,12 +112,35 @@ def _module(rref_id: int, maker: Any) -> nn.Module:
     return found
 
 
-def _find(name: str) -> Callable[..., Any]:
-    """What a name means on this worker: something exposed, or ``module:qualname`` where code is trusted."""
-    found = references.here().agent.codec.find(name)
-    if found is None:
-        raise NotExposed(f"{name!r} names no class of modules on this worker")
+def _find(operation: str, function: Callable[..., Any] | str) -> Callable[..., Any]:
+    """What a class or function that came means here.
+
+    Where code is trusted, it may be the function itself or ``module:qualname``; else the name of something that the user has
+    exposed. Operations of gradwire itself are not: they would be called with what is here instead of what their caller sent.
+
+    Raises:
+        NotExposed: There is none of that name.
+        TypeError: It is not a name.
+    """
+    agent = references.here().agent
+    if not isinstance(function, str):
+        if agent.trust == "data":
+            raise TypeError(f"{operation} needs the name of an exposed class or function, not {type(function).__name__}")
+        return function
+    found = agent.codec.find(function)
+    if found is None or (agent.trust == "data" and found.__module__.startswith("gradwire.")):
+        raise NotExposed(f"{function!r} does not name a class or function for {operation} on this worker")
     return found
+
+
+def _check_types(operation: str, **values: tuple[Any, type]) -> None:
+    """
+    Raises:
+        TypeError: A value is not of its type.
+    """
+    for name, (value, kind) in values.items():
+        if type(value) is not kind:
+            raise TypeError(f"{operation}: {name} must be a {kind.__name__}, not {type(value).__name__}")
 
 
 def forward(rref_id: int, maker: Any, *args: Any) -> Any:
@@ -121,6 +152,7 @@ def forward(rref_id: int, maker: Any, *args: Any) -> Any:
 
 def forward_by_name(rref_id: int, maker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module with keyword arguments."""
+    _check_types(FORWARD_BY_NAME, args=(args, tuple), kwargs=(kwargs, dict))
     module = _module(rref_id, maker)
     with sharing.using(*_groups_of(module)):
         return module(*args, **kwargs) if module not in _devices else _call_on_device(module, args, kwargs)
@@ -134,12 +166,14 @@ def _call_on_device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module; see `gradwire.rref.operations.invoke`."""
+    _check_types(INVOKE, name=(name, str), args=(args, tuple), kwargs=(kwargs, dict))
     with sharing.using(*_groups_of(_module(rref_id, maker))):
         return operations.invoke(rref_id, maker, name, args, kwargs)
 
 
 def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[Any]]]:
     """References to the module's parameters, by name and in its order; also to those of parts on other workers."""
+    _check_types(PARAMETERS, recurse=(recurse, bool))
     module = _module(rref_id, maker)
     seen: set[torch.Tensor] = set()
     found: list[tuple[str, RRef[Any]]] = []
@@ -155,7 +189,14 @@ def parameters(rref_id: int, maker: Any, recurse: bool) -> list[tuple[str, RRef[
 
 
 def values(rref_id: int, maker: Any, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
-    """Copies of parameters or buffers, of one moment between steps, by name."""
+    """Copies of parameters or buffers, of one moment between steps, by name.
+
+    Raises:
+        ConfigurationError: There are no values of that kind.
+    """
+    _check_types(VALUES, kind=(kind, str), recurse=(recurse, bool))
+    if kind not in ("parameters", "buffers"):
+        raise ConfigurationError(f'{VALUES}: kind must be "parameters" or "buffers", not {kind[:100]!r}')
     module = _module(rref_id, maker)
     named = module.named_buffers if kind == "buffers" else module.named_parameters
     with sharing.standing_still(module.parameters()):
@@ -174,7 +215,16 @@ def save(rref_id: int, maker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def load(
     rref_id: int, maker: Any, state: dict[str, Any], metadata: Mapping[str, Any], assign: bool
 ) -> tuple[list[str], list[str], str]:
-    """Loads a state dict; returns the keys that are missing, those nobody wants, and what does not fit."""
+    """Loads a state dict; returns the keys that are missing, those nobody wants, and what does not fit.
+
+    Raises:
+        TypeError: It is not a state dict.
+    """
+    _check_types(LOAD, state=(state, dict), metadata=(metadata, dict), assign=(assign, bool))
+    for key, item in metadata.items():
+        _check_types(LOAD, **{"a name in the metadata": (key, str), "an item of the metadata": (item, dict)})
+    for key in state:
+        _check_types(LOAD, **{"a name in the state dict": (key, str)})
     module = _module(rref_id, maker)
     given = OrderedDict(state)
     given._metadata = dict(metadata)  # type: ignore[attr-defined]
@@ -208,6 +258,7 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
     Raises:
         NotExposed: It is not one of those that may be called like that.
     """
+    _check_types(CHANGE, name=(name, str), args=(args, tuple), kwargs=(kwargs, dict))
     module = _module(rref_id, maker)
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is no method that handles may call without a mark")
@@ -220,9 +271,9 @@ def change(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 def apply(rref_id: int, maker: Any, function: Callable[[nn.Module], Any] | str) -> None:
     """Calls a function with every part of the module."""
-    module = _module(rref_id, maker)
+    module, function = _module(rref_id, maker), _find(APPLY, function)
     with sharing.stepping(module.parameters(), ()):  # it may change what others have seen
-        module.apply(_find(function) if isinstance(function, str) else function)
+        module.apply(function)
 
 
 def hook(rref_id: int, maker: Any, kind: HookKind, function: Callable[..., Any] | str, options: dict[str, Any]) -> Any:
@@ -230,11 +281,15 @@ def hook(rref_id: int, maker: Any, kind: HookKind, function: Callable[..., Any] 
 
     Raises:
         ConfigurationError: There is no such kind of hook.
+        LimitExceeded: The module has too many.
     """
+    _check_types(HOOK, kind=(kind, str), options=(options, dict))
     if kind not in _HOOK_KINDS:
         raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_KINDS)}")
     module = _module(rref_id, maker)
-    chosen = _find(function) if isinstance(function, str) else function
+    chosen = _find(HOOK, function)
+    if len(getattr(module, _HOOK_KINDS[kind])) >= _MOST_HOOKS:
+        raise LimitExceeded(f"the module has {_MOST_HOOKS} {kind} hooks; remove those that are no longer needed")
     return RRef(getattr(module, f"register_{kind}_hook")(chosen, **options))
 
 
@@ -248,6 +303,7 @@ def unhook(rref_id: int, maker: Any) -> None:
 
 def has_method(rref_id: int, maker: Any, name: str) -> bool:
     """Whether the module has a method of that name."""
+    _check_types(HAS_METHOD, name=(name, str))
     return callable(getattr(type(_module(rref_id, maker)), name, None))
 
 

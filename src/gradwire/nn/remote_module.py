@@ -33,10 +33,12 @@ from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
 from gradwire.rref import RRef, remote
 from gradwire.rref.proxy import Proxy
+from gradwire.wire.failures import clean
 from gradwire.wire.objects import register_plain_type
 
 Self = TypeVar("Self", bound="RemoteModule")
 
+_LABEL_BYTES = 256
 _COPIED = "gradwire.RemoteModule"
 """With the id of a reference: where a deep copy notes the reference to the module's copy."""
 
@@ -346,13 +348,12 @@ def _refused(name: str) -> ConfigurationError:
 def _rebuild(fields: Sequence[Any]) -> RemoteModule:
     """A handle that came in a message."""
     on, device, rref, label, training = fields
-    if not (
-        isinstance(rref, RRef) and isinstance(device, str) and isinstance(label, str) and isinstance(on, str | int)
-    ):
+    kinds = [type(on) in (str, int), type(device) is str, type(label) is str, type(training) is bool]
+    if not (isinstance(rref, RRef) and all(kinds)):
         raise ValueError("not a remote module")
     made = RemoteModule.__new__(RemoteModule)
-    made._attach(on, str(torch.device(device)), rref, label)
-    made.training = bool(training)
+    made._attach(on, str(torch.device(device)), rref, clean(label, _LABEL_BYTES))
+    made.training = training
     return made
 
 

@@ -44,6 +44,9 @@ from gradwire.shard.tensor import ShardedTensor
 from gradwire.shard.worker_engine import WorkerEngine
 from gradwire.wire.objects import register_plain_type
 
+_MOST_DIMS = 64
+_MOST_SHARDS = 4096  # looking for overlaps takes time with more
+
 # -- what is known of a tensor, as plain data --------------------------------------------------------------------------
 
 
@@ -71,6 +74,8 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     size, shards, dtype, requires_grad, pin_memory, spec = described
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a dtype is needed, not {dtype!r}")
+    if not isinstance(size, Sequence) or len(size) > _MOST_DIMS or len(shards) > _MOST_SHARDS:
+        raise ValueError(f"a size of at most {_MOST_DIMS} dimensions and at most {_MOST_SHARDS} shards are needed")
     found = [
         ShardMetadata(offsets, sizes, None if placement == "None" else _remote_device(placement))
         for offsets, sizes, placement in shards
@@ -80,6 +85,8 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     properties = TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pin_memory))
     if isinstance(spec, list):
         spec = ChunkShardingSpec(*spec)
+        if not -len(size) <= spec.dim < len(size):
+            raise ValueError(f"dimension {spec.dim} of a tensor of {len(size)} dimensions")
     spec = EnumerableShardingSpec(found) if spec is None else spec
     return ShardedTensorMetadata(found, torch.Size(size), properties), spec
 
@@ -115,35 +122,50 @@ def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
 
 
 def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
-    """A tensor that came in a message. The fields are foreign data."""
+    """A tensor that came in a message. The fields are foreign data.
+
+    Raises:
+        ValueError, TypeError: They are not what `_pack` returns.
+    """
     described, parts, is_result, batch, is_parameter = fields
+    if not isinstance(parts, list) or not all(isinstance(part, RRef) for part in parts):
+        raise TypeError("a list of references is needed, one for each shard")
     metadata, spec = restore(described)
     shards = metadata.shards_metadata
     places = [item.placement.worker_name() or "" if item.placement else "" for item in shards]
     if not all(places) or not isinstance(spec, ShardingSpec):
         raise ValueError("not a tensor that is divided among RPC workers")
-    if len(parts) != len(places) or not all(isinstance(part, RRef) for part in parts):
-        raise ValueError(f"{len(places)} references are needed, one for each shard")
+    if [part.owner_name() for part in parts] != places:
+        raise ValueError(f"{len(places)} references are needed, one for each shard, to a value on the worker that has it")
     layout = Layout(tuple(item.box for item in shards), tuple(places))
-    made = ShardedTensor._make(WorkerEngine(), spec, metadata, [_unwrap(part) for part in parts], layout)
+    dtype = metadata.tensor_properties.dtype
+    found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]
+    made = ShardedTensor._make(WorkerEngine(), spec, metadata, found, layout)
     made._is_result = bool(is_result)
     if batch is not None:  # whoever runs the program has all rows
-        size = tuple(map(int, batch))
+        size = tuple(torch.Size(batch))
+        if len(size) > _MOST_DIMS or any(length < 0 for length in size):
+            raise ValueError(f"{size} cannot be the size of a tensor")
         made._batch = Layout((Box((0,) * len(size), size),), (rpc.get_worker_info().name,))
     if is_parameter:
         made._is_param = True  # what makes it a torch.nn.Parameter
     return made
 
 
-def _unwrap(part: RRef[Any]) -> Part:
+def _unwrap(part: RRef[Any], shard: ShardMetadata, dtype: torch.dtype) -> Part:
     """A part that is here is the tensor itself, unless it is still being made: nobody waits while a message is read.
 
     One that could not be made stays a reference, which says why when it is used.
+
+    Raises:
+        ValueError: It is not that part of the tensor.
     """
     if not part.is_owner() or not part._state.is_done or part._state.error is not None:
         return part
     value = part.local_value()
-    return value if isinstance(value, torch.Tensor) else part
+    if not isinstance(value, torch.Tensor) or list(value.shape) != shard.shard_sizes or value.dtype != dtype:
+        raise ValueError(f"the reference to shard {shard} leads to another value")
+    return value
 
 
 register_plain_type(ShardedTensor, "gradwire.ShardedTensor", _pack, _rebuild)

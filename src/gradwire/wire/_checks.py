@@ -14,10 +14,10 @@ from typing import Any, Final
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
 from gradwire.wire.addresses import check_address, check_number, check_text
+from gradwire.wire.failures import check_error
 from gradwire.wire.messages import (
     Call,
     Challenge,
-    ErrorInfo,
     Failure,
     Goodbye,
     Hello,
@@ -29,13 +29,9 @@ from gradwire.wire.messages import (
 )
 from gradwire.wire.tensors import validate
 
-MAX_CAUSES: Final = 16
-"""Longest chain of causes that is accepted; `gradwire.wire.failures` sends at most 8."""
-
 _INT63_MAX: Final = 2**63 - 1
 _MAX_SECRET_BYTES: Final = 64
 _MAX_NOTES: Final = 64
-_MAX_TYPE_CHARS: Final = 1024
 _NUM_CODECS: Final = 6
 
 
@@ -111,15 +107,8 @@ def _check_notes(notes: dict[str, Any], limits: Limits) -> None:
 
 def _check_failure(message: Failure, limits: Limits) -> int:
     check_number(message.call_id, "call id")
-    error: ErrorInfo | None = message.error
-    for _ in range(MAX_CAUSES):
-        if error is None:
-            return 0
-        check_text(error.worker, "a worker's name", limits.name_bytes)
-        if len(error.type_name) > _MAX_TYPE_CHARS:
-            raise LimitExceeded(f"an exception's type of {len(error.type_name)} characters")
-        error = error.cause
-    raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
+    check_error(message.error, limits)
+    return 0
 
 
 CHECKS: Final[dict[type[Message], Callable[[Any, Limits], int]]] = {

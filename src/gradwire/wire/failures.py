@@ -20,13 +20,19 @@ from itertools import pairwise
 from typing import Any, Final
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend, DecodeError, RemoteCallFailed
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded, RemoteCallFailed
 from gradwire.types import Trust
 from gradwire.wire import _plain
+from gradwire.wire.addresses import check_text
 from gradwire.wire.messages import ErrorInfo
 
 MAX_CHAIN: Final = 8
 """Exceptions of one chain that are sent: the one that was raised, and the causes behind it."""
+
+MAX_CAUSES: Final = 16
+"""Longest chain that is accepted."""
+
+_MAX_TYPE_CHARS: Final = 1024
 
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -188,6 +194,24 @@ def _encoded(value: Any) -> bytes | None:
     except (_plain.NotPlain, CannotSend):
         return None
     return None if tensors else body
+
+
+def check_error(info: ErrorInfo, limits: Limits) -> None:
+    """Refuse an exception that no worker would describe like that.
+
+    Raises:
+        LimitExceeded: A name or the chain of causes is too long.
+        DecodeError: The name of a worker has control characters.
+    """
+    link: ErrorInfo | None = info
+    for _ in range(MAX_CAUSES):
+        if link is None:
+            return
+        check_text(link.worker, "a worker's name", limits.name_bytes)
+        if len(link.type_name) > _MAX_TYPE_CHARS:
+            raise LimitExceeded(f"an exception's type of {len(link.type_name)} characters")
+        link = link.cause
+    raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
 
 
 def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:

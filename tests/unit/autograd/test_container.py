@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,10 @@ TICK_NS = 10_000_000
 @pytest.mark.parametrize("rank", [0, 1, 513, MAX_WORKER])
 def test_ids_hold_the_worker_and_a_counter(rank: int) -> None:
     container = DistAutogradContainer(rank, incarnation=0)
-    first, second = container.new_context().context_id, container.new_context().context_id
+    first, second = container.new_message_id(), container.new_message_id()
     assert (first >> 48, first & MAX_COUNTER) == (rank, 1)
     assert second == first + 1
-    assert creator_of(first) == rank
+    assert creator_of(first) == creator_of(container.new_context().context_id) == rank
     assert container.max_id == (rank << 48) + 2**48 - 1
     assert container.max_id < 2**64
 
@@ -69,7 +70,6 @@ def test_worker_restarted_after_the_clock_was_set_back_repeats_no_ids() -> None:
     agent = start_worker(WorkerInfo("a", 0), config, StaticDirectory(), after=before)
     try:
         container = worker.of(agent).container
-        assert container.new_context().context_id > given_out[-1]
         assert container.new_message_id() > given_out[-1]
         assert agent.address.incarnation > before
     finally:
@@ -81,9 +81,13 @@ def test_counters_last_for_decades() -> None:
     assert 0 < first_counter(YEAR_2026_NS) < first_counter(in_100_years) < MAX_COUNTER
 
 
-def test_ids_of_contexts_and_messages_are_counted_apart() -> None:
-    container = DistAutogradContainer(2, incarnation=0)
-    assert container.new_context().context_id == container.new_message_id()
+def test_ids_of_contexts_cannot_be_guessed() -> None:
+    """Who knows the ids of all contexts before cannot name the next one: a context can be named by its participants alone."""
+    container = DistAutogradContainer(2, YEAR_2026_NS)
+    found = sorted(container.new_context().context_id & MAX_COUNTER for _ in range(256))
+    assert len(set(found)) == 256
+    assert min(found) < MAX_COUNTER // 4 < 3 * (MAX_COUNTER // 4) < max(found)
+    assert min(after - before for before, after in itertools.pairwise(found)) > 256
 
 
 def test_ids_are_unique_between_threads() -> None:
@@ -97,8 +101,8 @@ def test_ids_are_unique_between_threads() -> None:
 
 def test_contexts_are_spread_over_shards() -> None:
     container = DistAutogradContainer(1, incarnation=0)
-    for _ in range(64):
-        container.new_context()
+    for number in range(1, 65):
+        container.get_or_create((5 << 48) | number, 5)
     assert [len(shard.contexts) for shard in container._shards] == [4] * 16
     assert "64 contexts" in repr(container)
 
@@ -120,7 +124,7 @@ def test_context_of_another_worker_is_made_once() -> None:
 
     def get(_: int) -> DistAutogradContext | None:
         barrier.wait(10)
-        return container.get_or_create(foreign)
+        return container.get_or_create(foreign, 5)
 
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(get, range(8)))
@@ -131,8 +135,8 @@ def test_own_context_is_never_made_by_a_message() -> None:
     """An id of this worker that it does not know is over, or was never given out."""
     container = DistAutogradContainer(1, incarnation=0)
     own = container.new_context()
-    assert container.get_or_create(own.context_id) is own
-    assert container.get_or_create(own.context_id + 1) is None
+    assert container.get_or_create(own.context_id, 5) is own
+    assert container.get_or_create(own.context_id ^ 1, 5) is None
     assert len(container) == 1
 
 
@@ -153,12 +157,12 @@ def test_released_context_is_gone_and_says_where() -> None:
 def test_late_message_does_not_revive_a_context() -> None:
     container = DistAutogradContainer(1, incarnation=0)
     foreign = (5 << 48) | 9
-    assert container.get_or_create(foreign) is not None
+    assert container.get_or_create(foreign, 5) is not None
     container.release(foreign, "there")
-    assert container.get_or_create(foreign) is None
+    assert container.get_or_create(foreign, 5) is None
     never_seen = (5 << 48) | 10
     container.release(never_seen, "there")  # its release came before its first message
-    assert container.get_or_create(never_seen) is None
+    assert container.get_or_create(never_seen, 5) is None
     assert len(container) == 0
 
 
@@ -170,6 +174,17 @@ def test_releases_are_remembered_for_a_while_and_no_longer() -> None:
     assert container.where_released(foreign[-16_000]) == "there"
     assert container.where_released(foreign[0]) is None
     assert sum(len(shard.released) for shard in container._shards) == 16_384
+
+
+def test_a_worker_that_releases_many_contexts_pushes_out_its_own_words_alone() -> None:
+    container = DistAutogradContainer(1, incarnation=0)
+    honest = (5 << 48) | 7
+    container.release(honest, "by an honest worker", 5)
+    for number in range(1, 20_001):
+        container.release((6 << 48) | number, "there", 6)
+    assert container.where_released(honest) == "by an honest worker"
+    assert container.where_released((6 << 48) | 1) is None
+    assert sum(len(shard.released) for shard in container._shards) == 16_385
 
 
 def test_whoever_waits_for_a_context_is_told_of_its_release() -> None:

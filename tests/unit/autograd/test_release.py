@@ -75,13 +75,13 @@ def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> No
     a, b, c = trio
     with gw.autograd.context() as ctx:
         pass
-    made_late = worker.of(c).container.get_or_create(int(ctx))
+    made_late = worker.of(c).container.get_or_create(int(ctx), 0)
     assert made_late is not None
     worker.of(c).engine.endings.tell(0, "autograd.holds", HoldsContext(int(ctx)))
     wait_until(lambda: not num_contexts(trio))
     assert made_late.released is not None
     assert made_late.released.startswith("on worker a at test_release.py")
-    never_made = worker.of(b).container.get_or_create(int(ctx) + 1000)
+    never_made = worker.of(b).container.get_or_create(int(ctx) + 1000, 0)
     assert never_made is not None
     worker.of(b).engine.endings.tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
     wait_until(lambda: never_made.released, 20.0)

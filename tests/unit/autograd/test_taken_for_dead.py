@@ -65,12 +65,12 @@ def test_call_that_is_unpacked_after_the_loss_of_its_caller(
     container = worker.of(b).container
     get_or_create = container.get_or_create
 
-    def lose_and_create(context_id: int) -> DistAutogradContext | None:
+    def lose_and_create(context_id: int, sender: int) -> DistAutogradContext | None:
         monkeypatch.undo()
         b.on_worker_ended(a.address, "its connection ended", was_orderly=False)
         if is_back:
             b.on_connected(a.address)
-        return get_or_create(context_id)
+        return get_or_create(context_id, sender)
 
     monkeypatch.setattr(container, "get_or_create", lose_and_create)
     with gw.autograd.context() as ctx, pytest.raises(WorkerLost, match="layer on worker b failed"):

@@ -39,16 +39,34 @@ class TestTermination:
         termination = Termination(0)
         assert not termination.reported(1, (2,))
         assert not termination.reported(1, ())
-        assert termination.missing == {0, 2}
-        assert not termination.reported(2, ())
-        assert termination.reported(0, ())
+        assert not termination.reported(0, (1,))
+        assert termination.missing == {2}
+        assert termination.reported(2, ())
 
     def test_who_has_reported_takes_part_though_nobody_has_named_it(self) -> None:
         """Its end must be told to it, too, if the one that made it join dies before naming it."""
         termination = Termination(0)
         termination.reported(7, (8,))
         assert termination.participants == {0, 7, 8}
-        assert termination.missing == {0, 8}
+
+    def test_report_of_a_worker_that_nobody_has_named_has_no_say(self) -> None:
+        """It may have no part in the pass: neither those it names nor those it misses count before it is named."""
+        termination = Termination(0)
+        assert not termination.reported(7, (8, 1), (2,))
+        assert not termination.reported(0, (1, 2))
+        assert not termination.reported(1, ())
+        assert not termination.mistaken
+        assert termination.missing == {2}
+        assert termination.reported(2, (0,))
+
+    def test_report_counts_when_its_sender_is_named(self) -> None:
+        termination = Termination(0)
+        assert not termination.reported(7, (8,), (2,))
+        assert not termination.is_named(7)
+        assert not termination.reported(0, (7, 2))
+        assert termination.is_named(7)
+        assert termination.missing == {2, 8}
+        assert termination.mistaken == {2}
 
     @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
     def test_dead_worker_that_was_taken_for_absent_must_have_no_part(self, order: tuple[int, ...]) -> None:
