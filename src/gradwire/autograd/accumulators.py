@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.autograd.functions import hooks_running
@@ -101,7 +101,9 @@ def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
     is_hooked = bool(getattr(leaf, "_post_accumulate_grad_hooks", None)) or _reducer_of(leaf) is not None
     if not (is_hooked or _has_node_hooks) or leaf.grad_fn is not None or not leaf.requires_grad:
         return None
-    edge = get_gradient_edge(leaf)
+    with torch.enable_grad():  # not `torch.autograd.graph.get_gradient_edge`: it cannot look at nested tensors
+        node, number = torch.ops.aten.alias(leaf).grad_fn.next_functions[0]
+    edge = GradientEdge(node, number)
     return edge if is_hooked or _has_hooks(edge.node) else None
 
 
