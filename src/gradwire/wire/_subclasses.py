@@ -8,6 +8,8 @@ What a tensor table cannot hold is taken apart into what it can:
   its ``__reduce_ex__`` gives, as with torch's own rpc. Tensors and storages in there stay outside of the pickle, too.
   Gradients get through if the tensor is rebuilt from one that requires grad.
 
+Whether a tensor is part of a graph does not depend on the grad mode of the thread that happens to pack or unpack it.
+
 Left out, because they mean something only where they were made: DTensors, and tensors of function transforms and compilers.
 """
 
@@ -57,7 +59,8 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
     if _is_decorated(kind):
         return _reduce_decorated(tensor), True
     reduce = copyreg.dispatch_table.get(kind)
-    reduced: Any = reduce(tensor) if reduce is not None else tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        reduced: Any = reduce(tensor) if reduce is not None else tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
     if not tensor.requires_grad or torch.nn.parameter.is_lazy(tensor):
         return reduced, True
     if _has_own_dispatch(kind) or not any(part.requires_grad for part in _tensors_in(reduced)):
@@ -105,13 +108,13 @@ def _has_own_dispatch(kind: type[torch.Tensor]) -> bool:
 
 
 def _reduce_decorated(tensor: torch.Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         plain = tensor.as_subclass(torch.Tensor)
     return _rebuild_decorated, (type(tensor), plain), _get_state(tensor) or None, None, None, _restore
 
 
 def _rebuild_decorated(kind: type[torch.Tensor], plain: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         is_leaf = plain.grad_fn is None
         made = (plain.detach() if is_leaf else plain).as_subclass(kind)
         return made.requires_grad_() if is_leaf and plain.requires_grad else made
@@ -125,7 +128,8 @@ def _restore(tensor: Any, state: Any) -> None:
 
 
 def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
-    made = rebuild(*args)
+    with torch.enable_grad():
+        made = rebuild(*args)
     if made.grad_fn is None and any(part.grad_fn is not None for part in _tensors_in(args)):  # a recorded call
         kind = type(made)
         raise CannotSend(

@@ -79,6 +79,19 @@ def test_gradients_are_those_of_one_process(trio: list[Agent], kind: type[torch.
     assert torch.equal(found.as_subclass(torch.Tensor), local.grad.as_subclass(torch.Tensor))
 
 
+@pytest.mark.parametrize("kind", [Labelled, Scaled, Rebuilt])
+def test_the_grad_mode_of_the_thread_that_waits_does_not_matter(trio: list[Agent], kind: type[torch.Tensor]) -> None:
+    sent = as_kind(make_values(), kind)
+    with autograd.context() as ctx:
+        future = rpc.rpc_async("b", compute, (sent,))
+        with torch.no_grad():
+            result = future.wait()
+        autograd.backward(ctx, [result.sum()])
+        assert sent in autograd.get_gradients(ctx)
+    with torch.no_grad():
+        assert rpc.rpc_sync("b", torch.Tensor.as_subclass, (sent, kind)).requires_grad
+
+
 def test_gradients_of_nested_tensors_are_those_of_one_process(trio: list[Agent]) -> None:
     def make() -> torch.Tensor:
         parts = [torch.arange(6.0).view(2, 3), torch.ones(1, 3)]

@@ -45,7 +45,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         (WHERE + "fail(ValueError('on purpose'))", ("programs/program.py", "a", "-b")),
         (WHERE + "fail(KeyboardInterrupt())", ("-m", "programs.program", "a", "-b")),
-        ("value = (", ("programs/program.py",)),
+        pytest.param("value = (", ("programs/program.py",), marks=pytest.mark.slow),
     ],
     ids=["script", "module", "syntax error"],
 )
@@ -113,6 +113,7 @@ def test_ranks_in_fresh_interpreters_are_gradwire_s(tmp_path: Path) -> None:
     assert done.stdout.split() == ["gradwire.compat._calls", "weight", "0.5"]  # 2 - 0.5 * d(2 * 3)/d2 = 2 - 0.5 * 3
 
 
+@pytest.mark.slow
 def test_a_folder_is_run_with_its_modules(tmp_path: Path) -> None:
     text = "import sys, beside\nprint(__name__, sys.argv[1:], sys.path[0], beside.VALUE)\nsys.exit(3)\n"
     (tmp_path / "__main__.py").write_text(text)
