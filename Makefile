@@ -13,6 +13,7 @@ help:
 	@echo "make check   format, lint, types, layers and the fast tests"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
+	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
 	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
@@ -39,7 +40,7 @@ search: $(STAMP)
 	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py
 
 conformance: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m conformance $(CONFORMANCE)
+	PYTHONPATH=tests $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from conformance.checkout import load_checkout
 from conformance.suites import SUITES, Case, load_cases
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gradwire import compat
 
         compat.install()
-    cases = load_cases(tuple(options.suite or SUITES))
+    cases = load_checkout(options.pytorch) if options.pytorch else load_cases(tuple(options.suite or SUITES))
     chosen = [case for case in cases if re.search(options.keyword, case.name)]
     if options.list:
         print("\n".join(case.name for case in chosen))
@@ -36,6 +37,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
     parser.add_argument("-k", dest="keyword", default="", help="only tests whose name matches this expression")
     parser.add_argument("--suite", action="append", help="module:class instead of torch's suites")
+    parser.add_argument("--pytorch", type=Path, help="a checkout of PyTorch's sources: run its tests of _shard instead")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each test")
     parser.add_argument("--jobs", type=int, default=1, help="tests that run at once")
     parser.add_argument("--json", type=Path, help="write the results there, too")

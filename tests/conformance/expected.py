@@ -45,6 +45,55 @@ LIMITS = {
     ),
 }
 
+SHARD_LIMITS = {
+    "TestShardParameter.test_shard_parameter_errors": (
+        "asserts that an EnumerableShardingSpec cannot divide a tensor; here it can, and the one of this test is refused "
+        "because it leaves a gap"
+    ),
+    "TestShardTensor.test_shard_tensor_errors": "as test_shard_parameter_errors: any spec divides a tensor",
+    "TestLocalTensor.test_local_tensor_error": (
+        "asserts that a rank with several shards has no local tensor; here shards that make up a box are joined"
+    ),
+    "TestShardedTensorBinaryOps.test_torch_equal_tensor_specs": (
+        "asserts that tensors of the same values differ if only one needs a gradient, or is pinned; here values count"
+    ),
+    "TestShardedTensorBinaryOps.test_torch_allclose_tensor_specs": "as test_torch_equal_tensor_specs: values count",
+    "TestShardedTensorChunked.test_invalid_sharding": (
+        "asserts that the sum of a sharded and a plain tensor is not supported; here it is"
+    ),
+    "TestShardedTensorChunked.test_invalid_pg_rpc_ranks": (
+        "asserts that RPC ranks must be those of the process group; here ranks tell each other which worker they are"
+    ),
+    "TestReshard.test_sharded_tensor_reshard_errors": (
+        "asserts that only chunks, one on each rank, can be divided in another way; here any layout can"
+    ),
+    "TestCustomSharder.test_custom_sharder": (
+        "the module that the Sharder makes has no forward, which torch does not notice, as it runs the original; here the "
+        "module takes the place of the original"
+    ),
+}
+"""The same for the tests in a checkout of PyTorch's sources."""
+
+SHARD_LEFT_OUT = {
+    "TestShardedTensorChunked.test_sharded_tensor_metadata": "pinned memory needs an accelerator",
+    "TestShardedTensorEnumerable.test_sharded_tensor_metadata": "pinned memory needs an accelerator",
+    "TestShardedTensorFromLocalShards.test_init_from_local_shards_invalid_pin_memory": (
+        "pinned memory needs an accelerator"
+    ),
+    "TestShardedTensorEnumerable.test_sharded_tensor_to_cpu": "moves a tensor from GPUs",
+    "TestShardedTensorEnumerable.test_sharded_tensor_to_cuda": "moves a tensor to GPUs",
+    "TestShardedTensorEnumerable.test_sharded_tensor_to_test": "moves a tensor from and to GPUs",
+    "TestShardedTensorFromLocalShards.test_init_from_local_shards_invalid_local_shards": "has a shard on another device",
+    "TestShardedTensorFromLocalShards.test_init_from_local_shards_and_global_metadata_invalid_shards": (
+        "has a shard on another device"
+    ),
+    "TestShardedEmbeddingBag.test_sharded_embedding_bag_colwise": (
+        "its offsets do not begin with 0, which torch refuses on the CPU before it looks at anything sharded"
+    ),
+    "TestShardedEmbeddingBag.test_sharded_embedding_bag_rowwise": "as test_sharded_embedding_bag_colwise",
+}
+"""Tests in a checkout that cannot pass without GPUs, not even on torch itself; they are not run."""
+
 OPEN = {
     "RpcTest.test_server_process_global_profiler": (
         "a profile of all that a worker does for others is not offered; a caller's profile has what was done for it"
@@ -62,4 +111,4 @@ OPEN = {
 
 def reason_of(case: str) -> str | None:
     """Why a test is expected to fail; None if it is not."""
-    return LIMITS.get(case) or OPEN.get(case)
+    return LIMITS.get(case) or SHARD_LIMITS.get(case) or OPEN.get(case)

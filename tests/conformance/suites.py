@@ -59,9 +59,13 @@ def load_cases(sources: tuple[str, ...] = SUITES) -> list[Case]:
     cases = []
     for source in sources:
         suite = _load_suite(source)
-        methods = [method for method in unittest.TestLoader().getTestCaseNames(suite) if not _is_left_out(method)]
-        cases += [Case(suite, method) for method in methods]
+        cases += [case for case in cases_of(suite) if not _is_left_out(case.method)]
     return cases
+
+
+def cases_of(suite: type) -> list[Case]:
+    """All tests of a suite, by name."""
+    return [Case(suite, method) for method in unittest.TestLoader().getTestCaseNames(suite)]
 
 
 def _is_left_out(method: str) -> bool:
@@ -70,7 +74,7 @@ def _is_left_out(method: str) -> bool:
 
 def _load_suite(source: str) -> type:
     """The suite, mixed with the fixture and a test case. It is importable: tests send themselves to other ranks."""
-    _stand_in_for_expecttest()
+    stand_in_for_expecttest()
     module, _, name = source.partition(":")
     suite = getattr(importlib.import_module(module), name)
     fixture = importlib.import_module(_FIXTURE).TensorPipeRpcAgentTestFixture
@@ -80,7 +84,7 @@ def _load_suite(source: str) -> type:
     return mixed
 
 
-def _stand_in_for_expecttest() -> None:
+def stand_in_for_expecttest() -> None:
     """torch's test case derives from one of another package, for a feature that no suite here uses."""
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stand_in = types.ModuleType("expecttest")
@@ -99,4 +103,4 @@ def make_rank(case: Case, rank: int, file_name: str) -> Any:
 
 def num_ranks(case: Case) -> int:
     """How many processes the test is made for."""
-    return int(make_rank(case, 0, "").world_size)
+    return int(getattr(make_rank(case, 0, ""), "world_size", 1))

@@ -226,6 +226,7 @@ def check_misuse(world: World) -> list[str]:
         lambda: F.linear(torch.randn(3, 6), w),
         lambda: F.linear(randn(6), w),
         lambda: torch.bmm(w, w),
+        lambda: torch.baddbmm(w, w, w),
         lambda: torch.matmul(randn(2, 4), w, out=randn(2, 6)),
         lambda: torch.mm(randn(4), w),
         lambda: F.linear(randn(3, 6), randn(4, 6), w),
@@ -242,8 +243,8 @@ def check_misuse(world: World) -> list[str]:
 @ENGINES
 def test_misuse(worlds: Worlds, engine: str) -> None:
     said = worlds.check(engine, 2, check_misuse)[0]
-    parts = ["shapes cannot be multiplied (3x5 and 6x4)", "same dtype", "unsqueeze(0)", "bmm", "out=", "mm needs",
-             "only the bias", "out of range"]  # fmt: skip
+    parts = ["shapes cannot be multiplied (3x5 and 6x4)", "same dtype", "unsqueeze(0)", "3D tensor", "baddbmm", "out=",
+             "mm needs", "only the bias", "out of range"]  # fmt: skip
     for message, part in zip(said, parts, strict=True):
         assert part in message
 

@@ -39,7 +39,8 @@ class Patch:
 
     Args:
         modules: By the full name of a module, a function that gives the new values of its names. It is called when the
-            module is imported, and again if it is reloaded.
+            module is imported, and again if it is reloaded. A package can be given names of its submodules, such as
+            ``"api.f"``: those are changed when all of the package has been imported, and not before.
         classes: By class, the new values of its names.
     """
 
@@ -68,14 +69,15 @@ class Patch:
                 return
             olds: dict[int, Any] = {}  # by the id of the old object, the new one
             for holder, table in tables.items():
-                for name, new in table.items():
-                    old = _bound(holder, name)
+                for path, new in table.items():
+                    owner, name = _owner_of(holder, path)
+                    old = _bound(owner, name)
                     if old is new:  # the hook was here before
                         continue
-                    if old is not MISSING and isinstance(holder, ModuleType) and has_identity(old):
+                    if old is not MISSING and isinstance(owner, ModuleType) and has_identity(old):
                         olds[id(old)] = new
                         self._replaced.append((name, old, new))  # it lives on, so its id stays its own
-                    self._set(holder, name, old, new)
+                    self._set(owner, name, old, new)
             for binding in _bindings_of(olds, ""):
                 self._set(binding.holder, binding.name, binding.bound, binding.wrap(olds[id(binding.value)]))
 
@@ -112,6 +114,12 @@ class Patch:
             old = olds.get(binding.name, next(iter(olds.values())))
             setattr(binding.holder, binding.name, binding.wrap(old))
         self._replaced.clear()
+
+
+def _owner_of(holder: Any, path: str) -> tuple[Any, str]:
+    """The module or class that has a name, and the name: ``"api.f"`` of a package is ``f`` of its submodule ``api``."""
+    module, _, name = path.rpartition(".")
+    return (importlib.import_module(f"{holder.__name__}.{module}") if module else holder), name
 
 
 def _bound(holder: Any, name: str) -> Any:

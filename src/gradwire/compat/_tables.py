@@ -12,7 +12,7 @@ import importlib
 
 from torch.autograd import profiler_legacy
 
-from gradwire.compat import _autograd, _futures, _modules, _profiling, _rpc, _rref
+from gradwire.compat import _autograd, _futures, _modules, _profiling, _rpc, _rref, _shard
 from gradwire.compat._patching import MakeTable, Patch, Table
 from gradwire.rref import RRef
 
@@ -25,6 +25,8 @@ MODULES: dict[str, MakeTable] = {
     "torch.distributed.optim.optimizer": _modules.make_optimizer_table,
     "torch.distributed.nn.api.remote_module": _modules.make_remote_module_table,
     "torch.futures": _futures.make_table,
+    "torch.distributed._shard": _shard.make_table,
+    "torch.distributed._shard.sharded_optim": _shard.make_optimizer_table,
 }
 
 

@@ -25,7 +25,6 @@ from gradwire.shard._plan_steps import (
 )
 from gradwire.shard.agreement import Said, agree
 from gradwire.shard.creation import divide_tensor
-from gradwire.shard.creation import shard_tensor as _shard_tensor
 from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.metadata import ShardedTensorMetadata
@@ -37,6 +36,21 @@ from gradwire.shard.supplying import supply
 from gradwire.shard.tensor import ShardedTensor
 
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
+
+
+def _shard_tensor(
+    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+) -> ShardedTensor:
+    """Divides a tensor as the spec does: `ShardingSpec.shard`, or what a spec of another class has in its place.
+
+    Raises:
+        TypeError: `sharding_spec` is not a `ShardingSpec`.
+        ValueError: The tensor is not contiguous, cannot be divided like this, or is different on some ranks.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
+    """
+    if not isinstance(sharding_spec, ShardingSpec):
+        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(sharding_spec).__name__}")
+    return sharding_spec.shard(tensor, src_rank, process_group)
 
 
 def shard_parameter(
@@ -152,7 +166,11 @@ def _divide(
 ) -> None:
     """Puts a sharded tensor wherever the module has the parameter; nobody here keeps the original."""
     tensor = step.tensor
-    made = divide_tensor(engine, tensor, step.spec, metadata, src_rank, has_values)
+    if type(step.spec).shard is ShardingSpec.shard:
+        made = divide_tensor(engine, tensor, step.spec, metadata, src_rank, has_values)
+    else:  # a class of its own has its own way
+        group = engine.group if isinstance(engine, GroupEngine) else None
+        made = step.spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
     if isinstance(tensor, nn.Parameter):
         made._is_param = True  # what makes torch take a tensor of a class of one's own for a parameter
     for owner, attribute in step.slots:

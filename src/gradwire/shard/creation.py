@@ -1,4 +1,4 @@
-"""Sharded tensors from nothing, from shards that are here, and from tensors that are not sharded."""
+"""Sharded tensors from nothing and from tensors that are not sharded; those of shards are in `local_shards`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-import torch.distributed as dist
 
 from gradwire import rpc
 from gradwire.rref import RRef
 from gradwire.shard.agreement import agree
-from gradwire.shard.engines import Engine, Part
+from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.layouts import Place
-from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from gradwire.shard.metadata import ShardedTensorMetadata, TensorProperties
 from gradwire.shard.placing import engine_for, find_group, layout_of
 from gradwire.shard.scattering import scatter
-from gradwire.shard.sharding_spec import ShardingSpec, check_tensor, infer_sharding_spec, validate_shards
+from gradwire.shard.sharding_spec import ShardingSpec
 from gradwire.shard.shards import Shard
 from gradwire.shard.tensor import ShardedTensor
 
@@ -123,138 +122,29 @@ def _read(options: Options) -> tuple[Any, bool, TensorProperties]:
 
 
 def _size(size: Sequence[Any]) -> torch.Size:
-    if len(size) == 1 and isinstance(size[0], list | tuple):
-        size = size[0]
-    for item in size:
+    for item in _flat(size):
         if type(item) is not int:
             raise TypeError(f"a size is made of integers, not {item!r}")
-    return torch.Size(size)
+    return torch.Size(_flat(size))
 
 
-# -- from shards that are here -----------------------------------------------------------------------------------------
+def _flat(size: Sequence[Any]) -> Sequence[Any]:
+    return size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
 
 
-def init_from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """A sharded tensor of the shards that each rank has.
-
-    Args:
-        local_shards: Those of this rank; may be empty.
-        global_size: Of the whole.
-        process_group: The ranks; None for the default group.
-        init_rrefs: Whether ranks make references to their shards for each other.
-
-    Raises:
-        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks say different things. Every rank
-            raises it, whoever is to blame.
-    """
-    engine = GroupEngine(process_group)
-    size = _size(global_size)
-    problem = next(filter(None, (find_problem(shard, dist.get_rank()) for shard in local_shards)), "")
-    told = (list(size), [(s.metadata, TensorProperties.create_from_tensor(s.tensor)) for s in local_shards])
-    said = engine.gather_objects((problem, told))
-    for text, _ in said:
-        if text:
-            raise ValueError(text)
-    metadata = _agree([items for _, items in said])
-    made = _from_own_shards(engine, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
-    if init_rrefs:
-        share_references(made)
-    return made
-
-
-def find_problem(shard: Shard, rank: int) -> str:
-    """Why a shard cannot be one of that rank's (among all ranks); empty if it can."""
-    tensor, placement = shard.tensor, shard.metadata.placement
-    if tensor.layout != torch.strided:
-        return f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!"
-    if not tensor.is_contiguous():
-        return f"Only torch.contiguous_format memory_format is currently supported! A shard of rank:{rank} has another"
-    if placement is None or placement.rank() != rank:
-        return (
-            f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in the "
-            f"process group: {rank}, local ShardMetadata placement: {placement}"
-        )
-    return ""
-
-
-def _agree(said: Sequence[tuple[list[int], list[tuple[ShardMetadata, TensorProperties]]]]) -> ShardedTensorMetadata:
-    """What all ranks together say of the tensor; all get the same, and so all raise the same."""
-    size = said[0][0]
-    for rank, (other, _) in enumerate(said):
-        if other != size:
-            raise ValueError(
-                f"ShardedTensor global_size property does not match from different ranks! Found "
-                f"global_size={size} on rank:0, and global_size={other} on rank:{rank}"
-            )
-    shards, properties, first_rank = [], None, 0
-    for rank, (_, items) in enumerate(said):
-        for metadata, found in items:
-            if properties is None:
-                properties, first_rank = found, rank
-            for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-                if getattr(found, name) != getattr(properties, name):
-                    raise ValueError(
-                        f"ShardedTensor {name} property does not match from different ranks! Found {name}="
-                        f"{getattr(properties, name)} on rank:{first_rank}, and {name}={getattr(found, name)} on rank:{rank}"
-                    )
-            shards.append(metadata)
-    if properties is None:
-        raise ValueError("Empty local shards on all ranks: a sharded tensor needs at least one shard")
-    validate_shards(shards)
-    check_tensor(shards, size)
-    return ShardedTensorMetadata(shards, torch.Size(size), properties)
-
-
-def _from_own_shards(
-    engine: Engine, metadata: ShardedTensorMetadata, local_shards: Sequence[Shard], spec: ShardingSpec
-) -> ShardedTensor:
-    layout = layout_of(metadata.shards_metadata, engine)
-    tensors = {
-        tuple(shard.metadata.shard_offsets) + tuple(shard.metadata.shard_sizes): shard.tensor for shard in local_shards
-    }
-    parts: list[Part] = []
-    for number in engine.numbers(layout):
-        if number < len(metadata.shards_metadata):
-            box = layout.boxes[number]
-            if box.offsets + box.sizes not in tensors:
-                raise ValueError(f"this rank has no tensor for its shard {metadata.shards_metadata[number]}")
-            parts.append(tensors[box.offsets + box.sizes])
-        else:
-            parts.append(_nothing(metadata, layout.num_dims))
-    return ShardedTensor._make(engine, spec, metadata, parts, layout)
-
-
-def _nothing(metadata: ShardedTensorMetadata, num_dims: int) -> torch.Tensor:
-    properties = metadata.tensor_properties
-    device = _device(metadata, len(metadata.shards_metadata))
-    return torch.empty([0] * num_dims, dtype=properties.dtype, requires_grad=properties.requires_grad, device=device)
-
-
-def init_from_local_shards_and_metadata(
-    local_shards: Sequence[Shard],
-    sharded_tensor_metadata: ShardedTensorMetadata,
-    process_group: Any = None,
-    init_rrefs: bool = False,
-    sharding_spec: ShardingSpec | None = None,
-) -> ShardedTensor:
-    """The same, if every rank knows the metadata already: nobody asks anybody.
-
-    Raises:
-        ValueError: The metadata is not that of a tensor, or this rank's shards are others.
-    """
-    shards = sharded_tensor_metadata.shards_metadata
-    if not shards:
-        raise ValueError("shards_metadata must not be empty!")
-    validate_shards(shards)
-    check_tensor(shards, sharded_tensor_metadata.size)
-    engine = engine_for(shards, process_group)
-    spec = sharding_spec if sharding_spec is not None else infer_sharding_spec(shards)
-    made = _from_own_shards(engine, sharded_tensor_metadata, local_shards, spec)
-    if init_rrefs:
-        share_references(made)
-    return made
+def _create_tensor_from_params(
+    *size: Any, local_device: torch.device, tensor_properties: TensorProperties
+) -> torch.Tensor:
+    """One shard whose elements are whatever was in memory: PyTorch's private name."""
+    return torch.empty(
+        *size,
+        dtype=tensor_properties.dtype,
+        layout=tensor_properties.layout,
+        device=local_device,
+        requires_grad=tensor_properties.requires_grad,
+        memory_format=tensor_properties.memory_format,
+        pin_memory=tensor_properties.pin_memory,
+    )
 
 
 # -- from a tensor that is not sharded ---------------------------------------------------------------------------------
@@ -356,28 +246,34 @@ def _agree_on(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src
 
 
 def share_references(tensor: ShardedTensor) -> None:
-    """Gives every rank references to the shards of all others.
+    """Gives every rank references to the shards of all others that have some.
+
+    All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
 
     Raises:
         RuntimeError: The ranks are not all RPC workers.
     """
-    engine = tensor._engine
-    if not isinstance(engine, GroupEngine):
+    if not isinstance(tensor._engine, GroupEngine):
         return
-    if not rpc._is_current_rpc_agent_set():
-        raise RuntimeError(
-            "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True"
-        )
+    world = GroupEngine()
+    own = rpc.get_worker_info() if rpc._is_current_rpc_agent_set() else None
     key = next(_numbers)
-    _offered[key] = [RRef(shard) for shard in tensor.local_shards()]
-    said = engine.gather_objects((rpc.get_worker_info(), key))
+    _offered[key] = [RRef(shard) for shard in tensor.local_shards()] if own is not None else []
+    said = world.gather_objects((own, key, len(_offered[key])))
+    missing = [rank for rank, (info, _, _) in enumerate(said) if info is None]
+    if missing:
+        del _offered[key]
+        raise RuntimeError(
+            "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True; ranks "
+            f"{missing} are not RPC workers"
+        )
     futures = {
         info.id: rpc.rpc_async(info, _take_offered, args=(number,))
-        for rank, (info, number) in enumerate(said)
-        if rank != engine.here
+        for rank, (info, number, num_shards) in enumerate(said)
+        if rank != world.here and num_shards
     }
     tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
-    engine.gather_objects(None)  # everybody has them by now
+    world.gather_objects(None)  # all ranks have them by now
     del _offered[key]
 
 

@@ -6,6 +6,7 @@ spec, and gradwire's own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -41,10 +42,12 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[C], C]:
         func: The function, such as ``torch.nn.functional.linear`` or ``torch.Tensor.add_``.
 
     Returns:
-        A decorator for a function of ``(types, args, kwargs, process_group)``.
+        A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for one that cannot be
+        called like this.
     """
 
     def register(implementation: C) -> C:
+        _check_signature(implementation)
         _custom[func] = implementation
         return implementation
 
@@ -52,6 +55,17 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[C], C]:
 
 
 _sharded_op_impl = custom_sharded_op_impl
+
+
+def _check_signature(implementation: Callable[..., Any]) -> None:
+    found = inspect.signature(implementation)
+    try:
+        found.bind((), (), {}, None)
+    except TypeError as error:
+        raise TypeError(
+            f"Custom sharded op function expects signature: (types, args, kwargs, process_group), but received signature: "
+            f"{found}"
+        ) from error
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any]) -> Callable[[C], C]:
@@ -62,10 +76,12 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any])
         func: The torch function.
 
     Returns:
-        A decorator for a function of ``(types, args, kwargs, process_group)``.
+        A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for one that cannot be
+        called like this.
     """
 
     def register(implementation: C) -> C:
+        _check_signature(implementation)
         _custom_by_spec[sharding_spec_class, func] = implementation
         return implementation
 

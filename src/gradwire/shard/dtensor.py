@@ -92,7 +92,7 @@ def _chunk(box: Box, dim: int, position: int, num_chunks: int) -> Box:
     length = box.sizes[dim]
     split = get_split_size(length, num_chunks)
     offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim] += min(split * position, length)
+    offsets[dim] += split * position
     sizes[dim] = get_chunked_dim_size(length, split, position)
     return Box(tuple(offsets), tuple(sizes))
 

@@ -22,8 +22,10 @@ from gradwire.shard.talking import talking
 class GroupEngine(Engine):
     """The engine of a process group.
 
+    A rank outside of the group can have the engine, too: it knows the tensor, has no part of it, and exchanges nothing.
+
     Args:
-        group: The process group; None for the default one.
+        group: The process group; None for the default one. Outside of it, what `torch.distributed.new_group` returns there.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -40,8 +42,20 @@ class GroupEngine(Engine):
         return dist.group.WORLD if self.group is None else self.group
 
     @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the group."""
+        return self.here >= 0
+
+    def _check_member(self) -> None:
+        if not self.is_member:
+            raise RuntimeError(
+                "this rank is not in the process group of the sharded tensor, so it has no part of it and cannot take part "
+                "in operations of its members; call them on the members only"
+            )
+
+    @property
     def here(self) -> int:
-        """The rank in the group."""
+        """The rank in the group; -1 outside of it."""
         return dist.get_rank(self.group)
 
     @property
@@ -67,7 +81,7 @@ class GroupEngine(Engine):
         self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
     ) -> list[Part]:
         """Every rank sends the others what they are to have of its parts."""
-        if old == new and not is_sum:
+        if (old == new and not is_sum) or not self.is_member:
             return list(parts)
         return list(_Move.apply(self.group, old, new, like, is_sum, *parts))  # type: ignore[no-untyped-call]
 
@@ -75,6 +89,7 @@ class GroupEngine(Engine):
         self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
     ) -> torch.Tensor:
         """Every rank sends its parts to all others."""
+        self._check_member()
         target = everywhere(size, self.askers)
         found: torch.Tensor = _Replicate.apply(self.group, layout, target, like, is_sum, *parts)  # type: ignore[no-untyped-call]
         return found
@@ -88,14 +103,17 @@ class GroupEngine(Engine):
 
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
         """Every rank sends the others what they are to have of its rows."""
+        self._check_member()
         return self.move([rows], batch, layout, rows)
 
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Questions go to the ranks that have the parts, and the answers come back."""
+        self._check_member()
         return group_asking.ask(self.group, question, layout, parts)  # type: ignore[arg-type]  # all of them are here
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank says."""
+        self._check_member()
         num_askers = len(self.askers)
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"  # "cuda" is the current one
         own = torch.tensor([*numbers] * num_askers, dtype=torch.int64, device=device)
@@ -108,10 +126,55 @@ class GroupEngine(Engine):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank says."""
+        self._check_member()
         found: list[Any] = [None for _ in self.askers]
         with talking(self.group, "gathering what every rank has to say"):
             dist.all_gather_object(found, value, self.group)
         return found
+
+
+class NoGroupEngine(GroupEngine):
+    """The engine of shards that belong to no process group: they can be looked at, and nothing else."""
+
+    @property
+    def _group(self) -> Any:
+        return None
+
+    @property
+    def here(self) -> int:
+        """Not a rank of anything; shards that are here have this number in the layout."""
+        return -1
+
+    @property
+    def askers(self) -> tuple[int, ...]:
+        """None: there are no others to exchange anything with."""
+        return ()
+
+    def run(
+        self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
+    ) -> list[Part]:
+        """
+        Raises:
+            RuntimeError: There is no process group.
+        """
+        self._check_member()
+        return []
+
+    def move(
+        self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
+    ) -> list[Part]:
+        """
+        Raises:
+            RuntimeError: There is no process group.
+        """
+        self._check_member()
+        return []
+
+    def _check_member(self) -> None:
+        raise RuntimeError(
+            "this ShardedTensor was made without a process group, so it has metadata() and local_shards() only; call "
+            "init_process_group, and make it with ShardedTensor._init_from_local_shards_and_global_metadata"
+        )
 
 
 # What a backward does is differentiable, too: gradients of gradients take the same ways.

@@ -56,7 +56,7 @@ def reshard_local_shard(
     resharding_spec: ShardingSpec,
     pg: Any,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """This rank's shards of another layout, and all of its shards' metadata. Every rank must call it.
+    """This rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
 
     Args:
         local_tensor: The shard that this rank has.
@@ -70,6 +70,7 @@ def reshard_local_shard(
     """
     old = init_from_local_tensor(local_tensor, sharding_spec, *st_size, process_group=pg)
     new = old.redistribute(resharding_spec)
+    new._order_by_rank()
     return new.local_shards(), new.metadata().shards_metadata
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from gradwire.shard import local_shards as utils
 from gradwire.shard import ops, reshard
-from gradwire.shard.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from gradwire.shard.creation import (
+    _create_tensor_from_params,
+    empty,
+    full,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
+from gradwire.shard.local_shards import init_from_local_shards
 from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
 from gradwire.shard.shards import Shard
 from gradwire.shard.states import pre_load_state_dict_hook, state_dict_hook
@@ -18,6 +27,7 @@ __all__ = [
     "ShardedTensorBase",
     "ShardedTensorMetadata",
     "TensorProperties",
+    "_create_tensor_from_params",
     "_sharded_op_impl",
     "custom_sharded_op_impl",
     "empty",

@@ -100,7 +100,7 @@ class ChunkShardingSpec(ShardingSpec):
         shards = []
         for number, placement in enumerate(self.placements):
             offsets, sizes = [0] * num_dims, list(tensor_sizes)
-            offsets[dim] = min(split * number, length)
+            offsets[dim] = split * number  # of an empty chunk, too, as PyTorch has it
             sizes[dim] = get_chunked_dim_size(length, split, number)
             shards.append(ShardMetadata(offsets, sizes, placement))
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
@@ -182,6 +182,8 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     if len(tensor_dims) != shards_rank:
         raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {shards_rank}")
     for shard in shards_metadata:
+        if not shard.box.num_elements:
+            continue  # it is nowhere
         for offset, size, length in zip(shard.shard_offsets, shard.shard_sizes, tensor_dims, strict=True):
             if offset + size > length:
                 raise ValueError(
@@ -215,7 +217,7 @@ def get_chunk_sharding_params(
     """
     split = get_split_size(sharding_dim_size, world_size)
     for number, placement in enumerate(spec.placements):
-        if placement.rank() == rank:
+        if as_placement(placement).rank() == rank:
             return min(split * number, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, number)
     raise ValueError(f"rank {rank} is not among the placements {spec.placements}")
 
@@ -223,17 +225,26 @@ def get_chunk_sharding_params(
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The spec that gives these shards: chunks if they are, else themselves."""
     shards = list(shards_metadata)
+    full = [shard for shard in shards if shard.box.num_elements] or shards
     lengths = [
-        max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards) for dim in range(len(shards[0].shard_sizes))
+        max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in full) for dim in range(len(shards[0].shard_sizes))
     ]
     for dim in range(len(lengths)):
         ordered = sorted(shards, key=lambda shard: (shard.shard_offsets[dim], -shard.shard_sizes[dim]))
         if any(shard.placement is None for shard in shards):
             break
         spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered])
-        if spec.build_metadata(torch.Size(lengths), TensorProperties()).shards_metadata == ordered:
+        chunks = spec.build_metadata(torch.Size(lengths), TensorProperties()).shards_metadata
+        if all(map(_are_same, chunks, ordered)):
             return spec
     return EnumerableShardingSpec(shards)
+
+
+def _are_same(one: ShardMetadata, other: ShardMetadata) -> bool:
+    """Whether two shards are; where an empty one lies does not matter."""
+    return one == other or (
+        one.shard_sizes == other.shard_sizes and one.placement == other.placement and not one.box.num_elements
+    )
 
 
 _infer_sharding_spec_from_shards_metadata = infer_sharding_spec

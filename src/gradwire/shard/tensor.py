@@ -27,7 +27,46 @@ from gradwire.shard.shards import Shard, join_shards, make_shard
 from gradwire.shard.worker_engine import WorkerEngine
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensorBase(torch.Tensor):
+    """What is known of a sharded tensor, and its shards that are here; all that one of no process group can tell."""
+
+    _engine: Engine
+    _metadata: ShardedTensorMetadata
+    _sharding_spec: ShardingSpec
+    _layout: Layout
+    _parts: list[Part]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Its shards, its size, and what the shards have in common."""
+        return self._metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """How it is divided."""
+        return self._sharding_spec
+
+    def local_shards(self) -> list[Shard]:
+        """The shards that this process has: none, one or several."""
+        shards = self._metadata.shards_metadata
+        found = []
+        for number, part in zip(self._engine.numbers(self._layout), self._parts, strict=True):
+            if number < len(shards):  # the others stand for ranks that have none
+                if isinstance(part, RRef) and part.is_owner():
+                    part = part.local_value()
+                if isinstance(part, torch.Tensor):
+                    found.append(Shard(part, self._shard_metadata(number)))
+        return found
+
+    def _shard_metadata(self, number: int) -> ShardMetadata:
+        """Of a box of the layout. Programs may sort the list that `metadata` gives them."""
+        shards, box = self._metadata.shards_metadata, self._layout.boxes[number]
+        return shards[number] if shards[number].box == box else next(item for item in shards if item.box == box)
+
+    @property
+    def _local_shards(self) -> list[Shard]:
+        return self.local_shards()
+
+
+class ShardedTensor(ShardedTensorBase):
     """A tensor that is divided among the ranks of a process group, or among RPC workers.
 
     Which of the two is said by the placements of the spec: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every
@@ -42,7 +81,8 @@ class ShardedTensor(torch.Tensor):
         pin_memory: Whether the parts are in pinned memory.
         memory_format: ``torch.contiguous_format``.
         process_group: For placements that name ranks; None for the default group.
-        init_rrefs: Whether ranks make references to their shards for each other; they must be RPC workers then.
+        init_rrefs: Whether ranks make references to their shards for each other. All ranks, also those outside of
+            `process_group`, must be RPC workers then, and make the tensor.
 
     Raises:
         TypeError: There is no spec, or a size is no integer.
@@ -50,11 +90,6 @@ class ShardedTensor(torch.Tensor):
         RuntimeError: There is no process group, or this process is no RPC worker.
     """
 
-    _engine: Engine
-    _metadata: ShardedTensorMetadata
-    _spec: ShardingSpec
-    _layout: Layout
-    _parts: list[Part]
     _batch: Layout | None
     _is_result: bool
     _remote_shards: dict[int, list[RRef[Shard]]] | None
@@ -88,7 +123,7 @@ class ShardedTensor(torch.Tensor):
             device=_device_of(engine, metadata, parts),
             requires_grad=False,
         )
-        made._engine, made._spec, made._metadata = engine, spec, metadata
+        made._engine, made._sharding_spec, made._metadata = engine, spec, metadata
         made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
         made._parts = list(parts)
         made._batch = None  # whose rows they are, if they come from everybody's own plain tensor
@@ -102,31 +137,28 @@ class ShardedTensor(torch.Tensor):
         if dtype is not None:
             properties.dtype = dtype
         metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
-        made = ShardedTensor._make(self._engine, self._spec, metadata, parts, self._layout)
+        made = ShardedTensor._make(self._engine, self._sharding_spec, metadata, parts, self._layout)
         made._batch = self._batch
         made._is_result = properties.requires_grad
         return made
 
     def _does_require_grad(self, parts: Sequence[Part]) -> bool:
         """Of references nobody can tell without asking; what is made of a tensor with gradients has them, too."""
-        first = parts[0]
-        if isinstance(first, torch.Tensor):
+        first = first_here(parts)
+        if first is not None:
             return first.requires_grad
         return self._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
-    def metadata(self) -> ShardedTensorMetadata:
-        """Its shards, its size, and what the shards have in common."""
-        return self._metadata
-
-    def sharding_spec(self) -> ShardingSpec:
-        """How it is divided."""
-        return self._spec
-
     @property
     def _process_group(self) -> Any:
-        return self._engine.group if isinstance(self._engine, GroupEngine) else None
+        """The process group, also if it is the default one; None over RPC workers."""
+        return self._engine._group if isinstance(self._engine, GroupEngine) else None
+
+    @property
+    def _init_rrefs(self) -> bool:
+        return self._remote_shards is not None
 
     @property
     def _like(self) -> torch.Tensor:
@@ -139,18 +171,6 @@ class ShardedTensor(torch.Tensor):
         return [self._layout.boxes[number] for number in self._engine.numbers(self._layout)]
 
     # -- its parts -----------------------------------------------------------------------------------------------------
-
-    def local_shards(self) -> list[Shard]:
-        """The shards that this process has: none, one or several."""
-        shards = self._metadata.shards_metadata
-        found = []
-        for number, part in zip(self._engine.numbers(self._layout), self._parts, strict=True):
-            if number < len(shards):  # the others stand for ranks that have none
-                if isinstance(part, RRef) and part.is_owner():
-                    part = part.local_value()
-                if isinstance(part, torch.Tensor):
-                    found.append(Shard(part, shards[number]))
-        return found
 
     def local_tensor(self) -> torch.Tensor:
         """What this process has, as one tensor; empty if it has nothing.
@@ -213,13 +233,13 @@ class ShardedTensor(torch.Tensor):
             dtype: Of the result.
 
         Returns:
-            The tensor on `dst`, None elsewhere.
+            The tensor on `dst`, None elsewhere, also outside of the group.
 
         Raises:
             ValueError: `dst` is no rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
         """
         target: Place = dst if isinstance(self._engine, GroupEngine) else self._engine.here
-        if target not in self._engine.askers:
+        if self._engine.askers and target not in self._engine.askers:  # not known outside of the group
             raise ValueError(f"gather: dst={dst} is no rank of the group, which has {len(self._engine.askers)}")
         layout = everywhere(self.size(), [target])
         with torch.no_grad():
@@ -264,9 +284,14 @@ class ShardedTensor(torch.Tensor):
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Divides this tensor in another way, in place, and returns it. A leaf stays one, and loses its gradient.
 
+        In a process group, the metadata has the shards in the order of their ranks afterwards, whatever their order in the
+        spec is. If it is divided like this already, nothing is done.
+
         Raises:
             ValueError: It cannot be divided like this, or the placements are of another kind.
         """
+        if resharding_spec == self._sharding_spec:
+            return self
         is_leaf, requires_grad = self.is_leaf, self.requires_grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
             made = self.redistribute(resharding_spec)
@@ -274,15 +299,46 @@ class ShardedTensor(torch.Tensor):
                 made._parts = made._engine.run(_own_part, made._layout, made._parts)
         if is_leaf and requires_grad:
             made.requires_grad_(True)
+        made._order_by_rank()
         self._take_over(made)
         return self
 
+    def _order_by_rank(self) -> None:
+        """Lists the shards in the order of the ranks that have them; those of one rank stay in their order."""
+        if not isinstance(self._engine, GroupEngine):
+            return
+        shards, places, boxes = self._metadata.shards_metadata, self._layout.places, self._layout.boxes
+        order = sorted(range(len(shards)), key=lambda number: places[number])
+        ordered = [*order, *range(len(shards), len(boxes))]  # those without shards stay at the end
+        self._metadata = replace(self._metadata, shards_metadata=[shards[number] for number in order])
+        self._layout = Layout(tuple(boxes[n] for n in ordered), tuple(places[n] for n in ordered))
+
     def _take_over(self, other: ShardedTensor) -> None:
         """Becomes what another one of the same size and dtype is."""
-        self._spec, self._metadata, self._layout = other._spec, other._metadata, other._layout
+        self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
         self._engine, self._parts, self._batch = other._engine, other._parts, other._batch
         self._is_result = other._is_result
         self._remote_shards = None
+
+    # -- other devices and dtypes ----------------------------------------------------------------------------------------
+
+    # Methods of their own: torch's refuse an argument such as a process group before they call `__torch_function__`.
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """As `torch.Tensor.to`; ``process_group`` can be one of the same ranks, such as of another backend."""
+        return self._call(torch.Tensor.to, args, kwargs)
+
+    def cpu(self, memory_format: Any = torch.preserve_format, process_group: Any = None) -> ShardedTensor:
+        """The tensor in the memory of the CPU; itself if it is there, and in the group."""
+        return self._call(torch.Tensor.cpu, (), {"memory_format": memory_format, "process_group": process_group})
+
+    def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """As `torch.Tensor.cuda`, on the current GPU of each rank; ``process_group`` as of `to`."""
+        return self._call(torch.Tensor.cuda, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+        found: ShardedTensor = self.__torch_function__(func, (ShardedTensor,), (self, *args), kwargs)
+        return found
 
     # -- for torch -----------------------------------------------------------------------------------------------------
 
@@ -297,7 +353,7 @@ class ShardedTensor(torch.Tensor):
         """
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
-        spec, group = (first._spec, first._process_group) if first is not None else (None, None)
+        spec, group = (first._sharding_spec, first._process_group) if first is not None else (None, None)
         return dispatch.dispatch(func, types, args, kwargs, spec, group)
 
     @classmethod
@@ -316,9 +372,6 @@ class ShardedTensor(torch.Tensor):
 
     def __hash__(self) -> int:
         return id(self)
-
-
-ShardedTensorBase = ShardedTensor
 
 
 def first_sharded(values: Any) -> ShardedTensor | None:
@@ -346,8 +399,8 @@ def from_layout(
         like: Tells dtype and device.
         requires_grad: Whether the parts have gradients, in case nobody can tell without asking.
     """
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
+    first = first_here(parts)
+    if first is not None:
         requires_grad = first.requires_grad
     shards = [
         ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, engine))
@@ -363,10 +416,15 @@ def from_layout(
 
 def _device_of(engine: Engine, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
     """In a process group, that of this rank; over RPC workers, that of the first shard."""
-    first, placement = parts[0], metadata.shards_metadata[0].placement
-    if isinstance(engine, GroupEngine) and isinstance(first, torch.Tensor):
+    first, placement = first_here(parts), metadata.shards_metadata[0].placement
+    if isinstance(engine, GroupEngine) and first is not None:
         return first.device
     return torch.device("cpu") if placement is None else placement.device()
+
+
+def first_here(parts: Sequence[Part]) -> torch.Tensor | None:
+    """The first part, if there is one and it is here; it speaks for the others."""
+    return parts[0] if parts and isinstance(parts[0], torch.Tensor) else None
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:

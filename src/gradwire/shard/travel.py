@@ -59,7 +59,7 @@ def describe(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 
 def _describe(tensor: ShardedTensor) -> Any:
-    spec = tensor._spec
+    spec = tensor._sharding_spec
     if type(spec) is ChunkShardingSpec:
         return [spec.dim, [str(item) for item in spec.placements]]
     return None if type(spec) is EnumerableShardingSpec else spec
@@ -235,6 +235,13 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return load_pickled, (describe(tensor), parts, state, tensor._remote_shards is not None, is_parameter)
 
 
+def _check_group() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group (init_process_group) before loading a pickled ShardedTensor"
+        )
+
+
 def load_pickled(
     described: Any,
     parts: list[torch.Tensor],
@@ -247,11 +254,7 @@ def load_pickled(
     Raises:
         RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "a pickled ShardedTensor is made again in a process group; initialize the default process group "
-            "(init_process_group) before loading"
-        )
+    _check_group()
     engine = GroupEngine(current_process_group.get())
     ProcessGroupState(*state).check(engine.group)
     metadata, spec = restore(described)
@@ -265,3 +268,23 @@ def load_pickled(
 
         share_references(made)
     return made
+
+
+def _set_state(self: ShardedTensor, state: tuple[Any, ...]) -> None:
+    """Takes what PyTorch's own class has put into a pickle; gradwire's pickles do not come here.
+
+    Raises:
+        RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
+    """
+    from gradwire.shard.local_shards import init_from_local_shards_and_metadata  # needed for such pickles only
+
+    shards, metadata, pickled_by, spec, has_references = state
+    _check_group()
+    group = current_process_group.get()
+    pickled_by.check(group)
+    made = init_from_local_shards_and_metadata(shards, metadata, group, has_references, spec)
+    self._take_over(made)
+    self._remote_shards = made._remote_shards
+
+
+ShardedTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]

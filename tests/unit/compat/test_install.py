@@ -34,6 +34,17 @@ PLACES = (
     "torch.distributed.optim.DistributedOptimizer",
     "torch.distributed.nn.RemoteModule",
     "torch.distributed.nn.api.remote_module.RemoteModule",
+    "torch.distributed._shard.shard_module",
+    "torch.distributed._shard._utils.narrow_tensor_by_index",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.ShardedTensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensorBase",
+    "torch.distributed._shard.sharded_tensor.utils._parse_and_validate_remote_device",
+    "torch.distributed._shard.sharding_spec.ChunkShardingSpec",
+    "torch.distributed._shard.sharding_spec.api.ShardingSpec",
+    "torch.distributed._shard.sharding_plan.ShardingPlan",
+    "torch.distributed._shard.sharder.Sharder",
+    "torch.distributed._shard.sharded_optim.ShardedOptimizer",
 )
 
 

@@ -23,7 +23,7 @@ NAMES = {
     "sharded_tensor": "init_from_local_shards state_dict_hook pre_load_state_dict_hook custom_sharded_op_impl "
     "_sharded_op_impl Shard TensorProperties ShardedTensorMetadata",
     "sharded_tensor.utils": "build_metadata_from_local_shards build_global_metadata "
-    "recalc_global_sharded_tensor_metadata",
+    "recalc_global_sharded_tensor_metadata _parse_and_validate_remote_device",
     "sharded_tensor.reshard": "get_idx_from_placements build_reshard_metadata reshuffle_local_shard reshard_local_shard",
     "sharded_optim": "ShardedOptimizer named_params_with_sharded_tensor",
     "_utils": "narrow_tensor_by_index narrow_tensor",

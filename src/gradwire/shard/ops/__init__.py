@@ -14,6 +14,7 @@ from gradwire.shard.ops import (
     losses,
     normalization,
     reductions,
+    views,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "reductions",
     "states",
     "travel",
+    "views",
 ]

@@ -76,7 +76,9 @@ class Call:
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
                 raise unsupported(self.func, "it takes no lists of tensors")
         if any(item._engine != sharded[0]._engine for item in sharded[1:]):
-            raise unsupported(self.func, "one operand is in another process group, or on RPC workers")
+            raise unsupported(
+                self.func, "All distributed tensors should use the same ProcessGroup if used together in an op"
+            )
 
     def run(self, layout: Layout, size: Sequence[int]) -> list[Part]:
         """Runs it on the parts of a result of that layout and size."""

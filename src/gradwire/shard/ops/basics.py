@@ -11,7 +11,7 @@ from gradwire.shard.dispatch import implements, unsupported
 from gradwire.shard.engines import Part
 from gradwire.shard.group_engine import GroupEngine
 from gradwire.shard.ops._operands import note_gradient, probe
-from gradwire.shard.tensor import ShardedTensor
+from gradwire.shard.tensor import ShardedTensor, first_here
 
 _T: Any = torch.Tensor
 
@@ -40,8 +40,8 @@ implements(
 @implements(_T.requires_grad.__get__)
 def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensor: ShardedTensor = args[0]
-    first = tensor._parts[0]
-    if isinstance(first, torch.Tensor):
+    first = first_here(tensor._parts)
+    if first is not None:
         return first.requires_grad
     return tensor._metadata.tensor_properties.requires_grad
 
@@ -62,14 +62,14 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @implements(_T.is_leaf.__get__)
 def _is_leaf(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first = args[0]._parts[0]
-    return first.is_leaf if isinstance(first, torch.Tensor) else not args[0]._is_result
+    first = first_here(args[0]._parts)
+    return first.is_leaf if first is not None else not args[0]._is_result
 
 
 @implements(_T.grad_fn.__get__)
 def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = args[0]._parts[0]
-    return first.grad_fn if isinstance(first, torch.Tensor) else None
+    first = first_here(args[0]._parts)
+    return first.grad_fn if first is not None else None
 
 
 @implements(_T.__format__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.shard.creation import share_references
 from gradwire.shard.dispatch import implements, unsupported
 from gradwire.shard.engines import Engine
 from gradwire.shard.group_engine import GroupEngine
@@ -49,7 +50,7 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     engine.settle(engine.run(set_data, tensor._layout, tensor._parts, other._parts))
     with torch._C.DisableTorchFunctionSubclass():
         func(tensor, other)  # the object itself has a dtype and a device
-    tensor._spec = other._spec
+    tensor._sharding_spec = other._sharding_spec
     properties = replace(other._metadata.tensor_properties, requires_grad=tensor.requires_grad)
     tensor._metadata = replace(other._metadata, tensor_properties=properties)
 
@@ -117,6 +118,8 @@ def _convert(
     """The tensor itself, if nothing is to be changed."""
     if device is not None and device.type == tensor.device.type and device.index in (None, tensor.device.index):
         device = None
+    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+        raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
     group = kwargs.get("process_group")
     engine = GroupEngine(group) if group is not None else tensor._engine
     if dtype == tensor.dtype and device is None and not copy and engine == tensor._engine:
@@ -127,6 +130,8 @@ def _convert(
     note_gradient(made, has_gradient, not has_gradient)
     if device is not None or engine != tensor._engine:
         _place(made, engine, device if device is not None else tensor.device)
+    if tensor._init_rrefs:
+        share_references(made)
     return made
 
 
@@ -141,7 +146,7 @@ def convert_part(part: torch.Tensor, dtype: torch.dtype, device: str | None) -> 
 
 def _place(tensor: ShardedTensor, engine: Engine, device: torch.device) -> None:
     """Says in the metadata on which device the parts are, and whose they are."""
-    names = engine.gather_objects(str(_exact(device)))
+    names = engine.gather_objects(str(_exact(device))) if engine.askers else []  # none outside of the group
     by_place = dict(zip(engine.askers, names, strict=True))
     metadata = tensor._metadata
     shards = [
@@ -150,7 +155,7 @@ def _place(tensor: ShardedTensor, engine: Engine, device: torch.device) -> None:
         )
         for shard, place in zip(metadata.shards_metadata, tensor._layout.places, strict=False)
     ]
-    tensor._engine, tensor._spec = engine, infer_sharding_spec(shards)
+    tensor._engine, tensor._sharding_spec = engine, infer_sharding_spec(shards)
     tensor._metadata = ShardedTensorMetadata(shards, metadata.size, metadata.tensor_properties)
 
 
@@ -192,13 +197,30 @@ for _name in ("empty_like", "full_like", "ones_like", "rand_like", "randint_like
 @implements(torch.equal, _T.equal)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The same for everybody who asks."""
-    tensor, other = (*args, *kwargs.values())
-    if tensor.size() != other.size():
-        return False
-    return bool((tensor == other).all())
+    tensor, other = _two(args, kwargs)
+    return _could_be_same(tensor, other) and _are_all(tensor == other)
 
 
 @implements(torch.allclose, _T.allclose)
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The same for everybody who asks."""
-    return bool(torch.isclose(*args, **kwargs).all())
+    tensor, other = _two(args, kwargs)
+    return _could_be_same(tensor, other) and _are_all(torch.isclose(*args, **kwargs))
+
+
+def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    rest = [kwargs[name] for name in ("input", "other") if name in kwargs]
+    tensor, other = (*args[:2], *rest)
+    return tensor, other
+
+
+def _could_be_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.size() == other.size() and tensor.dtype == other.dtype
+
+
+def _are_all(flags: torch.Tensor) -> bool:
+    """Whether all elements are True; outside of the process group, where there are none, they are."""
+    assert isinstance(flags, ShardedTensor)  # as one of the operands was
+    engine = flags._engine
+    is_outside = isinstance(engine, GroupEngine) and not engine.is_member
+    return is_outside or bool(flags.all())

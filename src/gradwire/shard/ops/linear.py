@@ -1,4 +1,4 @@
-"""`linear`, `matmul` and `addmm`, and transposing, without which there is no ``x @ weight.t()``."""
+"""`linear`, `matmul`, `addmm` and `bmm`, and transposing, without which there is no ``x @ weight.t()``."""
 
 from __future__ import annotations
 
@@ -90,6 +90,68 @@ def _refuse_out(func: Any, out: Any) -> None:
         raise unsupported(func, "with out=")
 
 
+@implements(torch.bmm, _T.bmm)
+def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return _do_bmm(func, *args, **kwargs)
+
+
+def _do_bmm(func: Any, input: torch.Tensor, mat2: torch.Tensor, *, out: Any = None) -> ShardedTensor:
+    """Many products at once. A plain operand is the same everywhere.
+
+    The operand that is not cut along the dimension that is summed over stays, and the other one comes to it.
+    """
+    _refuse_out(func, out)
+    left, right = (torch.empty(item.size(), dtype=item.dtype, device="meta") for item in (input, mat2))
+    size = torch.bmm(left, right).size()  # raises here what the parts would raise
+    is_input = _is_whole(input, 2)
+    leader, other = (input, mat2) if is_input else (mat2, input)
+    if not isinstance(leader, ShardedTensor) or not (is_input or _is_whole(mat2, 1)):
+        raise unsupported(func, "it is cut along the dimension that is summed over; redistribute() it first")
+    engine, layout = leader._engine, leader._layout
+    if isinstance(other, ShardedTensor) and other._engine != engine:
+        raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
+    boxes = tuple(_product_box(box, size, is_input) for box in layout.boxes)
+    needed = tuple(_box_of(_range(box, 0), (0, other.size(1)), (0, other.size(2))) for box in layout.boxes)
+    target = Layout(needed, layout.places)
+    if isinstance(other, ShardedTensor):
+        others = engine.move(other._parts, other._layout, target, other._like)
+    else:
+        others = engine.divide(other, target)
+    lefts, rights = (leader._parts, others) if is_input else (others, leader._parts)
+    sizes = [list(boxes[number].sizes) for number in engine.numbers(layout)]
+    parts = engine.run(bmm_part, layout, lefts, rights, sizes, length=input.size(2))
+    requires_grad = torch.is_grad_enabled() and (input.requires_grad or mat2.requires_grad)
+    made = from_layout(engine, Layout(boxes, layout.places), parts, size, leader._like, requires_grad)
+    if isinstance(leader._sharding_spec, ChunkShardingSpec):
+        made._sharding_spec = leader._sharding_spec
+    return made
+
+
+def bmm_part(left: torch.Tensor, right: torch.Tensor, size: list[int], length: int) -> torch.Tensor:
+    """Of parts, which may be empty: those of ranks that have no shard do not have the lengths of the others."""
+    batch, rows, columns = size
+    return torch.bmm(left.reshape(batch, rows, length), right.reshape(batch, length, columns))
+
+
+def _is_whole(tensor: torch.Tensor, dim: int) -> bool:
+    return isinstance(tensor, ShardedTensor) and tensor._layout.is_whole_along(dim, tensor.size(dim))
+
+
+def _product_box(box: Box, size: torch.Size, is_left: bool) -> Box:
+    """What a part of the left operand gives of the products, or one of the right."""
+    if is_left:
+        return _box_of(_range(box, 0), _range(box, 1), (0, size[2]))
+    return _box_of(_range(box, 0), (0, size[1]), _range(box, 2))
+
+
+def _range(box: Box, dim: int) -> tuple[int, int]:
+    return box.offsets[dim], box.sizes[dim]
+
+
+def _box_of(*ranges: tuple[int, int]) -> Box:
+    return Box(tuple(offset for offset, _ in ranges), tuple(length for _, length in ranges))
+
+
 # -- transposing -------------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +189,7 @@ def _swap(tensor: ShardedTensor, first: int, second: int) -> ShardedTensor:
     requires_grad = tensor.requires_grad and torch.is_grad_enabled()
     layout = Layout(boxes, tensor._layout.places)
     made = from_layout(tensor._engine, layout, parts, reorder(tuple(tensor.size())), tensor._like, requires_grad)
-    if isinstance(tensor._spec, ChunkShardingSpec):  # of one chunk nobody could tell along which dimension it was cut
-        made._spec = replace(tensor._spec, dim=order[tensor._spec.dim % num_dims])
+    spec = tensor._sharding_spec
+    if isinstance(spec, ChunkShardingSpec):  # one chunk alone does not tell along which dimension it was cut
+        made._sharding_spec = replace(spec, dim=order[spec.dim % num_dims])
     return made

@@ -32,7 +32,7 @@ from gradwire.shard.engines import Engine, Part
 from gradwire.shard.layouts import Layout, Place, stack_rows
 from gradwire.shard.ops._own_rows import MAX_DIMS, join_rows
 from gradwire.shard.sharding_spec import ChunkShardingSpec
-from gradwire.shard.tensor import ShardedTensor, from_layout
+from gradwire.shard.tensor import ShardedTensor, first_here, from_layout
 
 Size = tuple[int, ...]
 
@@ -75,7 +75,8 @@ class _Blocks:
 
     def _like(self, parts: Sequence[Part]) -> torch.Tensor:
         """Where autocast is on, products have another dtype than operands."""
-        return parts[0].new_empty(0) if isinstance(parts[0], torch.Tensor) else self.like
+        first = first_here(parts)
+        return first.new_empty(0) if first is not None else self.like
 
 
 def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> torch.Tensor:

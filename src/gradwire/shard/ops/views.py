@@ -1,0 +1,312 @@
+"""Parts of sharded tensors and other shapes of them: every shard gives what it has of the result, and nothing is moved.
+
+A part of a tensor (`narrow`, `chunk`, `split`) takes from every shard what they have in common, which may be nothing. For
+another shape (`view`, `reshape`) dimensions are taken in groups that hold the same elements before and after:
+
+    old   (16, 35, 26)       groups   16 | 35 | 26          a shard with rows 4 to 7 of 16
+    new   (4, 4, 35, 26)              4, 4 | 35 | 26        has row 1 of 4, and all 4 in it
+
+A shard stays a box if what it has of each group is one run of elements, and the run a box of the new dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradwire.shard._geometry import Box
+from gradwire.shard.dispatch import implements, unsupported
+from gradwire.shard.layouts import Layout
+from gradwire.shard.sharding_spec import ChunkShardingSpec, get_split_size
+from gradwire.shard.tensor import ShardedTensor, from_layout
+
+_T: Any = torch.Tensor
+
+Sizes = Sequence[int]
+
+
+def wrap_dim(dim: int, num_dims: int) -> int:
+    """A dimension that may count from the end.
+
+    Raises:
+        IndexError: There is no such dimension.
+    """
+    bound = max(num_dims, 1)
+    if not -bound <= dim < bound:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+    return dim % bound
+
+
+# -- parts of a tensor -------------------------------------------------------------------------------------------------
+
+
+@implements(torch.narrow, _T.narrow)
+def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return _do_narrow(*args, **kwargs)
+
+
+def _do_narrow(input: ShardedTensor, dim: int, start: Any, length: int) -> ShardedTensor:
+    dim, start = wrap_dim(dim, input.dim()), int(start)
+    total = input.size(dim)
+    start = start + total if start < 0 else start
+    if not (0 <= start <= total and 0 <= length <= total - start):
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({total}).")
+    return _take(input, dim, start, length)
+
+
+@implements(torch.chunk, _T.chunk)
+def _chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardedTensor, ...]:
+    return _do_chunk(*args, **kwargs)
+
+
+def _do_chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTensor, ...]:
+    if chunks <= 0:
+        raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
+    length = input.size(wrap_dim(dim, input.dim()))
+    if length == 0:
+        return _do_split(input, [0] * chunks, dim)
+    return _do_split(input, get_split_size(length, chunks), dim)
+
+
+@implements(torch.split, _T.split)
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardedTensor, ...]:
+    tensor, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
+    named = {"split_size_or_sections" if name == "split_size" else name: value for name, value in kwargs.items()}
+    return _do_split(tensor, *rest, **named)
+
+
+def _do_split(input: ShardedTensor, split_size_or_sections: int | Sizes, dim: int = 0) -> tuple[ShardedTensor, ...]:
+    dim = wrap_dim(dim, input.dim())
+    total = input.size(dim)
+    if isinstance(split_size_or_sections, int):
+        step = split_size_or_sections
+        if step <= 0 and (step < 0 or total > 0):
+            raise RuntimeError(f"split expects split_size to be positive, but got split_size={step}")
+        starts = range(0, total, step) if total else range(1)
+        lengths: Sizes = [min(step, total - start) for start in starts]
+    else:
+        lengths = list(split_size_or_sections)
+        if sum(lengths) != total or any(length < 0 for length in lengths):
+            raise RuntimeError(f"split_with_sizes expects split_sizes to sum exactly to {total}, but got {lengths}")
+    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+    return tuple(_take(input, dim, end - length, length) for end, length in zip(ends, lengths, strict=True))
+
+
+def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
+    """What lies between two positions along a dimension."""
+    engine, layout = tensor._engine, tensor._layout
+    boxes, ranges = [], []
+    for box in layout.boxes:
+        offset, size = box.offsets[dim], box.sizes[dim]
+        first = min(max(offset, start), start + length)
+        last = max(min(offset + size, start + length), first)
+        boxes.append(_with_range(box, dim, first - start, last - first))
+        ranges.append((min(max(first - offset, 0), size), last - first))
+    numbers = engine.numbers(layout)
+    starts, lengths = [ranges[number][0] for number in numbers], [ranges[number][1] for number in numbers]
+    parts = engine.run(narrow_part, layout, tensor._parts, starts, lengths, dim=dim)
+    new_size = [length if number == dim else item for number, item in enumerate(tensor.size())]
+    made = _derive(tensor, Layout(tuple(boxes), layout.places), parts, new_size)
+    spec = tensor._sharding_spec
+    if isinstance(spec, ChunkShardingSpec) and spec.dim % tensor.dim() != dim:
+        made._sharding_spec = spec
+    return made
+
+
+def _with_range(box: Box, dim: int, offset: int, length: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = offset, length
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def narrow_part(part: torch.Tensor, start: int, length: int, dim: int) -> torch.Tensor:
+    """What a shard gives to a part of the tensor."""
+    return part.narrow(dim, start, length)
+
+
+# -- other shapes ------------------------------------------------------------------------------------------------------
+
+
+@implements(_T.view, _T.reshape, torch.reshape)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    tensor, *shape = (*args, *kwargs.values())
+    if len(shape) == 1 and isinstance(shape[0], list | tuple):
+        shape = list(shape[0])
+    if not all(type(item) is int for item in shape):
+        raise unsupported(func, "it takes the lengths of the new dimensions")
+    return _reshape(func, tensor, _fill_in(shape, tensor.numel()))
+
+
+@implements(_T.view_as, _T.reshape_as)
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    tensor, other = (*args, *kwargs.values())
+    return _reshape(func, tensor, other.size())
+
+
+@implements(torch.flatten, _T.flatten)
+def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return _do_flatten(func, *args, **kwargs)
+
+
+def _do_flatten(func: Any, input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> ShardedTensor:
+    size = list(input.size())
+    first, last = wrap_dim(start_dim, len(size)), wrap_dim(end_dim, len(size))
+    if first > last:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    return _reshape(func, input, [*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]])
+
+
+@implements(torch.unsqueeze, _T.unsqueeze)
+def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    tensor, dim = (*args, *kwargs.values())
+    size = list(tensor.size())
+    size.insert(wrap_dim(dim, len(size) + 1), 1)
+    return _reshape(func, tensor, size)
+
+
+@implements(torch.squeeze, _T.squeeze)
+def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    tensor, *named = (*args, *kwargs.values())
+    size = tensor.size()
+    wanted = range(len(size)) if not named else named[0]
+    dims = {wrap_dim(dim, len(size)) for dim in ([wanted] if isinstance(wanted, int) else wanted)}
+    return _reshape(func, tensor, [length for dim, length in enumerate(size) if dim not in dims or length != 1])
+
+
+def _fill_in(shape: Sizes, num_elements: int) -> list[int]:
+    """The shape, with -1 replaced by the length that fits.
+
+    Raises:
+        RuntimeError: None fits.
+    """
+    unknown = [dim for dim, length in enumerate(shape) if length == -1]
+    known = math.prod(length for length in shape if length != -1)
+    found = list(shape)
+    if len(unknown) > 1:
+        raise RuntimeError("only one dimension can be inferred")
+    if unknown and known > 0:
+        found[unknown[0]] = num_elements // known
+    if any(length < 0 for length in found) or math.prod(found) != num_elements:
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {num_elements}")
+    return found
+
+
+def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
+    old, new = list(tensor.size()), list(size)
+    if math.prod(old) != math.prod(new):
+        raise RuntimeError(f"shape '{new}' is invalid for input of size {math.prod(old)}")
+    engine = tensor._engine
+    groups = list(_group(old, new))
+    boxes = [_regroup(box, groups) for box in tensor._layout.boxes]
+    if any(box is None for box in boxes):
+        raise unsupported(
+            func,
+            f"the shards of a tensor of size {old}, divided by {tensor._sharding_spec}, are not boxes of one of size {new}; "
+            "redistribute() it along another dimension first",
+        )
+    layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
+    sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
+    run = view_part if func in (_T.view, _T.view_as) else reshape_part
+    made = _derive(tensor, layout, engine.run(run, tensor._layout, tensor._parts, sizes), new)
+    batch = tensor._batch
+    if batch is not None:  # the rows are whose they were, if they still are rows
+        rows = [_regroup(box, groups) for box in batch.boxes]
+        if all(row is not None for row in rows):
+            made._batch = Layout(tuple(row for row in rows if row is not None), batch.places)
+    return made
+
+
+def view_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """A shard in another shape; raises if its memory does not allow for it."""
+    return part.view(sizes)
+
+
+def reshape_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """A shard in another shape, copied if need be."""
+    return part.reshape(sizes)
+
+
+def _derive(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
+    requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return from_layout(tensor._engine, layout, parts, size, tensor._like, requires_grad)
+
+
+# -- boxes in other shapes ---------------------------------------------------------------------------------------------
+
+Group = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Dimensions before, and the lengths of those and of the ones after, that hold the same elements."""
+
+
+def _group(old: Sizes, new: Sizes) -> Iterator[Group]:
+    """The smallest runs of dimensions that have as many elements in both shapes."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, start = i, j
+        num_old = num_new = 1
+        while num_old != num_new or (i == first and j == start):
+            if i < len(old) and (num_old <= num_new or j == len(new)):
+                num_old, i = num_old * old[i], i + 1
+            elif j < len(new):
+                num_new, j = num_new * new[j], j + 1
+            else:
+                break
+        yield tuple(range(first, i)), tuple(old[first:i]), tuple(new[start:j])
+
+
+def _regroup(box: Box, groups: Sequence[Group]) -> Box | None:
+    """The same elements as a box of the new shape; None if they are none."""
+    if not box.num_elements:
+        return _regroup_nothing(box, groups)
+    ranges: list[tuple[int, int]] = []
+    for dims, old, new in groups:
+        run = _run_of([(box.offsets[dim], box.sizes[dim]) for dim in dims], old)
+        found = None if run is None else _ranges_of(run, new)
+        if found is None:
+            return None
+        ranges += found
+    return Box(tuple(offset for offset, _ in ranges), tuple(length for _, length in ranges))
+
+
+def _regroup_nothing(box: Box, groups: Sequence[Group]) -> Box | None:
+    """A box without elements, empty along the first of the dimensions that it was empty along; a number cannot be empty."""
+    sizes: list[int] = []
+    for dims, _, new in groups:
+        is_empty = bool(new) and any(box.sizes[dim] == 0 for dim in dims)
+        sizes += [0, *new[1:]] if is_empty else new
+    if sizes and 0 not in sizes:  # the dimension is gone
+        sizes[0] = 0
+    return Box((0,) * len(sizes), tuple(sizes)) if sizes else None
+
+
+def _run_of(ranges: Sequence[tuple[int, int]], sizes: Sizes) -> tuple[int, int] | None:
+    """The first element of a box and how many it has, if they lie one after the other."""
+    start, number, is_whole = 0, 1, True
+    stride = 1
+    for (offset, length), size in zip(reversed(ranges), reversed(sizes), strict=True):
+        if not is_whole and length != 1:
+            return None
+        start += offset * stride
+        number *= length
+        stride *= size
+        is_whole = is_whole and length == size
+    return start, number
+
+
+def _ranges_of(run: tuple[int, int], sizes: Sizes) -> list[tuple[int, int]] | None:
+    """Elements that lie one after the other, as a box; None if they are none."""
+    start, number = run
+    ranges: list[tuple[int, int]] = []
+    for size in reversed(sizes):
+        if number % size == 0 and start % size == 0:  # all of this dimension, or of nothing else
+            ranges.append((0, size))
+            number //= size
+        else:
+            if start % size + number > size:
+                return None
+            ranges.append((start % size, number))
+            number = 1
+        start //= size
+    return ranges[::-1] if number == 1 else None
