@@ -85,7 +85,7 @@ class _StateProblems(_Order):
 
 
 class _LoadNamedState(_Order):
-    state: dict[str, dict[str, Any]]
+    state: dict[str, dict[Any, Any]]
 
 
 class _Make(_Order):
@@ -114,7 +114,7 @@ _ANSWERS: Final[Mapping[str, Any]] = {
     "describe": tuple[_Options, dict[int, _Options]],
     "is_finite": bool,
     "load_named_state": None,
-    "named_state": dict[str, dict[str, Any]],
+    "named_state": dict[str, dict[Any, Any]],
     "norms": list[tuple[list[str], Any]],
     "remove_groups": None,
     "state_problems": list[str],
