@@ -14,10 +14,11 @@ import torch
 from gradwire import checkpoint, rpc
 from gradwire.checkpoint import owners
 from gradwire.checkpoint.objects import Part
-from gradwire.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DecodeError, NotExposed
+from gradwire.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DecodeError, NotExposed, RpcTimeout
 from gradwire.rpc import functions
 from gradwire.rref import references
 from gradwire.rref.api import create
+from gradwire.testing import wait_until
 
 MakeAgents = Callable[..., list[rpc.Agent]]
 
@@ -28,9 +29,14 @@ def ones(size: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def reference(make_agents: MakeAgents) -> Iterator[rpc.RRef[torch.Tensor]]:
+def agents(make_agents: MakeAgents) -> list[rpc.Agent]:
+    return make_agents(2, trust="data")
+
+
+@pytest.fixture
+def reference(agents: list[rpc.Agent]) -> Iterator[rpc.RRef[torch.Tensor]]:
     """A tensor of worker b, seen from a; both trust data only."""
-    a, _ = make_agents(2, trust="data")
+    a, _ = agents
     rpc.set_current_agent(a)
     yield create(references.of(a), "b", ones, (3,), None, -1.0)
     rpc.set_current_agent(None)
@@ -129,6 +135,18 @@ def test_a_pipe_holds_nobody(reference: rpc.RRef[torch.Tensor], allowed: Path) -
         with pytest.raises(CheckpointDamaged, match="it is not a regular file"):
             rpc.rpc_sync("b", function, args=args, timeout=20.0)
     assert reference.to_here().tolist() == [1, 1, 1]
+
+
+def test_nothing_is_read_for_a_worker_that_has_given_up(
+    reference: rpc.RRef[torch.Tensor], allowed: Path, agents: list[rpc.Agent]
+) -> None:
+    """A file of a terabyte takes no room on disk, and minutes to read."""
+    (allowed / FILE).touch()
+    os.truncate(allowed / FILE, 1 << 40)
+    server = agents[1].server
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("b", owners.CHECK, args=(str(allowed), order(tensors={"x": tensor(shape=[1 << 40])})), timeout=0.3)
+    wait_until(lambda: server.is_idle, 10.0, "that worker b has stopped reading")
 
 
 BAD_ORDERS = [

@@ -60,6 +60,10 @@ BAD_ORDERS: list[tuple[Any, ...]] = [
     ("step", True, (1,)),
     ("step", -1, (1,)),
     ("step", 1, ()),
+    ("step", 2**63, (1,)),
+    ("step", 1, (2**64,)),
+    ("step", 1, (1,), 2**64),
+    ("step", 1, (1,), 0, {}, [("scale", 2**2000)]),
     ("step", 1, 5),
     ("step", 1, ("x",)),
     ("step", 1, (1,), "pass"),
@@ -104,7 +108,6 @@ def test_orders_of_another_form_are_refused(weight: rpc.RRef[torch.Tensor]) -> N
 @pytest.mark.parametrize(
     "order",
     [
-        ("SGD",),
         ("SGD", [], (), {}),
         ("SGD", [(0, ["w"], [1], {})], (), {}),
         ("SGD", "groups", (), {}),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from gradwire.checkpoint.directory import Directory, check_file_name, file_name
 from gradwire.checkpoint.folder import Folder
 from gradwire.checkpoint.objects import Part
 from gradwire.errors import (
+    CallCancelled,
     CannotSave,
     CheckpointDamaged,
     CheckpointMismatch,
@@ -46,6 +48,7 @@ from gradwire.errors import (
 )
 from gradwire.optim import LocalOptimizer
 from gradwire.rpc.functions import expose
+from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef, references
 from gradwire.rref.operations import check_exposed
 from gradwire.shard import ShardedTensor
@@ -342,7 +345,7 @@ def _serve_describe(directory: Any, generation: Any, sent: Any) -> int:
 def _serve_write(directory: Any, generation: Any, sent: Any) -> bytes:
     place = _allowed_place(directory)
     parts = _receive(sent, "state_dict")
-    return _encoder.encode(write(place, _generation(generation), parts, writing.TensorSet(), lambda _: None))
+    return _encoder.encode(write(place, _generation(generation), parts, writing.TensorSet(), _check_wanted))
 
 
 def _serve_fit(order: Any, sent: Any) -> bytes:
@@ -352,7 +355,7 @@ def _serve_fit(order: Any, sent: Any) -> bytes:
 def _serve_check(directory: Any, order: Any) -> None:
     place = _allowed_place(directory)
     try:
-        check(place, _read(order, CheckOrder), lambda _: None)
+        check(place, _read(order, CheckOrder), _check_wanted)
     except (CheckpointMissing, CheckpointDamaged) as error:
         text = f"on worker {worker_name()} at {socket.gethostname()}: {error}"
         raise type(error)(text, error.file, error.tensor) from error
@@ -361,6 +364,16 @@ def _serve_check(directory: Any, order: Any) -> None:
 def _serve_fill(directory: Any, order: Any, sent: Any) -> None:
     place = _allowed_place(directory)
     fill(place, *_read_load(order, sent))
+
+
+def _check_wanted(_: int) -> None:
+    """
+    Raises:
+        CallCancelled: The worker that asked does not wait any more; a file can be as large as it likes.
+    """
+    request = current_request()
+    if request is not None and (request.is_dropped or time.monotonic() > request.deadline):
+        raise CallCancelled("the worker that asked for this has given up")
 
 
 def _generation(generation: Any) -> str:

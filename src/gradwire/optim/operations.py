@@ -23,16 +23,22 @@ from gradwire.shard.torch_optimizer import is_torchs
 MAKE: Final = "gradwire.optim.make"
 OPERATE: Final = "gradwire.optim.operate"
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 _ContextIds = Annotated[tuple[_Id, ...], msgspec.Meta(min_length=1)]
 _Edits = Annotated[tuple[Edit, ...], msgspec.Meta(max_length=64)]
 _Options = dict[str, Any]
-_Groups = Annotated[list[tuple[_Id, list[str], list[Any], _Options]], msgspec.Meta(min_length=1)]
-_Sizes = Annotated[tuple[_Id, ...], msgspec.Meta(max_length=64)]
+_Groups = Annotated[list[tuple[_Number, list[str], list[Any], _Options]], msgspec.Meta(min_length=1)]
+_Sizes = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=64)]
 
 
 class _Order(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The arguments of an operation, in order."""
+
+    def __post_init__(self) -> None:
+        ids = (*getattr(self, "context_ids", ()), getattr(self, "pass_id", 0))
+        if max(ids) >> 64:  # msgspec cannot say it
+            raise ValueError("an id of more than 64 bits")
 
 
 class _Nothing(_Order):
@@ -44,11 +50,11 @@ class _AddGroups(_Order):
 
 
 class _RemoveGroups(_Order):
-    first: _Id
+    first: _Number
 
 
 class _Step(_Order):
-    step_id: _Id
+    step_id: _Number
     context_ids: _ContextIds
     pass_id: _Id = 0
     options: dict[int, _Options] | None = None
@@ -79,7 +85,7 @@ class _StateProblems(_Order):
 
 
 class _LoadNamedState(_Order):
-    state: dict[str, dict[str, Any]]
+    state: dict[str, dict[Any, Any]]
 
 
 class _Make(_Order):
@@ -108,7 +114,7 @@ _ANSWERS: Final[Mapping[str, Any]] = {
     "describe": tuple[_Options, dict[int, _Options]],
     "is_finite": bool,
     "load_named_state": None,
-    "named_state": dict[str, dict[str, Any]],
+    "named_state": dict[str, dict[Any, Any]],
     "norms": list[tuple[list[str], Any]],
     "remove_groups": None,
     "state_problems": list[str],
@@ -126,9 +132,9 @@ def read_answer(operation: str, answer: Any) -> Any:
     return _converted(answer, _ANSWERS[operation], f"the answer to {operation!r}")
 
 
-def _make(*args: Any) -> LocalOptimizer:
+def _make(optimizer_class: Any, groups: Any, args: Any, kwargs: Any) -> LocalOptimizer:
     """Makes an owner's part; a class of torch is called by its name."""
-    order = _converted(args, _Make, "an order to make an optimizer")
+    order = _converted((optimizer_class, groups, args, kwargs), _Make, "an order to make an optimizer")
     found = order.optimizer_class
     if isinstance(found, str):
         found = getattr(torch.optim, found, None)

@@ -33,7 +33,7 @@ def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
 
 def forms(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Form]]:
     """Return what an owner has to know of a state to tell whether it fits."""
-    return {name: {key: form_of(value) for key, value in found.items()} for name, found in state.items()}
+    return {name: {str(key): form_of(value) for key, value in found.items()} for name, found in state.items()}
 
 
 def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -175,10 +175,8 @@ def load_state(
     if options is not None:
         pairs = zip(options, packed["param_groups"], strict=True)
         packed["param_groups"] = [{**new, "params": group["params"]} for new, group in pairs]
-    before = (
-        optimizer.state,
-        optimizer.param_groups,
-    )  # torch puts others in their place, and then looks at what is in them
+    # Torch puts others in their place first, and then looks at what is in them.
+    before = optimizer.state, optimizer.param_groups
     try:
         method_of(optimizer, "load_state_dict")(packed)
     except Exception as error:
@@ -194,8 +192,8 @@ def fit_state(optimizer_class: type[Any], parameter: torch.Tensor, values: Any, 
     Raises:
         ConfigurationError: Something in it is not what that optimizer has for that parameter.
     """
-    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-        raise ConfigurationError(f"the state of parameter {name!r} is not a dict with texts as keys")
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"the state of parameter {name!r} is not a dict")
     if not issubclass(optimizer_class, _TORCHS):
         return dict(values)
     made = {}

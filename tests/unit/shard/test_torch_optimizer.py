@@ -269,5 +269,5 @@ def test_a_class_of_ones_own_keeps_what_it_likes() -> None:
 
     weight = torch.nn.Parameter(torch.ones(3, 4))
     optimizer = make_optimizer(Shampoo, [weight], (), {})
-    load_state(optimizer, {weight: {"exp_avg": torch.ones(2), "step": [1, 2]}}, {})
-    assert optimizer.state[weight]["step"] == [1, 2]
+    load_state(optimizer, {weight: {"exp_avg": torch.ones(2), "step": [1, 2], 0: 3}}, {})
+    assert (optimizer.state[weight]["step"], optimizer.state[weight][0]) == ([1, 2], 3)
