@@ -10,8 +10,8 @@ GradwireError
       LimitExceeded                      a frame that is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
-  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
+  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   RpcError (RuntimeError)
     RpcTimeout (TimeoutError)            the deadline passed; says in which phase
     CallCancelled                        the caller cancelled it
@@ -88,15 +88,15 @@ class AuthenticationFailed(TransportError):
     """The other side could not show that it belongs to this cluster."""
 
 
+class CannotSend(GradwireError, TypeError, RuntimeError):
+    """A value or tensor that cannot travel to another worker; the message says which and why."""
+
+
 class WaitTimeout(GradwireError, TimeoutError):
     """A thread waited for a future as long as it wanted to. The future is not completed, and the call goes on.
 
     The deadline of the call itself is another matter: when that passes, the call ends with `RpcTimeout`.
     """
-
-
-class CannotSend(GradwireError, TypeError, RuntimeError):
-    """A value or tensor that cannot travel to another worker; the message says which and why."""
 
 
 class RpcError(GradwireError, RuntimeError):
