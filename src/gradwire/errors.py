@@ -11,8 +11,8 @@ GradwireError
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
       IdentityTaken                      another worker has that name or rank
-  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
+  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
   RpcError (RuntimeError)
     RpcTimeout (TimeoutError)            the deadline passed; says in which phase
     CallCancelled                        the caller cancelled it
@@ -93,15 +93,15 @@ class IdentityTaken(AuthenticationFailed):
     """A name belongs to one rank, and a rank to one name, for the life of a cluster; this one belongs to another worker."""
 
 
+class CannotSend(GradwireError, TypeError, RuntimeError):
+    """A value or tensor that cannot travel to another worker; the message says which and why."""
+
+
 class WaitTimeout(GradwireError, TimeoutError):
     """A thread waited for a future as long as it wanted to. The future is not completed, and the call goes on.
 
     The deadline of the call itself is another matter: when that passes, the call ends with `RpcTimeout`.
     """
-
-
-class CannotSend(GradwireError, TypeError, RuntimeError):
-    """A value or tensor that cannot travel to another worker; the message says which and why."""
 
 
 class RpcError(GradwireError, RuntimeError):

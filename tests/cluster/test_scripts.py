@@ -64,6 +64,7 @@ if __name__ == "__main__":
         "import beside",  # which imports this script
         "multiprocessing.get_context('spawn').Process(target=print).start()",
     ],
+    ids=["by itself", "by multiprocessing"],
 )
 def test_a_script_without_a_guard_that_is_imported(tmp_path: Path, use: str) -> None:
     (tmp_path / "beside.py").write_text("from program import FACTOR\n")

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _MOST_EARLY = 64  # workers whose word is kept until another one names them
 
+
 class DistEngine:
     """The backward passes of one worker.
 
@@ -437,9 +438,7 @@ class DistEngine:
                 current.early[sender.id] = message
             return False
 
-    def _find_or_bar(
-        self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo
-    ) -> BackwardPass | None:
+    def _find_or_bar(self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo) -> BackwardPass | None:
         """The pass that is to end; if it is not here, it cannot be begun any more: messages may overtake each other."""
         with context.lock:
             current = context.passes.get(message.pass_id)

@@ -12,9 +12,9 @@ It is an `nn.Module` without parameters of its own: hooks registered on it run h
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -39,8 +39,6 @@ from gradwire.wire.objects import register_plain_type
 Self = TypeVar("Self", bound="RemoteModule")
 
 _LABEL_BYTES = 256
-_COPIED = "gradwire.RemoteModule"
-"""With the id of a reference: where a deep copy notes the reference to the module's copy."""
 
 
 class RemoteModule(OwnedElsewhere):
@@ -307,11 +305,12 @@ class RemoteModule(OwnedElsewhere):
         """
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        key = _COPIED, self.module_rref._state.rref_id
+        key = RemoteModule, self.module_rref._state.rref_id
         if key not in memo:
             memo[key] = self._ask(operations.COPY)
-        here = {name: value for name, value in self.__dict__.items() if name != "module_rref"}
-        made.__dict__.update(copy.deepcopy(here, memo), module_rref=memo[key])
+        made._attach(self.on, self.device, memo[key], self._label)
+        here = {name: value for name, value in self.__dict__.items() if name not in ("module_rref", "_parameters")}
+        made.__dict__.update(deepcopy(here, memo))
         return made
 
     def __reduce__(self) -> Any:
