@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gradwire.config import TlsKeys
-from gradwire.errors import DuplicateWorker, IdentityTaken
+from gradwire.errors import AuthenticationFailed, DuplicateWorker, IdentityTaken
 from gradwire.rpc import Agent
 from gradwire.rpc.directory import StaticDirectory
 from gradwire.transports.tls import make_keys
@@ -130,3 +130,28 @@ def test_where_workers_come_and_go_the_store_has_the_first_word(make_puppets: Ma
     with pytest.raises(PuppetError, match="rank 0 belongs to worker a"):
         third.do("rpc.rpc_sync('b', h.pid)")
     assert second.do("rpc.rpc_sync(0, h.pid)") == first.pid
+
+
+def test_where_all_workers_are_known_no_other_gets_in(make_agents: MakeAgents) -> None:
+    known = [
+        WorkerAddress(WorkerInfo("a", 0), 0, "elsewhere", ()),
+        WorkerAddress(WorkerInfo("b", 1), 0, "elsewhere", ()),
+    ]
+    (a,) = make_agents("a", directory=StaticDirectory(known, is_complete=True))
+    introduce(a, "b", 1)
+    for rank in (1, 2, 60_000):
+        with pytest.raises(AuthenticationFailed, match=f"new of rank {rank}"):
+            introduce(a, "new", rank)
+    assert [info.name for info in a.directory.infos()] == ["a", "b"]
+
+
+def test_a_rank_beyond_the_world_is_refused(workers: Callable[..., list[Puppet]]) -> None:
+    _, second, third = workers(3)
+    change = (
+        "import msgspec\nagent = rpc._get_current_rpc_agent()\n"
+        "agent.address = msgspec.structs.replace(agent.address, info=type(agent.info)('w7', 7))"
+    )
+    second.do(change)
+    with pytest.raises(PuppetError, match="w7 of rank 7 does not fit a world of 3"):
+        second.do("rpc.rpc_sync('w2', h.pid)")
+    assert third.do("len(rpc._get_current_rpc_agent().directory.infos())") == 3

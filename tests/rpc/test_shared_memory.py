@@ -1,4 +1,4 @@
-"""Tensors reach workers that have no room for shared memory: through the socket."""
+"""Workers that have no room for shared memory, or no memory at all, are not lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rpc.puppets import Puppet
+from rpc.puppets import Puppet, PuppetError
 
 Workers = Callable[..., list[Puppet]]
 
@@ -27,3 +27,25 @@ def test_a_worker_without_room_for_shared_memory_is_not_lost(workers: Workers, k
         result = f"rpc.rpc_sync('w1', torch.neg, args=(torch.full((1 << 18,), {number}.0),))"
         assert first.do(f"torch.equal({result}, torch.full((1 << 18,), -{number}.0))")
     assert first.do("rpc.rpc_sync('w1', os.getpid)") == second.pid
+
+
+LITTLE_MEMORY = (
+    "import resource\nin_use = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+    "resource.setrlimit(resource.RLIMIT_AS, (in_use + (40 << 20), -1))"
+)
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_worker_without_memory_for_a_message_says_so_and_goes_on(workers: Workers, limited: int) -> None:
+    puppets = workers(2)
+    first, second = puppets
+    assert first.do("rpc.rpc_sync('w1', os.getpid)") == second.pid
+    puppets[limited].do(LITTLE_MEMORY)
+    large = "torch.empty, args=(1 << 26,)" if limited == 0 else "len, args=(torch.empty(1 << 26),)"
+    for _ in range(2):
+        with pytest.raises(
+            PuppetError, match=r"has no memory for the (arguments|result) of .*268,435,456 bytes"
+        ) as caught:
+            first.do(f"rpc.rpc_sync('w1', {large})")
+        assert caught.value.kind == "ResourceExhausted"
+        assert first.do("rpc.rpc_sync('w1', os.getpid)") == second.pid

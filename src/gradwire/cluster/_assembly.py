@@ -46,7 +46,10 @@ def start_local(options: LocalOptions, make: MakeCluster[C]) -> C:
     try:
         members = [_address_of(info, launcher) for info in (*options.infos(), options.driver_info())]
         agent = start_worker(
-            options.driver_info(), options.worker_config(), StaticDirectory(members), folder=launcher.folder
+            options.driver_info(),
+            options.worker_config(),
+            StaticDirectory(members, is_complete=True),
+            folder=launcher.folder,
         )
         set_current_agent(agent)
         forget = agent.forget

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-from gradwire.errors import IdentityTaken, UnknownWorker
+from gradwire.errors import AuthenticationFailed, IdentityTaken, UnknownWorker
 from gradwire.types import WorkerAddress, WorkerInfo
 
 
@@ -40,6 +40,7 @@ class Directory(Protocol):
 
         Raises:
             IdentityTaken: The name belongs to another rank, or the rank to another name.
+            AuthenticationFailed: All workers are known, and it is none of them.
         """
 
     def infos(self) -> list[WorkerInfo]:
@@ -47,16 +48,23 @@ class Directory(Protocol):
 
 
 class StaticDirectory:
-    """Addresses that were known when the cluster was made, or of workers that have shown who they are."""
+    """Addresses that were known when the cluster was made, or of workers that have shown who they are.
+
+    Args:
+        addresses: Of workers that are known.
+        is_complete: Whether there will be no others.
+    """
 
     is_fixed = True
 
-    def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
+    def __init__(self, addresses: Iterable[WorkerAddress] = (), *, is_complete: bool = False) -> None:
+        self._is_complete = False
         self._binding = threading.Lock()  # guards changes of the two tables below
         self._by_name: dict[str, WorkerAddress] = {}
         self._names: dict[int, str] = {}  # by rank
         for address in addresses:
             self.update(address)
+        self._is_complete = is_complete
 
     def find(self, worker: str | int) -> WorkerAddress:
         """The worker of that name or rank.
@@ -80,11 +88,16 @@ class StaticDirectory:
 
         Raises:
             IdentityTaken: Name or rank is bound otherwise.
+            AuthenticationFailed: All workers are known, and it is none of them.
         """
         name, rank = address.info.name, address.info.id
         with self._binding:
             self.check(address.info)
             known = self._by_name.get(name)
+            if known is None and self._is_complete:
+                raise AuthenticationFailed(
+                    f"{name} of rank {rank} does not belong to this cluster of {len(self._by_name)}"
+                )
             if known is None or known.incarnation <= address.incarnation:
                 self._by_name[name] = address
             self._names[rank] = name

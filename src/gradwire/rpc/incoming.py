@@ -19,6 +19,7 @@ from gradwire.errors import (
     DecodeError,
     IdentityTaken,
     LimitExceeded,
+    ResourceExhausted,
     TransportError,
 )
 from gradwire.rpc._calls import PendingCall
@@ -205,6 +206,9 @@ class Incoming:
         self.requests[message.call_id] = request
         if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
             self.requests.pop(message.call_id, None)  # the connection may be ending
+        elif frame.shortage:
+            text = f"worker {self._agent.info.name} has no memory for the arguments of {message.function}: {frame.shortage}"
+            self.fail(request, ResourceExhausted(text))
         elif len(self.requests) > self._max_in_flight and self._has_too_many():
             text = f"more than {self._max_in_flight} calls in flight from one worker"
             self.fail(request, LimitExceeded(text))

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, NotExposed, NotInitialized, RpcTimeout
+from gradwire.errors import (
+    ConnectionClosed,
+    ConnectionLost,
+    DecodeError,
+    NotExposed,
+    NotInitialized,
+    ResourceExhausted,
+    RpcTimeout,
+)
 from gradwire.types import WorkerInfo
 from gradwire.wire import objects
 from gradwire.wire.framing import Frame
@@ -128,6 +136,8 @@ class Notices:
             if found is None:
                 raise NotExposed(f"nothing here takes notices {message.function!r}")
             handler, kind = found
+            if frame.shortage:
+                raise ResourceExhausted(f"this worker has no memory for it: {frame.shortage}")
             if message.notes.keys() != {_NOTE} or frame.body:
                 raise DecodeError("a notice has one note, and no arguments")
             note = read_note(message.notes[_NOTE], kind)

@@ -20,6 +20,7 @@ from gradwire.errors import (
     ConnectionClosed,
     DecodeError,
     NotInitialized,
+    ResourceExhausted,
     RpcTimeout,
     TransportError,
     WorkerLost,
@@ -95,6 +96,9 @@ class OpenLane:
         try:
             if isinstance(message, Failure):
                 error = failures.rebuild_exception(message.error, self._agent.trust)
+            elif frame.shortage:
+                text = f"this worker has no memory for the result of {call.function} on worker {call.worker}"
+                error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
                 value = self._agent.codec.load_reply(frame, message, self.address.info, call.function)
         except Exception as problem:  # the result cannot be rebuilt here

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from gradwire.config import Limits
 from gradwire.errors import (
+    AuthenticationFailed,
     ConfigurationError,
     DecodeError,
     DuplicateWorker,
@@ -60,7 +61,6 @@ class StoreDirectory(StaticDirectory):
         self._prefix = prefix
         self._looking = threading.Lock()  # held while a thread asks the store
         self._hints: dict[str, WorkerAddress] = {}  # of workers that have not shown who they are, by name
-        self._is_complete = False  # all workers are known, and there will be no others
 
     # -- before all have met -----------------------------------------------------------------------------------------
 
@@ -199,7 +199,13 @@ class StoreDirectory(StaticDirectory):
 
         Raises:
             IdentityTaken: Name or rank is bound otherwise.
+            AuthenticationFailed: It does not belong to this world.
         """
+        world_size = self._point.world_size
+        if world_size is not None and address.info.id >= world_size:
+            raise AuthenticationFailed(
+                f"{address.info.name} of rank {address.info.id} does not fit a world of {world_size}"
+            )
         is_new_elsewhere = (
             self._by_name and address.info.name not in self._by_name
         )  # the first one is this worker itself

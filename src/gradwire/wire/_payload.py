@@ -23,11 +23,13 @@ class Frame(msgspec.Struct, frozen=True):
         message: The header.
         body: The encoded arguments; empty if there are none.
         buffers: One writable buffer for each dense part of the tensors, in order.
+        shortage: Why the payload is not there: this process had no memory for it. Empty for frames that are whole.
     """
 
     message: Message
     body: bytes | bytearray
     buffers: list[Any]
+    shortage: str = ""
 
 
 class Memory(NamedTuple):
@@ -41,12 +43,12 @@ class Memory(NamedTuple):
         """A writable buffer.
 
         Raises:
-            DecodeError: There is not so much memory; the connection that asked for it is closed, and the worker lives.
+            MemoryError: There is not so much memory.
         """
         try:
             return self.allocate(num_bytes)
         except (MemoryError, OSError) as error:
-            raise DecodeError(f"no memory for a segment of {num_bytes} bytes") from error
+            raise MemoryError(f"no memory for {num_bytes:,} bytes") from error
 
     def check_shared(self, part: TensorMeta) -> None:
         """Check that a part may lie in shared memory.
@@ -86,18 +88,22 @@ def take_whole(message: Call | Reply, data: bytes | bytearray | memoryview, offs
     buffers: list[Any] = []
     if not message.tensors:
         return Frame(message, body, buffers)
+    shortage = ""
     for meta in message.tensors:
         for part in iter_parts(meta) if meta.layout or meta.device else (meta,):
             num_bytes = part.num_bytes
             if part.slot is not None:
                 buffers.append(memory.shared(part))
                 continue
-            if num_bytes < _SMALL_BYTES:
-                buffers.append(bytearray(data[end : end + num_bytes]))
-            else:
-                buffers.append(memory.copy(data, end, num_bytes))
+            try:
+                if num_bytes < _SMALL_BYTES:
+                    buffers.append(bytearray(data[end : end + num_bytes]))
+                else:
+                    buffers.append(memory.copy(data, end, num_bytes))
+            except MemoryError as error:
+                shortage = str(error) or "no memory"
             end += num_bytes
-    return Frame(message, body, buffers)
+    return Frame(message, body, buffers, shortage)
 
 
 class Payload:
@@ -110,7 +116,7 @@ class Payload:
         target: The rest of the buffer that is being filled; None between segments.
     """
 
-    __slots__ = ("_body", "_buffers", "_memory", "_message", "_next", "_parts", "target")
+    __slots__ = ("_body", "_buffers", "_memory", "_message", "_next", "_num_skipped", "_parts", "_shortage", "target")
 
     def __init__(self, message: Call | Reply, memory: Memory) -> None:
         self.target: memoryview | None = None
@@ -120,6 +126,8 @@ class Payload:
         self._buffers: list[Any] = []
         self._parts = [part for meta in message.tensors for part in iter_parts(meta)]
         self._next = 0  # segments before this one have a buffer; the first is the body
+        self._shortage: MemoryError | None = None  # there was no memory for a segment
+        self._num_skipped = 0  # bytes of such a frame that are still to come
         for part in self._parts:
             if part.slot is not None:
                 memory.check_shared(part)
@@ -127,6 +135,10 @@ class Payload:
     def fill(self, data: memoryview) -> tuple[int, Frame | None]:
         """Take bytes from the start of `data`: how many were used, and the frame if it is complete."""
         used, end = 0, len(data)
+        if self._shortage is not None:
+            used = min(end, self._num_skipped)
+            self._num_skipped -= used
+            return used, self._finished()
         while self.target is not None or self._begin(has_bytes=used < end):
             target = self.target
             assert target is not None
@@ -135,6 +147,9 @@ class Payload:
             used += size
             if not self.advance(size):
                 return used, None
+        if self._shortage is not None:
+            more, frame = self.fill(data[used:])
+            return used + more, frame
         return used, self._finished()
 
     def advance(self, num_bytes: int) -> bool:
@@ -152,13 +167,26 @@ class Payload:
             if num_bytes == 0 or (part is not None and part.slot is not None):
                 self._place(bytearray())
             elif has_bytes:
-                buffer = bytearray(num_bytes) if part is None else self._memory.fresh(num_bytes)
+                try:
+                    buffer = bytearray(num_bytes) if part is None else self._memory.fresh(num_bytes)
+                except MemoryError as error:
+                    self._give_up(error, num_bytes)
+                    return False
                 self._place(buffer)
                 self.target = memoryview(buffer).cast("B")[:num_bytes]
                 return True
             else:
                 return False
         return False
+
+    def _give_up(self, error: MemoryError, num_bytes: int) -> None:
+        """Skip the rest of the frame, so that the connection can go on."""
+        later = self._parts[self._next :]
+        self._shortage, self._num_skipped = (
+            error,
+            num_bytes + sum(part.num_bytes for part in later if part.slot is None),
+        )
+        self._body, self._buffers, self._next = bytearray(), [], len(self._parts) + 1
 
     def _place(self, buffer: Any) -> None:
         if self._next == 0:
@@ -168,8 +196,11 @@ class Payload:
         self._next += 1
 
     def _finished(self) -> Frame | None:
-        if self.target is not None or self._next <= len(self._parts):
+        if self.target is not None or self._next <= len(self._parts) or self._num_skipped:
             return None
+        if self._shortage is not None:
+            shared = [self._memory.shared(part) for part in self._parts if part.slot is not None]  # to be given back
+            return Frame(self._message, b"", shared, str(self._shortage) or "no memory")
         for index, part in enumerate(self._parts):
             if part.slot is not None:
                 self._buffers[index] = self._memory.shared(part)

@@ -196,13 +196,33 @@ def test_advance_needs_a_buffer_of_that_size() -> None:
         decoder.advance(1)
 
 
-def test_no_memory_for_a_segment_is_a_decode_error() -> None:
-    def allocate(num_bytes: int) -> Any:
-        raise MemoryError
+@pytest.mark.parametrize("chunk", [1000, 70_000, 10**7])
+@pytest.mark.parametrize("largest", [0, 150_000])
+def test_a_frame_for_which_there_is_no_memory_is_skipped(chunk: int, largest: int) -> None:
+    mapped: list[SlotRef] = []
 
-    meta = TensorMeta(0, (100_000,), 100_000)
-    with pytest.raises(DecodeError, match="no memory"):
-        make_decoder(allocate=allocate).feed(encode(Reply(1, 1, 0, (meta,)), 100_000) + bytes(100_000))
+    def allocate(num_bytes: int) -> Any:
+        if num_bytes > largest:
+            raise MemoryError
+        return bytearray(num_bytes)
+
+    def map_slot(slot: SlotRef, num_bytes: int) -> Any:
+        mapped.append(slot)
+        return bytearray(num_bytes)
+
+    metas = (
+        TensorMeta(0, (100_000,), 100_000),
+        TensorMeta(FLOAT32, (3,), 12, slot=SlotRef(3, 4096)),
+        TensorMeta(0, (200_000,), 200_000),
+        TensorMeta(0, (5,), 5),
+    )
+    data = encode(Reply(1, 1, 7, metas), 300_012) + bytes(300_012) + encode(Reply(2, 1, 3), 3) + b"abc"
+    decoder = make_decoder(allocate=allocate, map_slot=map_slot)
+    frames = [frame for at in range(0, len(data), chunk) for frame in decoder.feed(data[at : at + chunk])]
+    assert [bool(frame.shortage) for frame in frames] == [True, False]
+    assert (frames[0].message.call_id, frames[1].body) == (1, b"abc")
+    assert len(mapped) == 1  # what was lent can be given back
+    assert decoder.is_idle
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
