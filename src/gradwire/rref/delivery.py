@@ -185,7 +185,7 @@ class Delivery:
     def was_connected(self, worker: Worker) -> bool:
         """Whether that is the latest incarnation of a worker that was ever connected."""
         with contextlib.suppress(UnknownWorker):
-            return worker[1] == self._agent.newest_incarnation(self._agent.worker_info(worker[0]).name)
+            return 0 < worker[1] == self._agent.newest_incarnation(self._agent.worker_info(worker[0]).name)
         return False
 
     def see(self, worker: Worker) -> None:
