@@ -92,7 +92,8 @@ KINDS: tuple[Kind, ...] = (ownership, properties, simulation, programs, training
 
 
 def _pytest(arguments: Sequence[str], **environment: str) -> Command:
-    return Command(("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments), environment)
+    limit = f"--timeout={_ROUND_S:g}"  # a round has more examples than the suite
+    return Command(("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", limit, *arguments), environment)
 
 
 def explore(kinds: Sequence[Kind], seconds: float, seed: int) -> int:
