@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check search conformance bench fuzz soak clean
+.PHONY: help demo test check search explore conformance bench fuzz soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, layers and the fast tests"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
+	@echo "make explore the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
@@ -38,6 +39,10 @@ check: $(STAMP)
 
 search: $(STAMP)
 	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py
+
+EXPLORE_SECONDS ?= 1800
+explore: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m explore --seconds $(EXPLORE_SECONDS) $(if $(EXPLORE_SEED),--seed $(EXPLORE_SEED))
 
 conformance: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)

@@ -1,20 +1,37 @@
-"""For every test: nothing may be left behind, and workers to call."""
+"""For every test: the same random numbers each time, nothing may be left behind, and workers to call.
+
+Hypothesis tries the same examples in every run, on every machine. ``GRADWIRE_HYPOTHESIS=explore`` with
+``--hypothesis-seed`` tries others; `tests/explore.py` does that for a given time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
 
 from gradwire.rpc.agent import Agent
 from gradwire.testing import LeakCheck, local_agents, wait_until
 from gradwire.testing.leaks import contexts_left
 
 MakeAgents = Callable[..., list[Agent]]
+
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("explore", derandomize=False, database=None, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("GRADWIRE_HYPOTHESIS", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_random_numbers() -> None:
+    """A test's random tensors do not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -151,12 +151,11 @@ _MUTATIONS: list[tuple[type[Ownership], str, Bounds]] = [
     (ForgetsWhatItGotItself, _MADE, Bounds(sends=2, crashes=1)),
     (AnswersTheLatestQuestion, _OWN, Bounds(sends=1, crashes=1, cuts=1)),
     (BreaksSilently, _OWN, Bounds(sends=1, cuts=1)),
-    (StrikesOffSilently, _OWN, Bounds(sends=1, crashes=1, cuts=1)),
 ]
-_MUTATED_EXCHANGES: list[tuple[type[Exchange], str, Bounds]] = [
-    (ForgetsWhatItHasToSay, _OWN, Bounds(sends=1, cuts=1)),
-    (TakesRepeats, _OWN, Bounds(sends=2, repeats=1)),
-    (NeverResumes, _OWN, Bounds(sends=1, cuts=1)),
+_MUTATED_EXCHANGES: list[tuple[type[Exchange], int, Bounds]] = [
+    (ForgetsWhatItHasToSay, 2, Bounds(sends=1, cuts=1)),
+    (TakesRepeats, 3, Bounds(sends=2, repeats=1)),
+    (NeverResumes, 2, Bounds(sends=1, cuts=1)),
 ]
 
 
@@ -166,12 +165,18 @@ def test_search_notices(mutation: type[Ownership], values: str, bounds: Bounds) 
         search(first_world(values, make_machine=mutation), bounds)
 
 
+def test_search_notices_that_a_holder_is_struck_off_silently() -> None:
+    """Two workers: no third one has to see an end first."""
+    with pytest.raises(Violation, match="does not list it"):
+        search(first_world(_OWN, 2, StrikesOffSilently), Bounds(sends=1, cuts=1))
+
+
 @pytest.mark.parametrize(
-    ("mutation", "values", "bounds"), _MUTATED_EXCHANGES, ids=lambda item: getattr(item, "__name__", "")
+    ("mutation", "num_workers", "bounds"), _MUTATED_EXCHANGES, ids=lambda item: getattr(item, "__name__", "")
 )
-def test_search_notices_in_the_exchange(mutation: type[Exchange], values: str, bounds: Bounds) -> None:
+def test_search_notices_in_the_exchange(mutation: type[Exchange], num_workers: int, bounds: Bounds) -> None:
     with pytest.raises(Violation):
-        search(first_world(values, make_exchange=mutation), bounds)
+        search(first_world(_OWN, num_workers, make_exchange=mutation), bounds)
 
 
 class _EachAlone(Mourning):

@@ -15,6 +15,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
+from gradwire.rpc.agent import Agent
 from gradwire.rpc.trips import Passage
 from gradwire.rref import references
 from gradwire.rref.values import Owned, UserFork
@@ -239,3 +240,32 @@ def test_an_owner_that_closes_its_own_reference(names: list[str]) -> None:
 def test_many_forwarded_references_take_linear_time(names: list[str]) -> None:
     rrefs = [rpc.remote(names[0], int) for _ in range(3000)]
     assert sum(rpc.rpc_sync(names[1], tasks.fetch_all, args=(rrefs,))) == 0
+
+
+def make_many(count: int) -> list[RRef[int]]:
+    return [RRef(number) for number in range(count)]
+
+
+def check_that_all_are_freed_at_once(a: Agent, b: Agent, count: int) -> None:
+    """Calls go on meanwhile, and nothing is left to be said."""
+    first, second = references.of(a), references.of(b)
+    held = a.call("b", make_many, (count,), timeout_s=60.0)
+    assert len(held) == count
+    assert second.statistics().num_values == count
+    held.clear()
+    gc.collect()
+    for _ in range(20):
+        assert a.call("b", len, ([1],)) == 1
+        assert b.call("a", len, ([1],)) == 1
+    wait_until(lambda: second.statistics().num_values == 0, 60.0, "that all are freed")
+    for known in (first, second):
+        wait_until(lambda known=known: known.statistics().num_messages == 0, 20.0, "that all is said")  # type: ignore[misc]
+
+
+def test_more_references_than_one_message_can_name_are_freed_at_once(make_agents: Callable[..., list[Agent]]) -> None:
+    check_that_all_are_freed_at_once(*make_agents(2), 40_000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_references_are_freed_at_once(make_agents: Callable[..., list[Agent]]) -> None:
+    check_that_all_are_freed_at_once(*make_agents(2), 100_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,6 +12,11 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 
 Worker = tuple[Number, Number]
 """Rank and incarnation: a worker that is started again is another worker."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether something that came as plain data may be such a number."""
+    return type(value) is int and 0 <= value < 1 << 64
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):

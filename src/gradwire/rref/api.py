@@ -16,6 +16,7 @@ from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peer_table import To
 from gradwire.rref import operations, references
+from gradwire.rref._actions import is_number
 from gradwire.rref._ownership import ForkPhase
 from gradwire.rref.creation import NOTE, Creates
 from gradwire.rref.proxy import Proxy
@@ -389,7 +390,7 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
     known: References = trip.carrier  # type: ignore[assignment]
     rref_id, fork_id, owner, sender, maker = fields
     owner, sender, maker = _worker(owner), _worker(sender), None if maker is None else _worker(maker)
-    if type(rref_id) is not int or type(fork_id) is not int or known.agent.worker_info(sender[0]).name != trip.peer:
+    if not (is_number(rref_id) and is_number(fork_id)) or known.agent.worker_info(sender[0]).name != trip.peer:
         raise ValueError("not a reference")
     if trip.cargo is None:
         trip.cargo = {}
@@ -407,7 +408,7 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
 
 def _worker(value: Any) -> tuple[int, int]:
     rank, incarnation = value
-    if type(rank) is not int or type(incarnation) is not int:
+    if not (is_number(rank) and is_number(incarnation)):
         raise ValueError("not a worker")
     return rank, incarnation
 

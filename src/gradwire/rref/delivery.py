@@ -185,7 +185,7 @@ class Delivery:
     def was_connected(self, worker: Worker) -> bool:
         """Whether that is the latest incarnation of a worker that was ever connected."""
         with contextlib.suppress(UnknownWorker):
-            return worker[1] == self._agent.newest_incarnation(self._agent.worker_info(worker[0]).name)
+            return 0 < worker[1] == self._agent.newest_incarnation(self._agent.worker_info(worker[0]).name)
         return False
 
     def see(self, worker: Worker) -> None:
@@ -195,8 +195,7 @@ class Delivery:
             known.have(known.exchange.seen(worker))
 
     def _is_gone(self, worker: Worker) -> bool:
-        name = self._agent.worker_info(worker[0]).name
-        return not self.was_connected(worker) or self._agent.has_ended(name)
+        return not self.was_connected(worker) or self._agent.has_ended(self._agent.worker_info(worker[0]).name)
 
     def _may_be_answered_by(self, name: str) -> bool:
         """Whether the answer to a call may be on its way from a worker that asks for what it has sent long ago."""
@@ -238,9 +237,12 @@ class Delivery:
 
     def _is_certain(self, worker: Worker) -> bool:
         """Whether a worker that is gone cannot come back: it was restarted, or its supervisor has seen its end."""
-        name = self._agent.worker_info(worker[0]).name
-        peer = self._agent.peers.known(name)
-        return worker[1] < self._agent.newest_incarnation(name) or (peer is not None and peer.lost_reason is not None)
+        with contextlib.suppress(UnknownWorker):
+            name = self._agent.worker_info(worker[0]).name
+            peer = self._agent.peers.known(name)
+            is_supervised = peer is not None and peer.lost_reason is not None
+            return is_supervised or worker[1] < self._agent.newest_incarnation(name)
+        return True
 
     def _refute(self, worker: Worker) -> None:
         """Another incarnation answers: this one has ended before it was ever connected, or was made up."""

@@ -17,7 +17,7 @@ from gradwire.rpc.functions import Later, expose, exposed_name, is_async_executi
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.incoming import current_request
 from gradwire.rref import references
-from gradwire.rref._actions import Worker
+from gradwire.rref._actions import Worker, is_number
 from gradwire.rref.references import References
 from gradwire.rref.values import Owned, describe
 from gradwire.types import WorkerInfo
@@ -28,7 +28,7 @@ TYPE_OF = "gradwire.rref.type_of"
 
 
 def _find(rref_id: Any, maker: Any) -> Owned:
-    if type(rref_id) is not int or rref_id < 0 or (maker is not None and not _is_worker(maker)):
+    if not is_number(rref_id) or (maker is not None and not _is_worker(maker)):
         raise DecodeError("not the id of a reference")
     known, request = references.here(), current_request()
     if request is not None and (maker is not None or known.agent.trust == "data"):
@@ -64,7 +64,7 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
 
 
 def _is_worker(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and all(type(item) is int for item in value)
+    return type(value) is tuple and len(value) == 2 and all(map(is_number, value))
 
 
 def find_value(rref_id: Any, maker: Any) -> Any:

@@ -34,6 +34,7 @@ _EXTENSION: Final = "rref"
 _FAREWELL_S: Final = 10.0
 _SLICE_S: Final = 0.05
 _MAX_EARLY: Final = 64
+_MAX_DROPPED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,18 +334,24 @@ class References:
     def take_dropped(self) -> None:
         """Tells the state machine of references that were let go of."""
         self._is_noticed = False
-        with self._decisions as known, known.lock:
-            while self._dropped:
-                state = self._dropped.popleft()
-                state.num_local -= 1
-                if state.num_local:
-                    continue
-                if isinstance(state, UserFork):
-                    if not state.is_done:
-                        known.later(functools.partial(self.watch, state))
-                    known.do(known.ownership.fork_dropped(state.fork_id))
-                elif state.is_shared:
-                    known.do(known.ownership.value_dropped(state.rref_id))
+        while self._dropped:
+            with self._decisions as known, known.lock:
+                for _ in range(_MAX_DROPPED):  # others want the lock, too
+                    try:
+                        self._take_dropped(known, self._dropped.popleft())
+                    except IndexError:
+                        break
+
+    def _take_dropped(self, known: Decisions, state: Owned | UserFork) -> None:
+        state.num_local -= 1
+        if state.num_local:
+            return
+        if isinstance(state, UserFork):
+            if not state.is_done:
+                known.later(functools.partial(self.watch, state))
+            known.do(known.ownership.fork_dropped(state.fork_id))
+        elif state.is_shared:
+            known.do(known.ownership.value_dropped(state.rref_id))
 
     def delete_all(self) -> None:
         """Deletes every reference of this worker to values elsewhere, whoever still has one."""
