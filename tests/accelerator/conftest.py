@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from accelerator import device
 from gradwire.cluster.api import Cluster
@@ -15,20 +14,14 @@ from per_file import leak_check, template_ends_with_the_session, template_is_pre
 __all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def accelerator() -> None:
-    """The device in this process, with the threads that torch's engine starts for it once and keeps."""
+@pytest.fixture(scope="module")
+def cluster(leak_check: LeakCheck) -> Iterator[Cluster]:
+    """Three workers that have the device, and a driver that has none."""
     try:
-        device.load()
+        device.build()
     except device.NoCompiler as reason:
         pytest.skip(str(reason))
-    torch.ones(1, device=device.NAME, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture(scope="module")
-def cluster(accelerator: None, leak_check: LeakCheck) -> Iterator[Cluster]:
-    """Two workers that have the device; with the driver three."""
-    with Cluster.local(2) as cluster:
+    with Cluster.local(3) as cluster:
         for worker in cluster.workers:
             worker.call(device.load)
         yield cluster

@@ -1,6 +1,7 @@
-"""The stand-in accelerator: builds it once, and makes it known to torch in this process.
+"""The stand-in accelerator: builds it once, and makes it known to torch in a worker.
 
-A worker that is to use it calls `load` as well: ``worker.call(device.load)``.
+torch starts its threads for devices with the first backward of a process, so whoever wants the device must `load` it before;
+and from then on the process has an accelerator. So tests leave it to workers: ``worker.call(device.load)``.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class NoCompiler(Exception):
 
 
 def load() -> None:
-    """Build the device unless that was done before, and register it. May be called again.
-
-    Raises:
-        NoCompiler: There is no C++ compiler.
-    """
+    """Register the device in this process. May be called again."""
     if not hasattr(torch, NAME):
-        torch.ops.load_library(str(_build()))
+        torch.ops.load_library(str(build()))
         torch._C._rename_privateuse1_backend(NAME)  # its own name: this tells torch that there is such a backend
         torch._register_device_module(NAME, _Backend)  # type: ignore[no-untyped-call]
 
 
-def _build() -> Path:
-    """Return the library; whichever process comes first builds it, and the others wait."""
+def build() -> Path:
+    """Return the library; the process that comes first builds it, and others wait.
+
+    Raises:
+        NoCompiler: It is not built, and there is no C++ compiler.
+    """
     text = f"{_SOURCE.read_text()}\n{torch.__version__}\n{_FLAGS}"
     library = _CACHE / f"stand_in-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():

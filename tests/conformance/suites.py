@@ -75,6 +75,7 @@ def _is_left_out(method: str) -> bool:
 def _load_suite(source: str) -> type:
     """The suite, mixed with the fixture and a test case. It is importable: tests send themselves to other ranks."""
     stand_in_for_expecttest()
+    _meet_after_init()
     module, _, name = source.partition(":")
     suite = getattr(importlib.import_module(module), name)
     fixture = importlib.import_module(_FIXTURE).TensorPipeRpcAgentTestFixture
@@ -91,6 +92,24 @@ def stand_in_for_expecttest() -> None:
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         stand_in.ACCEPT = False  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
+
+
+def _meet_after_init() -> None:
+    """Lets no rank go on before all have their process group.
+
+    Suites call functions on other ranks that use it as soon as they have it themselves, and torch's calls are slow enough
+    for that.
+    """
+    dist = importlib.import_module("torch.distributed")
+    init = dist.init_process_group
+    if init.__module__ == __name__:
+        return
+
+    def init_and_meet(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        dist.barrier()
+
+    dist.init_process_group = init_and_meet
 
 
 def make_rank(case: Case, rank: int, file_name: str) -> Any:

@@ -57,9 +57,7 @@ def _note_node_hooks() -> None:
 
 
 def _note_reducers() -> None:
-    """Learns of the parameters of every `DistributedDataParallel`: made from now on, or before."""
-    if not dist.is_available():
-        return
+    """Learns of the parameters of every `DistributedDataParallel` that is made from now on."""
     reducer: Any = dist.Reducer  # type: ignore[attr-defined]
     make, fix_graph = reducer.__init__, reducer._set_static_graph
 
@@ -75,12 +73,15 @@ def _note_reducers() -> None:
         fix_graph(self)
 
     reducer.__init__, reducer._set_static_graph = noted, noted_static
-    if dist.is_initialized():
-        for made in gc.get_objects():
-            if issubclass(type(made), DistributedDataParallel):
-                _note_reduced(made._module_parameters, made.reducer)
-                if made.static_graph:
-                    _static.add(made.reducer)
+
+
+def _find_reducers() -> None:
+    """Learns of those that were made before."""
+    for made in gc.get_objects():
+        if issubclass(type(made), DistributedDataParallel):
+            _note_reduced(made._module_parameters, made.reducer)
+            if made.static_graph:
+                _static.add(made.reducer)
 
 
 def _note_reduced(params: Iterable[torch.Tensor], reducer: Any) -> None:
@@ -228,4 +229,7 @@ def _hooks_that_ran(leaf: torch.Tensor) -> list[tuple[_RanBefore, torch.Tensor]]
 
 
 _note_node_hooks()
-_note_reducers()
+if dist.is_available():
+    _note_reducers()
+    if dist.is_initialized():  # else there can be none
+        _find_reducers()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire.autograd import accumulators, lending
 from gradwire.autograd.accumulators import run_accumulators
 from gradwire.autograd.lending import GradClaim
 from gradwire.errors import AutogradError, BackwardFailed
 from gradwire.rpc import Agent
+from gradwire.testing import wait_until
 
 
 def make_leaf() -> torch.Tensor:
@@ -197,10 +203,44 @@ def test_a_pass_inside_a_hook_that_reaches_the_same_leaf_is_an_error(trio: list[
         ctx.backward((leaf * 2).sum(), timeout=10.0)
 
 
+# -- DistributedDataParallel; tests/autograd has some with other ranks -------------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """One of two ranks whose other rank does not exist: everything that is sent comes back as it is."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_replicas_are_known_as_long_as_they_live(process_group: None) -> None:
+    module = torch.nn.Linear(2, 1)
+    replica = DistributedDataParallel(module)
+    assert accumulators._reducer_of(module.weight) is replica.reducer
+    assert accumulators._reducer_of(make_leaf()) is None
+    del replica
+    gc.collect()
+    assert accumulators._reducer_of(module.weight) is None
+
+
+def test_replicas_made_before_gradwire_was_imported_are_found(
+    process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=True)
+    monkeypatch.setattr(accumulators, "_reduced", {})
+    monkeypatch.setattr(accumulators, "_static", weakref.WeakSet())
+    accumulators._find_reducers()
+    assert accumulators._reducer_of(replica.module.weight) is replica.reducer
+    assert replica.reducer in accumulators._static
+
+
 # -- one user of .grad at a time -------------------------------------------------------------------------------------
 
 
-def test_hooks_wait_for_a_step_on_the_same_leaf_and_for_no_other(trio: list[Agent]) -> None:
+def test_hooks_wait_for_a_step_on_the_same_leaf_and_for_no_other() -> None:
     """A step lends ``.grad`` its gradients; a step on other parameters must not hold up a hook that waits for ranks."""
     seen: list[float] = []
     leaf, other = hooked_leaf(lambda param: seen.append(float(param.grad.sum()))), make_leaf()  # type: ignore[union-attr]
@@ -210,8 +250,7 @@ def test_hooks_wait_for_a_step_on_the_same_leaf_and_for_no_other(trio: list[Agen
     leaf.grad = torch.full((2,), 7.0)  # what the step lends
     thread = threading.Thread(target=run_accumulators, args=({leaf: torch.ones(2)},))
     thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
+    wait_until(lambda: lending._changed._waiters, 10.0, "that the hooks wait for the step")  # type: ignore[attr-defined]
     assert leaf.grad.tolist() == [7.0, 7.0]
     step.release()
     thread.join(10.0)
