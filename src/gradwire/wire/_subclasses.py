@@ -61,10 +61,11 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
     reduce = copyreg.dispatch_table.get(kind)
     with torch.enable_grad():
         reduced: Any = reduce(tensor) if reduce is not None else tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
-    if not tensor.requires_grad or torch.nn.parameter.is_lazy(tensor):
-        return reduced, True
-    if _has_own_dispatch(kind) or not any(part.requires_grad for part in _tensors_in(reduced)):
-        return reduced, False  # autograd sees the wrapper, and nothing of what is in it
+    with torch._C.DisableTorchFunctionSubclass():
+        if not tensor.requires_grad or torch.nn.parameter.is_lazy(tensor):
+            return reduced, True
+        if _has_own_dispatch(kind) or not any(part.requires_grad for part in _tensors_in(reduced)):
+            return reduced, False  # autograd sees the wrapper, and nothing of what is in it
     return (_rebuild_tracked, (reduced[0], *reduced[1]), *reduced[2:]), True
 
 
@@ -114,10 +115,10 @@ def _reduce_decorated(tensor: torch.Tensor) -> Any:
 
 
 def _rebuild_decorated(kind: type[torch.Tensor], plain: torch.Tensor) -> torch.Tensor:
+    if plain.grad_fn is None:  # a leaf stays one
+        return torch.Tensor._make_subclass(kind, plain, plain.requires_grad)
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        is_leaf = plain.grad_fn is None
-        made = (plain.detach() if is_leaf else plain).as_subclass(kind)
-        return made.requires_grad_() if is_leaf and plain.requires_grad else made
+        return plain.as_subclass(kind)
 
 
 def _restore(tensor: Any, state: Any) -> None:
@@ -130,7 +131,9 @@ def _restore(tensor: Any, state: Any) -> None:
 def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
     with torch.enable_grad():
         made = rebuild(*args)
-    if made.grad_fn is None and any(part.grad_fn is not None for part in _tensors_in(args)):  # a recorded call
+    with torch._C.DisableTorchFunctionSubclass():
+        is_cut_off = made.grad_fn is None and any(part.grad_fn is not None for part in _tensors_in(args))
+    if is_cut_off:  # in a recorded call
         kind = type(made)
         raise CannotSend(
             f"gradients do not get through a {kind.__module__}.{kind.__qualname__}: what its __reduce_ex__ rebuilds is not "

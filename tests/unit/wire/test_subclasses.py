@@ -33,6 +33,18 @@ class Guarded(torch.Tensor):
         raise RuntimeError("not to be called")
 
 
+class GuardedGraph(Guarded):
+    """The same, and says itself how it is rebuilt."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _rebuild_guarded, (self.as_subclass(torch.Tensor),)
+
+
+def _rebuild_guarded(plain: torch.Tensor) -> torch.Tensor:
+    return plain.as_subclass(GuardedGraph)
+
+
 class Scaled(torch.nn.Parameter):
     """A parameter of another class."""
 
@@ -134,15 +146,20 @@ def test_a_parameter_of_another_class_stays_a_leaf_of_it(requires_grad: bool) ->
     assert type(made) is Scaled
     assert isinstance(made, torch.nn.Parameter)
     assert made.is_leaf
+    assert not made._is_view()
     assert made.requires_grad is requires_grad
     assert made.factor == 2
 
 
-def test_functions_of_the_class_are_not_called() -> None:
-    made, _ = send(torch.ones(3).as_subclass(Guarded))
-    assert type(made) is Guarded
+@pytest.mark.parametrize("kind", [Guarded, GuardedGraph])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_functions_of_the_class_are_not_called(kind: type[torch.Tensor], requires_grad: bool) -> None:
+    made, packed = send(torch.ones(3, requires_grad=requires_grad).as_subclass(kind))
+    assert type(made) is kind
+    assert packed.untracked == []
     with torch._C.DisableTorchFunctionSubclass():
         assert made.tolist() == [1.0, 1.0, 1.0]
+        assert made.requires_grad is requires_grad
 
 
 def test_the_class_decides_about_its_state() -> None:
