@@ -22,14 +22,19 @@ MakeAgents = Callable[..., list[Agent]]
 
 @pytest.fixture
 def make_agents() -> Iterator[MakeAgents]:
-    """``make_agents("a", "b", transports=...)``: agents of one cluster, which `handlers.agents` knows by name."""
+    """``make_agents("a", "b", transports=...)``: agents of one cluster, which `handlers.agents` knows by name.
+
+    A name that is made again has the rank that it had.
+    """
     handlers.reset()
     made: list[Agent] = []
+    ranks: dict[str, int] = {}
 
     def make(*names: str, directory: StaticDirectory | None = None, **settings: object) -> list[Agent]:
         shared = directory or StaticDirectory()
         config = WorkerConfig(**{"transports": ("unix",), "token": b"secret", "rpc_timeout_s": 20.0, **settings})
-        new = [start_worker(WorkerInfo(name, len(made) + rank), config, shared) for rank, name in enumerate(names)]
+        infos = [WorkerInfo(name, ranks.setdefault(name, len(ranks))) for name in names]
+        new = [start_worker(info, config, shared) for info in infos]
         made.extend(new)
         handlers.agents.update({agent.info.name: agent for agent in new})
         return new

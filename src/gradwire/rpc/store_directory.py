@@ -234,7 +234,7 @@ class StoreDirectory(StaticDirectory):
         try:
             self.check(address.info)
         except IdentityTaken as error:
-            _log.warning("the store at %s is wrong: %s", self._point.where, error)
+            _log.info("the store at %s contradicts what is known: %s", self._point.where, error)
             return False
         if address.info.name in self._by_name:
             super().update(address)

@@ -182,10 +182,12 @@ class LendingArena:
             try:
                 fd = make_memfd(self._num_created, capacity)
                 slot = Slot(self._num_created, capacity, fd)
-            except OSError:  # no descriptor or no memory: do not try with every call
-                self._next_offer = now + _PAUSE_S
+            except BaseException as error:
                 if fd is not None:
                     os.close(fd)
+                if not isinstance(error, OSError):  # Ctrl-C
+                    raise
+                self._next_offer = now + _PAUSE_S  # no descriptor or no memory: do not try with every call
                 return None
             slot.last_lent = now
             self._free.setdefault(capacity, [])
@@ -235,8 +237,7 @@ class LendingArena:
         try:
             slot.touch(num_bytes)
         except OSError:
-            self._bytes_mapped -= slot.capacity
-            slot.retire()
+            self._retire(slot)
             self._next_offer = time.monotonic() + _PAUSE_S
             return False
         return True
@@ -382,7 +383,9 @@ class BorrowedSlots:
             return
         try:
             slot = Slot(slot_id, capacity, fd)
-        except OSError:  # no descriptor or no memory for it
+        except OSError:  # no address space for it
+            return
+        if slot.state.value != OFFERED:  # its sender has given it up meanwhile
             return
         self._slots[slot_id] = slot
         self._num_created += 1

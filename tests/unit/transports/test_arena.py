@@ -312,6 +312,18 @@ def test_slots_that_are_not_mapped_are_given_up() -> None:
     pair.close()
 
 
+def test_a_slot_that_was_given_up_is_not_mapped() -> None:
+    pair = Pair(limit_bytes=MIB, retire_after_s=0.0)
+    late = pair.arena.offer(MIB)
+    newer = pair.arena.offer(MIB)
+    assert late is not None
+    assert newer is not None
+    pair.slots.add_fds([late, newer])
+    assert pair.slots.statistics().num_created == 1
+    assert pair.arena.lend(MIB) is not None
+    pair.close()
+
+
 def test_few_slots_are_offered_at_once(pair: Pair) -> None:
     fds = [fd for fd in (pair.arena.offer(PAGE) for _ in range(100)) if fd is not None]
     for fd in fds:
