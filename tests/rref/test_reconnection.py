@@ -92,18 +92,27 @@ def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAg
     wait_nothing_left(a, b)
 
 
-def test_one_that_is_struck_off_meanwhile_is_told(make_agents: MakeAgents) -> None:
+def use_a_reference(a: Agent) -> None:
+    assert a.call("b", tasks.fetch, (share(a, 2),)) == 2
+
+
+def connect_again(a: Agent) -> None:
+    """As a handshake does, with one of the lanes that are open already."""
+    a.on_connected(a.peers.address_of("b"))
+
+
+@pytest.mark.parametrize("meet", [use_a_reference, connect_again])
+def test_one_that_is_struck_off_meanwhile_is_told(make_agents: MakeAgents, meet: Callable[[Agent], None]) -> None:
     """Only the owner has taken the other for dead: the holder hears that its reference is gone, not only that it fails."""
     a, b = make_agents(2)
     rref = share(a, [1])
     a.call("b", tasks.keep, ("x", rref))
     held = tasks.KEPT.pop("x")
     wait_until(lambda: not references.of(a).statistics().num_children, 10.0, "that its arrival is known")
-    delivery = references.of(a)._delivery
-    delivery._lose(references.of(b).own, "test", is_told=False)
+    references.of(a)._delivery._lose(references.of(b).own, "test", is_told=False)
     wait_until(lambda: not references.of(a).holders(), 10.0, "that b is struck off")
-    assert a.call("b", tasks.make, (1.0,)).tolist() == [1.0] * 3  # nothing was cut: calls go on
-    a.call("b", tasks.fetch, (share(a, 2),))  # and a finds that b is there
+    assert "broken" not in repr(held)
+    meet(a)
     wait_until(lambda: "broken" in repr(held), 10.0, "that b knows")
     with pytest.raises(OwnerLost, match="its owner could not reach this worker for a while"):
         held.to_here()
