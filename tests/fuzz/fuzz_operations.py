@@ -338,6 +338,7 @@ class Attack:
             self.world.check_alive()
             self.outcome.add(f"canary: {type(error).__name__}", f"after {self._last}\n{error!r}")
             return
+        del found["examples"]
         for where, kind, message, text in found.pop("problems"):
             key = f"{where.split(' from ')[0]}: {kind} in {last_frame(text) or 'elsewhere'}"
             self.outcome.add(key, f"{message}\n{text}\nlast sent: {self._last}")
@@ -462,11 +463,15 @@ def _check_end(attack: Attack, honest: Honest) -> None:
         found = honest.ask()
         return {name: found[name] for name in kept if found[name] > honest.before[name]}
 
-    try:
-        wait_until(lambda: not left(), ANSWER_S)
-    except TimeoutError:
-        for name, number in left().items():
-            outcome.add(f"left behind: {name}", f"{number} {name}; {honest.before[name]} before")
+    def is_clean() -> bool:
+        return all(Finding(f"left behind: {name}", "").known for name in left())
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(is_clean, ANSWER_S)
+    if found := left():
+        examples = honest.ask()["examples"]
+        for name, number in found.items():
+            outcome.add(f"left behind: {name}", f"{number} {name}; {honest.before[name]} before; contexts: {examples}")
 
 
 def report(outcome: Outcome, seed: int, with_known: bool) -> int:

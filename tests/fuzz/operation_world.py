@@ -133,6 +133,7 @@ def state_of(agent: Agent) -> dict[str, Any]:
         "messages about references": numbers.num_messages,
         "threads": threading.active_count(),
         "problems": PROBLEMS.take(agent.info.name),
+        "examples": [f"{item!r} with {sorted(item.known_workers)}" for item in contexts[:5]],
     }
 
 
