@@ -404,7 +404,11 @@ class DistEngine:
             if not self._may_abort(context, message, sender):
                 self.num_refused += 1
                 return
-            current = self._find_or_bar(context, message, sender)
+            try:
+                current = self._find_or_bar(context, message, sender)
+            except LimitExceeded:
+                self.num_refused += 1
+                return
             is_from_root = creator_of(message.pass_id) == sender.id
             if current is not None and (current.is_root or is_from_root or not current.is_undecided):
                 self._drop(current, message, set() if current.is_root else {sender.id})
