@@ -29,7 +29,7 @@ from torch import nn
 
 import gradwire.checkpoint.owners
 import gradwire.optim.operations
-import gradwire.shard.travel  # noqa: F401  (registers what it takes from others)
+import gradwire.shard.travel
 from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.config import MIB, Limits, WorkerConfig

@@ -123,7 +123,9 @@ def _find(operation: str, function: Callable[..., Any] | str) -> Callable[..., A
     agent = references.here().agent
     if not isinstance(function, str):
         if agent.trust == "data":
-            raise TypeError(f"{operation} needs the name of an exposed class or function, not {type(function).__name__}")
+            raise TypeError(
+                f"{operation} needs the name of an exposed class or function, not {type(function).__name__}"
+            )
         return function
     found = agent.codec.find(function)
     if found is None or (agent.trust == "data" and found.__module__.startswith("gradwire.")):

@@ -1,4 +1,4 @@
-"""What a worker of the cluster that was taken over can do to the contexts and passes of others: nothing, and not without end."""
+"""A worker of the cluster that was taken over: it cannot touch contexts and passes of others, nor use up their memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_gradient(ctx: gw.autograd.context, loss: torch.Tensor, x: torch.Tensor
     assert torch.equal(ctx.gradients()[x], expected.grad)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_contexts_of_one_worker_are_limited_and_those_of_others_are_not_concerned(trio: list[Agent]) -> None:
@@ -144,7 +144,9 @@ def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]
     c.notices.register("autograd.abort", lambda sender, note, _: told.append(read_note(note, AbortPass)))
     c.notices.register("autograd.report", lambda *_: None)  # it does not say how they end
     for _ in range(100):
-        send(c, "b", "propagate", PropagateGradients(context_id, worker.of(c).container.new_message_id(), PassOptions()))
+        send(
+            c, "b", "propagate", PropagateGradients(context_id, worker.of(c).container.new_message_id(), PassOptions())
+        )
     assert len(context_of(b, context_id).passes) == (LIMIT - CONTEXT_BYTES) // (PASS_BYTES + ENDED_PASS_BYTES)
     wait_until(lambda: told, 20.0, "that c is told")
     assert "Limits.autograd_bytes" in told[0].error.message
@@ -194,7 +196,7 @@ class TestQuotas:
         assert quotas.used_by(3) == 0
 
 
-# -- words about what is not the sender's --------------------------------------------------------------------------------------
+# -- words about what is not the sender's -----------------------------------------------------------------------------
 
 
 def test_release_by_a_worker_that_has_no_part_in_the_context(trio: list[Agent]) -> None:
@@ -230,7 +232,7 @@ def test_abort_by_a_worker_that_has_no_part_in_the_pass(trio: list[Agent]) -> No
 
 def test_abort_counts_at_the_root_when_another_worker_has_named_its_sender(trio: list[Agent]) -> None:
     """The root may hear of a failure before it hears that the worker takes part."""
-    a, b, c = trio
+    _, b, c = trio
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", "hostile.held", args=(x,)).sum()
@@ -267,7 +269,7 @@ def test_report_by_a_worker_that_has_no_part_in_the_pass(trio: list[Agent]) -> N
 
 def test_pass_that_its_root_never_began_is_ended_by_it(trio: list[Agent]) -> None:
     """Otherwise workers that were made to join it would wait for its end whenever they are asked for gradients."""
-    a, b, c = trio
+    _, b, c = trio
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", "hostile.layer", args=(x,)).sum()
@@ -340,7 +342,7 @@ class _Liar(Interceptor):
 
 
 def test_answer_makes_no_context_and_joins_no_other(trio: list[Agent]) -> None:
-    a, b, c = trio
+    a, _, c = trio
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as other:
         rpc.rpc_sync("b", "hostile.layer", args=(x,))
@@ -353,7 +355,7 @@ def test_answer_makes_no_context_and_joins_no_other(trio: list[Agent]) -> None:
         assert len(context_of(a, other).recvs) == 1
 
 
-# -- fields ----------------------------------------------------------------------------------------------------------------------
+# -- fields -----------------------------------------------------------------------------------------------------------
 
 OPTIONS = [False, False, False, False, False, 600.0]
 
