@@ -43,7 +43,7 @@ from gradwire.autograd.reach import Reach
 from gradwire.autograd.roots import Roots
 from gradwire.autograd.runs import EngineRun
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, LimitExceeded, UnknownContext, WorkerLost
+from gradwire.errors import LimitExceeded, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
