@@ -16,7 +16,7 @@ help:
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
-	@echo "make fuzz    the wire decoder against bad bytes, for FUZZ_SECONDS (60)"
+	@echo "make fuzz    the wire decoder against bad bytes, and every operation of a worker against bad data, for FUZZ_SECONDS (60)"
 	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -52,7 +52,8 @@ bench: $(STAMP)
 
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzz/fuzz_wire.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/fuzz/fuzz_wire.py --seconds $$(($(FUZZ_SECONDS) / 2))
+	PYTHONPATH=tests $(BIN)/python -m fuzz.fuzz_operations --seconds $$(($(FUZZ_SECONDS) / 2))
 
 SOAK_PROGRAMS ?= 10000
 SOAK_SEED ?= 0

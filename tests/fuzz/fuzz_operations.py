@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m fuzz.fuzz_operations --seconds 60 [--seed N] [--here] [--known]
 
 A hostile worker that has shaken hands sends calls, control operations, notices and forged answers to a victim with
-``trust="data"``: to everything in the victim's tables, so that what is new there is fuzzed, too. Ids are its own, those of an
-honest third worker, and made up. Allowed outcomes: an answer, one of gradwire's errors, `TypeError` and `ValueError`, and
+``trust="data"``: to everything in the victim's tables, so that what is new there is fuzzed, too. Ids are its own, those of
+an honest third worker, and made up. Allowed outcomes: an answer, one of gradwire's errors, `TypeError` and `ValueError`, and
 `RuntimeError` of torch. After every few messages the victim must answer the honest worker, and its tables and its memory
 must be within bounds. In the end the honest worker's values are as they were, its backward pass, which was open all the
 time, has the right gradients, and nothing is left of the hostile worker once it has gone. The exit code is 1 otherwise.
@@ -327,7 +327,9 @@ class Attack:
         place = last_frame(text)
         if type(error) in (RuntimeError, NotImplementedError) and not place:  # torch's word for bad tensors
             return
-        self.outcome.add(f"{name}: {type(error).__name__} in {place or 'elsewhere'}", f"{self._last}\n{error!r}\n{text}")
+        self.outcome.add(
+            f"{name}: {type(error).__name__} in {place or 'elsewhere'}", f"{self._last}\n{error!r}\n{text}"
+        )
 
     def look(self, honest: Honest) -> None:
         """Asks the victim, as the honest worker, how it is."""
@@ -338,6 +340,7 @@ class Attack:
             self.world.check_alive()
             self.outcome.add(f"canary: {type(error).__name__}", f"after {self._last}\n{error!r}")
             return
+        del found["examples"]
         for where, kind, message, text in found.pop("problems"):
             key = f"{where.split(' from ')[0]}: {kind} in {last_frame(text) or 'elsewhere'}"
             self.outcome.add(key, f"{message}\n{text}\nlast sent: {self._last}")
@@ -412,7 +415,10 @@ class Honest:
 
 
 def run(
-    seed: int, is_over: Callable[[int], bool], own_process: bool = False, progress: Callable[[Outcome], None] | None = None
+    seed: int,
+    is_over: Callable[[int], bool],
+    own_process: bool = False,
+    progress: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
     """Attack a victim.
 
@@ -462,11 +468,15 @@ def _check_end(attack: Attack, honest: Honest) -> None:
         found = honest.ask()
         return {name: found[name] for name in kept if found[name] > honest.before[name]}
 
-    try:
-        wait_until(lambda: not left(), ANSWER_S)
-    except TimeoutError:
-        for name, number in left().items():
-            outcome.add(f"left behind: {name}", f"{number} {name}; {honest.before[name]} before")
+    def is_clean() -> bool:
+        return all(Finding(f"left behind: {name}", "").known for name in left())
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(is_clean, ANSWER_S)
+    if found := left():
+        examples = honest.ask()["examples"]
+        for name, number in found.items():
+            outcome.add(f"left behind: {name}", f"{number} {name}; {honest.before[name]} before; contexts: {examples}")
 
 
 def report(outcome: Outcome, seed: int, with_known: bool) -> int:

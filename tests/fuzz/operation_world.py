@@ -29,7 +29,7 @@ from torch import nn
 
 import gradwire.checkpoint.owners
 import gradwire.optim.operations
-import gradwire.shard.travel  # noqa: F401  (registers what it takes from others)
+import gradwire.shard.travel
 from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.config import MIB, Limits, WorkerConfig
@@ -133,6 +133,7 @@ def state_of(agent: Agent) -> dict[str, Any]:
         "messages about references": numbers.num_messages,
         "threads": threading.active_count(),
         "problems": PROBLEMS.take(agent.info.name),
+        "examples": [f"{item!r} with {sorted(item.known_workers)}" for item in contexts[:5]],
     }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.errors import ConfigurationError, NotExposed
+from gradwire.errors import ConfigurationError, LimitExceeded, NotExposed
 from gradwire.nn import RemoteModule
 from gradwire.rpc import set_current_agent
 
@@ -61,6 +61,11 @@ def fill(part: nn.Module) -> None:
 @rpc.expose(name="test_trust.triple")
 def triple(module: nn.Module, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
     return result * 3
+
+
+@rpc.expose(name="test_trust.nothing")
+def nothing(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    """A hook that changes nothing."""
 
 
 @rpc.expose(name="test_trust.use")
@@ -146,3 +151,83 @@ def test_what_is_not_exposed_is_refused() -> None:
         remote.secret()
     with pytest.raises(ConfigurationError, match="cannot be sent"):
         remote.apply(lambda part: None)
+
+
+# -- what others may send ----------------------------------------------------------------------------------------------
+
+
+def ask(remote: RemoteModule, operation: str, *args: object) -> object:
+    return remote.module_rref._ask(operation, args, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "args", "problem"),
+    [
+        ("gradwire.nn.load", ({1: 2}, {}, False), "a name in the state dict must be a str, not int"),
+        ("gradwire.nn.load", ([], {}, False), "state must be a dict, not list"),
+        ("gradwire.nn.load", ({}, {"": 5}, False), "an item of the metadata must be a dict, not int"),
+        ("gradwire.nn.load", ({}, {}, 1), "assign must be a bool, not int"),
+        ("gradwire.nn.values", (5, True), "kind must be a str, not int"),
+        ("gradwire.nn.change", ("to", ["cpu"], {}), "args must be a tuple, not list"),
+        ("gradwire.nn.forward_by_name", ((), ()), "kwargs must be a dict, not tuple"),
+        ("gradwire.nn.invoke", (None, (), {}), "name must be a str, not NoneType"),
+        ("gradwire.nn.parameters", ("yes",), "recurse must be a bool, not str"),
+        ("gradwire.nn.has_method", (3,), "name must be a str, not int"),
+        ("gradwire.nn.hook", ("forward", "test_trust.triple", None), "options must be a dict, not NoneType"),
+        ("gradwire.nn.apply", ([1],), r"gradwire\.nn\.apply needs the name of an exposed class or function, not list"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(operation: str, args: tuple[object, ...], problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        ask(RemoteModule("b", Scaled, (3,)), operation, *args)
+
+
+def test_values_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match='kind must be "parameters" or "buffers", not \'weights\''):
+        ask(RemoteModule("b", Scaled, (3,)), "gradwire.nn.values", "weights", True)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (((), (), {}, "cpu", "snapshot"), "needs the name of an exposed class or function, not tuple"),
+        (("test_trust.Scaled", [3], {}, "cpu", "snapshot"), "args must be a tuple, not list"),
+        (("test_trust.Scaled", (3,), {}, torch.float16, "snapshot"), "device must be a str, not dtype"),
+        (("test_trust.Scaled", (3,), {}, "cpu", 7), "mode must be a str, not int"),
+    ],
+)
+def test_module_is_not_made_of_arguments_of_other_types(args: tuple[object, ...], problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        rpc.rpc_sync("b", "gradwire.nn.make", args=args)
+
+
+def test_handle_is_not_called_as_a_class_function_or_hook() -> None:
+    """It can be called, but whoever sends it could call the other worker itself."""
+    remote, other = RemoteModule("b", Scaled, (3,)), RemoteModule("c", Scaled, (3,))
+    with pytest.raises(TypeError, match="not RemoteModule"):
+        rpc.rpc_sync("b", "gradwire.nn.make", args=(other, (torch.ones(3),), {}, "cpu", "snapshot"))
+    with pytest.raises(TypeError, match="not RemoteModule"):
+        ask(remote, "gradwire.nn.apply", other)
+    with pytest.raises(TypeError, match="not RemoteModule"):
+        ask(remote, "gradwire.nn.hook", "forward", other, {})
+
+
+@pytest.mark.parametrize("name", ["gradwire.nn.make", "gradwire.rref.fetch", "gradwire.nn.unhook"])
+def test_operations_of_gradwire_are_not_applied_nor_hooked(name: str) -> None:
+    """They would see what the module is called with instead of what their caller sent."""
+    remote = RemoteModule("b", Scaled, (3,))
+    for ask_for in (lambda: remote.apply(name), lambda: remote.register_owner_hook("forward", name)):
+        with pytest.raises(NotExposed, match=f"'{name}' does not name a class or function for gradwire.nn"):
+            ask_for()
+    assert remote(torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_hooks_of_a_module_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.nn.operations._MOST_HOOKS", 3)
+    remote = RemoteModule("b", Scaled, (3,))
+    hooks = [remote.register_owner_hook("forward", triple) for _ in range(3)]
+    with pytest.raises(LimitExceeded, match="the module has 3 forward hooks; remove those"):
+        remote.register_owner_hook("forward", triple)
+    hooks[0].remove()
+    remote.register_owner_hook("forward", triple).remove()
+    remote.register_owner_hook("forward_pre", "test_trust.nothing").remove()

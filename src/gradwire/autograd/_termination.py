@@ -1,8 +1,8 @@
 """When a pass is over, and when it never will be: the root's side. Pure.
 
 Every participant reports once, with the workers it exchanged messages with. The pass is over when everybody who can be
-reached along those from the root has reported. What a worker says that cannot be reached (yet) has no say in that: it may have
-no part in the pass at all.
+reached along those from the root has reported. What a worker reports that cannot be reached (yet) does not count: it
+may have no part in the pass.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.errors import AutogradError, UnknownContext
 from gradwire.autograd.quotas import CONTEXT_BYTES, Quotas
 from gradwire.config import Limits
+from gradwire.errors import AutogradError, UnknownContext
 from gradwire.rpc._ids import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
 
 MAX_WORKER = (1 << 16) - 1
@@ -115,9 +115,9 @@ class DistAutogradContainer:
             context = DistAutogradContext(make_secret_id(self.worker))
             shard = self._shard(context.context_id)
             with shard.lock:
-                if context.context_id not in shard.released:
-                    if shard.contexts.setdefault(context.context_id, context) is context:
-                        return context
+                if context.context_id not in shard.released and context.context_id not in shard.contexts:
+                    shard.contexts[context.context_id] = context
+                    return context
 
     def find(self, context_id: int) -> DistAutogradContext | None:
         """The context of that id, if it is here."""

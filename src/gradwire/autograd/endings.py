@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any
 from gradwire.autograd.gradients import GradientTable, add_gradient
 from gradwire.autograd.messages import AbortPass, CommitPass
 from gradwire.autograd.passes import BackwardPass, PassPhase
-from gradwire.errors import BackwardFailed, RpcError, RpcTimeout, TransportError, UnknownContext, WorkerLost
+from gradwire.autograd.quotas import ENDED_PASS_BYTES
+from gradwire.errors import (
+    BackwardFailed,
+    LimitExceeded,
+    RpcError,
+    RpcTimeout,
+    TransportError,
+    UnknownContext,
+    WorkerLost,
+)
 from gradwire.rpc._ids import creator_of
 from gradwire.wire import failures
 
 if TYPE_CHECKING:
+    from gradwire.autograd.container import DistAutogradContainer
+    from gradwire.autograd.context import DistAutogradContext
     from gradwire.rpc.agent import Agent
 
+_MOST_EARLY = 64  # workers whose word is kept until another one names them
 _TELL_S = 0.2  # how long whoever ends a pass or a context waits for a worker that does not read
 
 
@@ -30,13 +42,14 @@ class Endings:
 
     Args:
         agent: The worker.
-        own: Its rank.
+        container: Its contexts.
         name_of: Names of workers by rank.
     """
 
-    def __init__(self, agent: Agent, own: int, name_of: Callable[[int], str]) -> None:
+    def __init__(self, agent: Agent, container: DistAutogradContainer, name_of: Callable[[int], str]) -> None:
         self._agent = agent
-        self._own = own
+        self._quotas = container.quotas
+        self._own = container.worker
         self._name_of = name_of
 
     def commit(self, current: BackwardPass, others: Iterable[int], *, follows: bool = True) -> None:
@@ -87,6 +100,49 @@ class Endings:
         failure = self.failure(UnknownContext(f"the context was released {where}"), "waiting")
         abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
         self.drop(current, failure, abort, set())
+
+    def may_abort(self, context: DistAutogradContext, message: AbortPass, sender: int) -> bool:
+        """Whether a worker may end a pass; one that is not here cannot be begun then: messages may overtake each other.
+
+        The root may not know yet that the worker takes part: then its word is kept until another participant names it. One
+        that has not reported passes the word on to those who can tell the root.
+        """
+        with context.lock:
+            current = context.passes.get(message.pass_id)
+            is_known = context.knows(sender) or sender == creator_of(message.pass_id)
+            if current is None:
+                return is_known and self._bar(context, message.pass_id, sender)
+        if is_known:
+            return True
+        with current.lock:
+            if current.is_joined and sender in current.state.peers:
+                return True
+            if current.termination is None or current.termination.is_named(sender):
+                return current.termination is not None
+            if len(current.early) < _MOST_EARLY:
+                current.early[sender] = message
+            return False
+
+    def _bar(self, context: DistAutogradContext, pass_id: int, sender: int) -> bool:
+        """Remembers that a pass is over; under the context's lock. False if the sender has ended too many."""
+        if pass_id not in context.ended_passes:
+            try:
+                self._quotas.charge(sender, context, ENDED_PASS_BYTES)
+            except LimitExceeded:
+                return False
+            context.ended_passes[pass_id] = False
+        return True
+
+    def refuse(self, context_id: int, pass_id: int, sender: int, error: Exception) -> None:
+        """Gradients came that cannot be taken here: the root must know."""
+        failure = self.failure(error, "taking gradients")
+        abort = AbortPass(context_id, pass_id, self.describe(failure))
+        self.tell_all({creator_of(pass_id), sender}, "autograd.abort", abort)
+
+    def tell_failed(self, rank: int, context_id: int, pass_id: int) -> None:
+        """Tells a worker that waits for the end of a pass that it has failed."""
+        failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "waiting")
+        self.tell(rank, "autograd.abort", AbortPass(context_id, pass_id, self.describe(failure)))
 
     def failure(self, error: BaseException, operation: str) -> BackwardFailed:
         if isinstance(error, BackwardFailed):

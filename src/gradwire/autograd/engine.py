@@ -39,12 +39,11 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import BackwardPass, PassDropped, PassPhase
 from gradwire.autograd.probing import Prober
-from gradwire.autograd.quotas import ENDED_PASS_BYTES, PASS_BYTES, PASS_BYTES_PER_MESSAGE
 from gradwire.autograd.reach import Reach
 from gradwire.autograd.roots import Roots
 from gradwire.autograd.runs import EngineRun
 from gradwire.autograd.watching import Watch
-from gradwire.errors import BackwardFailed, LimitExceeded, UnknownContext, WorkerLost
+from gradwire.errors import LimitExceeded, UnknownContext, WorkerLost
 from gradwire.rpc._ids import creator_of
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import failures
@@ -52,8 +51,6 @@ from gradwire.wire.messages import read_note
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
-
-_MOST_EARLY = 64  # workers whose word is kept until another one names them
 
 
 class DistEngine:
@@ -77,7 +74,7 @@ class DistEngine:
         self.num_refused = 0
         self._reach = Reach(agent, self.lost)
         self.prober = Prober(agent, container, self.lost)
-        self.endings = Endings(agent, container.worker, self.prober.name_of)
+        self.endings = Endings(agent, container, self.prober.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
         notices.register("autograd.report", self._on_report, ReportDone)
@@ -321,29 +318,16 @@ class DistEngine:
                 if message.pass_id in context.ended_passes or context.released:
                     return None
                 current = context.passes.get(message.pass_id)
-                return self._begin_elsewhere(message, sender, context) if current is None else current
+                if (
+                    current is None and creator_of(message.pass_id) != self._own
+                ):  # a root knows its passes until they end
+                    on_over = self._container.quotas.charge_pass(sender.id, context)
+                    current = self._make_pass(message.pass_id, context, message.options)
+                    current.on_over = on_over
+                return current
         except (UnknownContext, LimitExceeded) as error:
-            self._refuse(message, sender, error)
+            self.endings.refuse(message.context_id, message.pass_id, sender.id, error)
             return None
-
-    def _begin_elsewhere(
-        self, message: PropagateGradients, sender: WorkerInfo, context: DistAutogradContext
-    ) -> BackwardPass | None:
-        """Joins a pass that another worker has begun; under the context's lock."""
-        if creator_of(message.pass_id) == self._own:  # a root knows its passes until they are over
-            return None
-        quotas, worker = self._container.quotas, sender.id
-        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
-        quotas.charge(worker, context, num_bytes + ENDED_PASS_BYTES)
-        current = self._make_pass(message.pass_id, context, message.options)
-        current.on_over = functools.partial(quotas.refund, worker, context, num_bytes)
-        return current
-
-    def _refuse(self, message: PropagateGradients, sender: WorkerInfo, error: Exception) -> None:
-        """Gradients for a context that is over here: the root must know."""
-        failure = self.endings.failure(error, "taking gradients")
-        abort = AbortPass(message.context_id, message.pass_id, self.endings.describe(failure))
-        self.endings.tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
 
     def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         message = read_note(note, ReportDone)
@@ -359,16 +343,12 @@ class DistEngine:
         is_committed = self._was_committed(context_id, pass_id)
         if is_committed is False or (current is None and is_committed is None):  # or it was never begun here
             # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
-            self._tell_failed(sender, context_id, pass_id)
+            self.endings.tell_failed(sender.id, context_id, pass_id)
 
     def _was_committed(self, context_id: int, pass_id: int) -> bool | None:
         """How a pass has ended; None if it has not. The passes of a context that is over count as failed."""
         context = self._container.find(context_id)
         return context.ended_passes.get(pass_id) if context is not None else False
-
-    def _tell_failed(self, to: WorkerInfo, context_id: int, pass_id: int) -> None:
-        failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "waiting")
-        self.endings.tell(to.id, "autograd.abort", AbortPass(context_id, pass_id, self.endings.describe(failure)))
 
     def _take_report(self, current: BackwardPass, worker: int, report: Report) -> None:
         with current.lock:
@@ -402,10 +382,10 @@ class DistEngine:
         failures.check_error(message.error, self._agent.config.limits)
         context = self._container.find(message.context_id)
         if context is not None:
-            if not self._may_abort(context, message, sender):
+            if not self.endings.may_abort(context, message, sender.id):
                 self.num_refused += 1
                 return
-            current = self._find_or_bar(context, message, sender)
+            current = context.passes.get(message.pass_id)
             is_from_root = creator_of(message.pass_id) == sender.id
             if current is not None and (current.is_root or is_from_root or not current.is_undecided):
                 self._drop(current, message, set() if current.is_root else {sender.id})
@@ -416,44 +396,13 @@ class DistEngine:
     def _drop(self, current: BackwardPass, message: AbortPass, told: set[int]) -> None:
         self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
 
-    def _may_abort(self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo) -> bool:
-        """Whether a worker has a part in a pass that it says has failed.
-
-        The root may not know of it yet: then its word is kept until another participant names it. One that has not reported
-        passes it on to those who can tell the root.
-        """
-        if context.knows(sender.id) or sender.id == creator_of(message.pass_id):
-            return True
-        current = context.passes.get(message.pass_id)
-        if current is None:
-            return False
-        with current.lock:
-            if current.is_joined and sender.id in current.state.peers:
-                return True
-            if current.termination is None:
-                return False
-            if current.termination.is_named(sender.id):
-                return True
-            if len(current.early) < _MOST_EARLY:
-                current.early[sender.id] = message
-            return False
-
-    def _find_or_bar(self, context: DistAutogradContext, message: AbortPass, sender: WorkerInfo) -> BackwardPass | None:
-        """The pass that is to end; if it is not here, it cannot be begun any more: messages may overtake each other."""
-        with context.lock:
-            current = context.passes.get(message.pass_id)
-            if current is None and message.pass_id not in context.ended_passes:
-                self._container.quotas.charge(sender.id, context, ENDED_PASS_BYTES)
-                context.ended_passes[message.pass_id] = False
-            return current
-
     def _answer(self, sender: WorkerInfo, message: AbortPass) -> None:
         """Who asks the root to end a pass may be done, with a report that never came here: only the root can tell it."""
         is_committed = self._was_committed(message.context_id, message.pass_id)
         if is_committed:
             self.endings.tell(sender.id, "autograd.commit", CommitPass(message.context_id, message.pass_id))
         elif is_committed is False:
-            self._tell_failed(sender, message.context_id, message.pass_id)
+            self.endings.tell_failed(sender.id, message.context_id, message.pass_id)
 
     def _find_pass(self, context_id: int, pass_id: int) -> BackwardPass | None:
         context = self._container.find(context_id)

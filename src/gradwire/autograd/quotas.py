@@ -7,7 +7,9 @@ amounts are estimates, rounded up.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from gradwire.errors import LimitExceeded
@@ -58,6 +60,16 @@ class Quotas:
                 )
             self._used[worker] = used
             context.charges[worker] = context.charges.get(worker, 0) + num_bytes
+
+    def charge_pass(self, worker: int, context: DistAutogradContext) -> Callable[[], None]:
+        """Count a pass that a worker begins here; returns what to call at its end.
+
+        Raises:
+            LimitExceeded: The worker has used up its budget.
+        """
+        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
+        self.charge(worker, context, num_bytes + ENDED_PASS_BYTES)
+        return functools.partial(self.refund, worker, context, num_bytes)
 
     def refund(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
         """Give back part of what was charged, because it ended before its context."""

@@ -136,7 +136,9 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
     if not all(places) or not isinstance(spec, ShardingSpec):
         raise ValueError("not a tensor that is divided among RPC workers")
     if [part.owner_name() for part in parts] != places:
-        raise ValueError(f"{len(places)} references are needed, one for each shard, to a value on the worker that has it")
+        raise ValueError(
+            f"{len(places)} references are needed, one for each shard, to a value on the worker that has it"
+        )
     layout = Layout(tuple(item.box for item in shards), tuple(places))
     dtype = metadata.tensor_properties.dtype
     found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]

@@ -82,7 +82,7 @@ def test_counters_last_for_decades() -> None:
 
 
 def test_ids_of_contexts_cannot_be_guessed() -> None:
-    """Who knows the ids of all contexts before cannot name the next one: a context can be named by its participants alone."""
+    """Who knows the ids of all contexts before cannot name the next one."""
     container = DistAutogradContainer(2, YEAR_2026_NS)
     found = sorted(container.new_context().context_id & MAX_COUNTER for _ in range(256))
     assert len(set(found)) == 256

@@ -50,3 +50,38 @@ GOOD = ([7, 5], [([0, 0], [7, 5], "a/cpu")], torch.float32, False, False, None)
 def test_forged_tensors_are_refused(described: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         travel._rebuild([described, [], False, None, False])
+
+
+FIELDS = [GOOD, "the part", False, None, False]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        (1, None, "a list of references"),
+        (1, ["x"], "a list of references"),
+        (1, [], "1 references are needed"),
+        (0, ([7, 5], [([0, 0], [7, 5], "b/cpu")], *GOOD[2:]), "to a value on the worker that has it"),
+        (0, ([5, 7], [([0, 0], [5, 7], "a/cpu")], *GOOD[2:]), "leads to another value"),
+        (0, (*GOOD[:2], torch.float64, *GOOD[3:]), "leads to another value"),
+        (0, (*GOOD[:5], [2, ["a/cpu"]]), "dimension 2 of a tensor of 2 dimensions"),
+        (0, ([1] * 65, [([0] * 65, [1] * 65, "a/cpu")], *GOOD[2:]), "at most 64 dimensions"),
+        (0, ([7, 5], [([0, 0], [0, 0], "a/cpu")] * 5000, *GOOD[2:]), "at most 4096 shards"),
+        (3, [-1, 5], "cannot be the size of a tensor"),
+        (3, [1] * 65, "cannot be the size of a tensor"),
+    ],
+)
+def test_parts_that_are_not_those_of_the_tensor_are_refused(
+    make_agents: Any, place: int, value: Any, problem: str
+) -> None:
+    (agent,) = make_agents(1, trust="data")
+    gw.rpc.set_current_agent(agent)
+    try:
+        fields = [*FIELDS]
+        fields[1] = [gw.rref.RRef(torch.ones(7, 5))]
+        assert list(travel._rebuild(fields).size()) == [7, 5]
+        fields[place] = value
+        with pytest.raises((ValueError, TypeError), match=problem):
+            travel._rebuild(fields)
+    finally:
+        gw.rpc.set_current_agent(None)
