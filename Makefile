@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check search explore conformance bench fuzz soak clean
+.PHONY: help demo test lint check search explore conformance bench fuzz soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    trains a model that is split over three workers on this machine"
 	@echo "make test    the whole test suite"
-	@echo "make check   format, lint, types, layers and the fast tests"
+	@echo "make lint    format, lint, types and layers"
+	@echo "make check   make lint and the fast tests"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
 	@echo "make explore the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
@@ -30,11 +31,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/python -m pytest -m "not slow" -x -q
 
 search: $(STAMP)
