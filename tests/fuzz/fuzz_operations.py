@@ -120,6 +120,17 @@ def become(agent: rpc.Agent | None) -> None:
     set_current_agent(agent)
 
 
+def _handler_of(entry: Any) -> Callable[..., Any]:
+    """The function in an entry of a worker's tables, which may hold the types of its arguments, too."""
+    handler: Callable[..., Any] = entry[0] if isinstance(entry, tuple) else entry
+    return handler
+
+
+def _replaced(entry: Any, handler: Callable[..., Any]) -> Any:
+    """The same entry with another function."""
+    return (handler, *entry[1:]) if isinstance(entry, tuple) else handler
+
+
 class Liar(Interceptor):
     """Puts any note on the hostile worker's answers."""
 
@@ -158,16 +169,17 @@ class Attack:
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
         self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
-        self._control = dict(hostile.server._control)
-        self._notices = [name.removeprefix("~") for name in hostile.notices._handlers]
+        self._control = {name: _handler_of(entry) for name, entry in hostile.server._control.items()}
+        self._notices = {name.removeprefix("~"): entry for name, entry in hostile.notices._handlers.items()}
         self._notes = [item.name for item in hostile.interceptors]
         self._keeper = hostile.server._keeper[0] if hostile.server._keeper is not None else ""
         hostile.interceptors[:] = [Liar(name, self.grammar) for name in self._notes]
-        for name in ("autograd.probe", "autograd.explain"):
-            hostile.server.register_control(name, lambda _, *args: self.grammar.value())
-        for name in self._notices:
-            if name.startswith("autograd."):  # it does not say what has become of contexts that it made up
-                hostile.notices.register(name, lambda *_: None)
+        control, handlers = hostile.server._control, hostile.notices._handlers
+        for name in ("~autograd.probe", "~autograd.explain"):
+            control[name] = _replaced(control[name], lambda _, *args: self.grammar.value())
+        for name in list(handlers):
+            if name.startswith("~autograd."):  # it does not say what has become of contexts that it made up
+                handlers[name] = _replaced(handlers[name], lambda *_: None)
 
     # -- the hostile worker's own things ---------------------------------------------------------------------------------
 
@@ -299,8 +311,10 @@ class Attack:
 
     def _send_notice(self) -> None:
         rng = self._rng
-        name = rng.choice(self._notices)
-        note = self.grammar.note(NOTES[name]) if name in NOTES and rng.random() < 0.9 else self.grammar.any_note()
+        name = rng.choice(list(self._notices))
+        entry = self._notices[name]
+        kind = entry[1] if isinstance(entry, tuple) else NOTES.get(name)
+        note = self.grammar.note(kind) if kind is not None and rng.random() < 0.9 else self.grammar.any_note()
         tensors = [self.grammar.tensor() for _ in range(rng.choice((0, 0, 0, 1, 2)))]
         if not encodable(note):
             return
