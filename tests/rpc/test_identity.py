@@ -137,7 +137,9 @@ def test_where_all_workers_are_known_no_other_gets_in(make_agents: MakeAgents) -
         WorkerAddress(WorkerInfo("a", 0), 0, "elsewhere", ()),
         WorkerAddress(WorkerInfo("b", 1), 0, "elsewhere", ()),
     ]
-    (a,) = make_agents("a", directory=StaticDirectory(known, is_complete=True))
+    directory = StaticDirectory(known)
+    directory.complete()
+    (a,) = make_agents("a", directory=directory)
     introduce(a, "b", 1)
     for rank in (1, 2, 60_000):
         with pytest.raises(AuthenticationFailed, match=f"new of rank {rank}"):

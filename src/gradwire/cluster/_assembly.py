@@ -45,12 +45,9 @@ def start_local(options: LocalOptions, make: MakeCluster[C]) -> C:
     agent: Agent | None = None
     try:
         members = [_address_of(info, launcher) for info in (*options.infos(), options.driver_info())]
-        agent = start_worker(
-            options.driver_info(),
-            options.worker_config(),
-            StaticDirectory(members, is_complete=True),
-            folder=launcher.folder,
-        )
+        directory = StaticDirectory(members)
+        directory.complete()
+        agent = start_worker(options.driver_info(), options.worker_config(), directory, folder=launcher.folder)
         set_current_agent(agent)
         forget = agent.forget
         handles = launcher.start(

@@ -48,23 +48,21 @@ class Directory(Protocol):
 
 
 class StaticDirectory:
-    """Addresses that were known when the cluster was made, or of workers that have shown who they are.
-
-    Args:
-        addresses: Of workers that are known.
-        is_complete: Whether there will be no others.
-    """
+    """Addresses that were known when the cluster was made, or of workers that have shown who they are."""
 
     is_fixed = True
 
-    def __init__(self, addresses: Iterable[WorkerAddress] = (), *, is_complete: bool = False) -> None:
+    def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
         self._is_complete = False
         self._binding = threading.Lock()  # guards changes of the two tables below
         self._by_name: dict[str, WorkerAddress] = {}
         self._names: dict[int, str] = {}  # by rank
         for address in addresses:
             self.update(address)
-        self._is_complete = is_complete
+
+    def complete(self) -> None:
+        """All workers are known: no other is let in from now on."""
+        self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
         """The worker of that name or rank.

@@ -51,7 +51,8 @@ class Notices:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._handlers: dict[str, tuple[Handler, Any]] = {}  # and the type of its notes
+        self._handlers: dict[str, Handler] = {}
+        self._kinds: dict[str, Any] = {}  # what notes are checked against before their handler sees them
         self._cut_callbacks: list[Callable[[str], None]] = []
 
     def register(self, name: str, handler: Handler, kind: Any) -> None:
@@ -63,7 +64,8 @@ class Notices:
             kind: The type of its notes, as msgspec knows it. What is not of this type does not reach the handler.
         """
         prepare(kind)
-        self._handlers[f"~{name}"] = handler, kind
+        self._kinds[f"~{name}"] = kind
+        self._handlers[f"~{name}"] = handler
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
         """Asks to be told the name of a worker that lives, but a connection with it ended: notices on it may be lost."""
@@ -132,15 +134,14 @@ class Notices:
         message = frame.message
         assert isinstance(message, Call)
         try:
-            found = self._handlers.get(message.function)
-            if found is None:
+            handler = self._handlers.get(message.function)
+            if handler is None:
                 raise NotExposed(f"nothing here takes notices {message.function!r}")
-            handler, kind = found
             if frame.shortage:
                 raise ResourceExhausted(f"this worker has no memory for it: {frame.shortage}")
             if message.notes.keys() != {_NOTE} or frame.body:
                 raise DecodeError("a notice has one note, and no arguments")
-            note = read_note(message.notes[_NOTE], kind)
+            note = read_note(message.notes[_NOTE], self._kinds[message.function])
             handler(sender, note, self._agent.codec.rebuild_tensors(frame, message))
         except Exception as error:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)

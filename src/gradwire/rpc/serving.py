@@ -66,7 +66,8 @@ class Server:
         self._slots: Slots[Request] = Slots(num_slots)
         self._incoming: set[Incoming] = set()
         self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
-        self._control: dict[str, tuple[Callable[..., Any], Any]] = {}  # handler, and the type of its arguments
+        self._control: dict[str, Callable[..., Any]] = {}
+        self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
         self._keeper: tuple[str, Keep] | None = None
         self._next_stall_check = 0.0
         self.num_served = 0
@@ -84,7 +85,8 @@ class Server:
         """
         kind = tuple[kinds]  # type: ignore[valid-type]
         prepare(kind)
-        self._control[f"~{name}"] = handler, kind
+        self._control_kinds[f"~{name}"] = kind
+        self._control[f"~{name}"] = handler
 
     def register_keeper(self, name: str, keep: Keep) -> None:
         """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
@@ -305,10 +307,10 @@ class Server:
     def run_control(self, request: Request) -> None:
         """Runs a control handler in the thread that read the request."""
         try:
-            found = self._control.get(request.function)
-            if found is None:
+            handler = self._control.get(request.function)
+            if handler is None:
                 raise NotExposed(f"no control operation {request.function!r}")
-            handler, kind = found
+            kind = self._control_kinds[request.function]
             frame, request.frame = request.frame, None
             value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
             if isinstance(value, torch._C.Future):

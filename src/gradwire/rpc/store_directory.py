@@ -158,7 +158,8 @@ class StoreDirectory(StaticDirectory):
         """This worker is in: with a world size all are known now, and the store is only asked for who restarts."""
         self._point = self._point.without_client()
         self._hints = {}
-        self._is_complete = self.is_fixed
+        if self.is_fixed:
+            self.complete()
 
     def withdraw(self, info: WorkerInfo) -> None:
         """Lets go of the store and its port, and forgets this worker in a file.

@@ -209,13 +209,13 @@ def test_messages_of_a_pass_that_is_over_are_ignored(trio: list[Agent]) -> None:
     seen: list[tuple[PropagateGradients, list[torch.Tensor]]] = []
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
-        handler, kind = b.notices._handlers["~autograd.propagate"]
+        handler = b.notices._handlers["~autograd.propagate"]
 
         def note_and_handle(sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
             seen.append((note, tensors))
             handler(sender, note, tensors)
 
-        b.notices.register("autograd.propagate", note_and_handle, kind)
+        b.notices.register("autograd.propagate", note_and_handle, PropagateGradients)
         ctx.backward(loss, retain_graph=True, timeout=20)
         found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
         (note, tensors) = seen[0]
