@@ -119,7 +119,11 @@ from gradwire.rpc import RRef
 from gradwire.nn import RemoteModule
 from gradwire.testing import wait_until
 from rref import tasks
+from gradwire.rref import references
 agent = rpc.current_agent()
+def is_quiet():
+    outbox = references.here()._decisions.outbox
+    return outbox.is_empty and not outbox.num_open and not references.here().statistics().num_children
 def use(to):
     module = RemoteModule(to, torch.nn.Linear, (2, 1))
     return list(module.forward(torch.ones(1, 2)).shape), rpc.remote(to, tasks.make, args=(2.0,)).to_here().tolist()
@@ -136,6 +140,8 @@ def test_references_work_when_a_cut_has_healed(
         puppet.do(_SETUP)
         puppet.do(f"held = rpc.remote({other!r}, tasks.make, args=(1.0,)); held.rpc_sync().sum().item()")
         puppet.do(f"own = RRef([1]); rpc.rpc_sync({other!r}, tasks.keep, args=('x', own))")
+    for puppet in puppets:  # nothing is under way: what is, is noticed by other means, and later
+        puppet.do("wait_until(is_quiet, 15.0)")
     for number in _CUTS[way]:
         _cut(hosts[number], ADDRESSES[1 - number])
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
