@@ -509,7 +509,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="no child process")
     parser.add_argument("--known", action="store_true", help="fail for known findings, too")
     args = parser.parse_args()
-    seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
+    seed = time.time_ns() % 2**32 if args.seed is None else args.seed
     until = time.monotonic() + args.seconds
     outcome = run(seed, lambda _: time.monotonic() > until, own_process=not args.here)
     return report(outcome, seed, args.known)

@@ -91,7 +91,7 @@ def test_end_of_a_context_that_is_lost_with_its_connection(trio: list[Agent]) ->
 
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
-        handlers["~autograd.release"] = refuse, on_release[1]
+        handlers["~autograd.release"] = refuse
     wait_released(trio)
     where = worker.of(b).container.where_released(int(ctx))
     assert where is not None
