@@ -37,6 +37,8 @@ LEFT_OUT = ("script", "jit", "cuda", "gpu")
 """TorchScript and GPUs are no part of gradwire yet: tests with these words in their name are not run."""
 
 
+_kept: list[Any] = []  # process groups of this rank
+
 FAKES = "conformance.fakes:FakeTest"
 """Shows what the runner does with tests that go wrong."""
 
@@ -107,6 +109,8 @@ def _meet_after_init() -> None:
 
     def init_and_meet(*args: Any, **kwargs: Any) -> None:
         init(*args, **kwargs)
+        # Freed with the GIL held, a group of torch 2.13 may wait for a thread of its own that wants the GIL, on torch, too.
+        _kept.append(dist.group.WORLD)
         dist.barrier()
 
     dist.init_process_group = init_and_meet

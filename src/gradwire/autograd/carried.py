@@ -15,6 +15,7 @@ T = TypeVar("T")
 _keep: Any = torch._C._stash_obj_in_tls
 _find: Any = torch._C._get_obj_in_tls
 _has: Any = torch._C._is_key_in_tls
+_remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older releases
 
 
 class Carried(Generic[T]):
@@ -38,7 +39,14 @@ class Carried(Generic[T]):
         return value
 
     def set(self, value: T) -> T:
-        """Set the value for the current thread and for runs of the engine that begin here; return what it was."""
+        """Set the value for the current thread and for runs of the engine that begin here; return what it was.
+
+        Setting it back to the default leaves nothing behind: a thread that ends with objects there waits for the GIL, which
+        is fatal while the interpreter ends.
+        """
         before = self.get()
-        _keep(self._name, value)
+        if value is not self._default or _remove is None:
+            _keep(self._name, value)
+        elif _has(self._name):
+            _remove(self._name)
         return before

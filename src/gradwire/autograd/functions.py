@@ -11,6 +11,7 @@ the business of the run of the engine that has reached them (`LocalRun`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -36,7 +37,15 @@ class LocalRun(Protocol):
 
 
 _current: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)  # what the engine runs, in all its threads
-_runs_hooks: Carried[bool] = Carried("gradwire.autograd.hooks", False)
+
+
+class _Local(threading.local):
+    runs_hooks = (
+        False  # not carried: process groups copy what is, and drop it in threads that may be waited for with the GIL
+    )
+
+
+_local = _Local()
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
@@ -59,15 +68,15 @@ class hooks_running:
     """Surrounds a run of the engine that reaches no messages, but hooks of leaves."""
 
     def __enter__(self) -> None:
-        self._outer = _runs_hooks.set(True)
+        self._outer, _local.runs_hooks = _local.runs_hooks, True
 
     def __exit__(self, *_: object) -> None:
-        _runs_hooks.set(self._outer)
+        _local.runs_hooks = self._outer
 
 
 def is_inside_run() -> bool:
     """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return _current.get() is not None or _runs_hooks.get()
+    return _current.get() is not None or _local.runs_hooks
 
 
 class SendFunction(torch.autograd.Function):
