@@ -118,10 +118,9 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
     with place.reading() as index:
         names = set(tensor_names(index.state))
         _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        with place.open() as folder:
-            reader = reading.TensorReader(folder, index.tensors)
+        with place.open() as folder, reading.TensorReader(folder, index.tensors) as reader:
             copied = functools.cache(reader.copied)  # what was one tensor stays one
-            found: dict[str, Any] = decode(index.state, copied, reader.mapped)
+            found: dict[str, Any] = decode(index.state, copied, reader)
     return found
 
 
