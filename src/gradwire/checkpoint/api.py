@@ -91,7 +91,8 @@ def load(
 
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
-        CheckpointDamaged: A file is not what was written; nothing was changed.
+        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
+            being filled: then the message says so.
         CheckpointMismatch: It does not fit the objects; nothing was changed.
         CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
     """

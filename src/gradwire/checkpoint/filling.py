@@ -79,14 +79,14 @@ def _decode(value: Any, node: Node, reader: TensorReader) -> Any:
 def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader: TensorReader) -> None:
     """Read from the files straight into the parameters, where the module copies from the state that it is given."""
     module, saved = part.value, items_of(node) or {}
-    copying = _copying_modules(part)
+    copied = _copied_names(part)
     failures: list[CheckpointError] = []
     state: Any = OrderedDict()
     for name, target in module_state(module, part.is_own_only).items():
         if part.prefix + name not in saved or isinstance(target, ShardedTensor):
             continue
         item = saved[part.prefix + name]
-        if name.rpartition(".")[0] in copying and isinstance(target, torch.Tensor) and is_tensor(item):
+        if name in copied and isinstance(target, torch.Tensor) and is_tensor(item):
             dtype, shape = reader.form_of(item)
             fill = functools.partial(put, node=item, source=reader)
             state[name] = stored(shape, DTYPES[dtype], fill, failures)
@@ -114,12 +114,16 @@ def _fill_module(part: Part, node: Node, metadata: dict[str, Any] | None, reader
         raise
 
 
-def _copying_modules(part: Part) -> set[str]:
-    """Return the names of the modules that torch's own code loads, which copies from a state and keeps nothing of it."""
+def _copied_names(part: Part) -> set[str]:
+    """Return the names of what torch's own code loads: it copies from tensors of a state, and keeps none of them."""
     if not part.is_own_only and not _is_torchs(part.value, "load_state_dict"):
         return set()
-    modules = part.value.named_modules(remove_duplicate=False)
-    return {name for name, module in modules if _is_torchs(module, "_load_from_state_dict")}
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in part.value.named_modules(remove_duplicate=False)
+        if _is_torchs(module, "_load_from_state_dict")
+        for name in (*module._parameters, *module._buffers)
+    }
 
 
 def _is_torchs(module: nn.Module, method: str) -> bool:

@@ -286,14 +286,14 @@ def load_from(
                 progress,
                 Round(doing, timeout_s),
             )
+        reader = stack.enter_context(TensorReader(stack.enter_context(place.open()), more))
+        copied = functools.cache(reader.copied)  # what was one tensor stays one
+        found: dict[str, Any] = decode(values, copied, reader)
         filling = Round(f"{doing}, where some objects may be filled already,", timeout_s)
         for worker in orders:
             filling.ask(worker, owners.FILL, path, sent[worker], plan.parts.sent(worker))
         filling.finish(functools.partial(owners.fill, place, own, plan.parts.here))
-        reader = stack.enter_context(TensorReader(stack.enter_context(place.open()), more))
         plan.fill_groups(reader)
-        copied = functools.cache(reader.copied)  # what was one tensor stays one
-        found: dict[str, Any] = decode(values, copied, reader)
     return found
 
 

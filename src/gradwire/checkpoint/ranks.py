@@ -187,8 +187,8 @@ def load_from(place: Directory, wanted: Any, group: Any, is_strict: bool, option
         folder = ranks.each_does(lambda: stack.enter_context(place.open()))
         reader = stack.enter_context(TensorReader(folder, needed))
         copied = functools.cache(reader.copied)  # what was one tensor stays one
-        ranks.each_does(lambda: owners.fill(place, own, plan.parts.here))
         found: dict[str, Any] = ranks.each_does(lambda: decode(values, copied, reader))
+        ranks.each_does(lambda: owners.fill(place, own, plan.parts.here))
         return found
 
 
