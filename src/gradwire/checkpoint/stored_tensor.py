@@ -41,8 +41,7 @@ class StoredTensor(torch.Tensor):
             if is_first and target.shape == source.shape:
                 source._read_into(target)
                 return target
-        plain = torch.utils._pytree.tree_map_only(cls, StoredTensor._read, (args, kwargs or {}))
-        return function(*plain[0], **plain[1])
+        return function(*_plain(args), **_plain(kwargs or {}))
 
     def _read(self) -> torch.Tensor:
         """Return its values; the same tensor each time, because it may have been changed in place."""
@@ -58,6 +57,15 @@ class StoredTensor(torch.Tensor):
         except CheckpointError as error:
             self._failures.append(error)
             raise
+
+
+def _plain(value: Any) -> Any:
+    """Return arguments of a function with the values of stored tensors in their places."""
+    if isinstance(value, StoredTensor):
+        return value._read()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def stored(
