@@ -261,6 +261,41 @@ def test_only_exposed_methods_of_objects_are_called(reference: rpc.RRef[torch.Te
         )
 
 
+cut: list[Path] = []
+
+
+def cut_off(*_: Any) -> None:
+    """Take all bytes of the files in `cut` away, as another worker that may write there can at any moment."""
+    for path in cut:
+        os.truncate(path, 0)
+
+
+@rpc.expose(name="test_checkpoint_trust.layers")
+def layers() -> torch.nn.Module:
+    """Two layers; before the second one is filled, the files are cut off."""
+    found = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    found[1].register_load_state_dict_pre_hook(cut_off)
+    return found
+
+
+def test_a_file_that_is_cut_off_while_objects_are_filled_is_an_error(
+    reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker lives on. It had checked the file, opened it, and read the first layer from it."""
+    module = create(references.here(), "b", layers, (), None, -1.0)
+    summary = checkpoint.save(allowed, {"m": module, "x": reference})
+    checkpoint.load(allowed, {"m": module})
+    monkeypatch.setattr(f"{__name__}.cut", [allowed / file.name for file in summary.files])
+    with pytest.raises(
+        CheckpointDamaged,
+        match=r"on worker b at .*, while objects were being filled, some of which may be filled already: tensor "
+        r"'m/1\.weight' in .* is damaged: the file ends too early",
+    ) as caught:
+        checkpoint.load(allowed, {"m": module})
+    assert (caught.value.file, caught.value.tensor) == (summary.files[0].name, "m/1.weight")
+    assert reference.to_here().tolist() == [1, 1, 1]
+
+
 TOLD = {"kind": "tensor", "type_name": "", "state": {"$tensor": "x"}, "metadata": None}
 REPORTS = [
     b"nonsense",

@@ -9,7 +9,7 @@ pieces may begin before it or reach beyond it: what is inside counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -31,6 +31,13 @@ class Entry(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """Where the values of tensors come from, by the names of the tensors."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None: ...
 
 
 def piece_path(path: str, offsets: Sequence[int]) -> str:
@@ -69,30 +76,30 @@ def region_of(node: Node, box: Box, entries: Mapping[str, Entry]) -> Node:
     return sharded_node(dtype, box.sizes, found)
 
 
-def put(target: torch.Tensor, node: Node, tensor_named: Callable[[str], torch.Tensor], is_zero: bool = False) -> None:
-    """Fills a tensor of the same shape; of each piece only what belongs into it is touched."""
+def put(target: torch.Tensor, node: Node, source: Source, is_zero: bool = False) -> None:
+    """Fill a tensor of the same shape; of each piece, read only what belongs into it."""
     if _TENSOR in node:
-        target.copy_(tensor_named(node[_TENSOR]))
+        source.read_into(target, node[_TENSOR])
         return
-    outer, num_copied = whole(target.shape), 0
+    outer, num_covered = whole(target.shape), 0
     found = []
     for name, start in node[SHARDED]["pieces"]:
-        piece = tensor_named(name)
-        box = Box(tuple(start), tuple(piece.shape))
+        box = Box(tuple(start), source.shape_of(name))
         common = box.common_with(outer)
         if common is not None:
-            found.append((common, piece[common.slices_in(box)]))
-            num_copied += common.num_elements
-    if num_copied < target.numel() and not is_zero:
+            offsets = tuple(mine - begin for mine, begin in zip(common.offsets, start, strict=True))
+            found.append((common, name, Box(offsets, common.sizes)))
+            num_covered += common.num_elements
+    if num_covered < target.numel() and not is_zero:
         target.zero_()
-    for common, values in found:
-        target[common.slices_in(outer)].copy_(values)
+    for common, name, region in found:
+        source.read_into(target[common.slices_in(outer)], name, region)
 
 
-def assemble(body: Any, tensor_named: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The tensor that a node's body stands for, with memory of its own."""
+def assemble(body: Any, source: Source) -> torch.Tensor:
+    """Return the tensor that a node's body stands for, with memory of its own."""
     made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
-    put(made, {SHARDED: body}, tensor_named, is_zero=True)
+    put(made, {SHARDED: body}, source, is_zero=True)
     return made
 
 

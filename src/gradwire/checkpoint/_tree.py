@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from gradwire.checkpoint._pieces import SHARDED, assemble, is_body
+from gradwire.checkpoint._pieces import SHARDED, Source, assemble, is_body
 from gradwire.errors import CannotSave, CheckpointDamaged
 
 Node = Any  # what JSON can say
@@ -144,36 +144,36 @@ def _advice(value: Any) -> str:
     return "Save what it takes to make it again"
 
 
-def decode(
-    node: Node, tensor_named: Callable[[str], Any], piece_named: Callable[[str], torch.Tensor] | None = None
-) -> Any:
+def decode(node: Node, tensor_named: Callable[[str], Any], source: Source | None = None) -> Any:
     """The value of a node; objects become their state, and tensors in pieces become whole.
 
     Args:
         node: What `Encoder.encode` has made.
         tensor_named: The tensor of each name that is met.
-        piece_named: The same for pieces, which are only copied from.
+        source: What tensors in pieces are read from; without it there must be none.
 
     Raises:
         CheckpointDamaged: It is no such node.
     """
     if type(node) is list:
-        return [decode(item, tensor_named, piece_named) for item in node]
+        return [decode(item, tensor_named, source) for item in node]
     if type(node) is not dict:
         return node
     tag = tag_of(node)
     if tag is None:
-        return {key: decode(item, tensor_named, piece_named) for key, item in node.items()}
+        return {key: decode(item, tensor_named, source) for key, item in node.items()}
     body = node[tag]
     if tag == "$tensor":
         return tensor_named(body)
     if tag == SHARDED:
-        return assemble(body, piece_named or tensor_named)
+        if source is None:
+            raise CheckpointDamaged("the index has a sharded tensor where there can be none")
+        return assemble(body, source)
     if tag == "$object":
-        return decode(body["state"], tensor_named, piece_named)
+        return decode(body["state"], tensor_named, source)
     try:
         if tag in _REBUILT:
-            return _REBUILT[tag]([decode(item, tensor_named, piece_named) for item in body])
+            return _REBUILT[tag]([decode(item, tensor_named, source) for item in body])
         return _SCALARS[tag](body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"the index has a value of an unknown form, {tag}: {error}") from error

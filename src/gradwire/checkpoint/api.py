@@ -91,7 +91,8 @@ def load(
 
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
-        CheckpointDamaged: A file is not what was written; nothing was changed.
+        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
+            being filled: then the message says so.
         CheckpointMismatch: It does not fit the objects; nothing was changed.
         CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
     """
@@ -118,10 +119,9 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
     with place.reading() as index:
         names = set(tensor_names(index.state))
         _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        with place.open() as folder:
-            reader = reading.TensorReader(folder, index.tensors)
+        with place.open() as folder, reading.TensorReader(folder, index.tensors) as reader:
             copied = functools.cache(reader.copied)  # what was one tensor stays one
-            found: dict[str, Any] = decode(index.state, copied, reader.mapped)
+            found: dict[str, Any] = decode(index.state, copied, reader)
     return found
 
 

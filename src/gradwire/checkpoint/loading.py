@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -190,13 +190,14 @@ class LoadPlan:
             self.problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
             self.problems += [f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected]
 
-    def fill_groups(self, tensor_named: Callable[[str], Any]) -> None:
+    def fill_groups(self, reader: TensorReader) -> None:
         """Gives distributed optimizers the options of their groups."""
         for target in self._targets:
             if isinstance(target.value, DistributedOptimizer):
                 optimizer, saved = target.value, (items_of(target.node) or {})["param_groups"]
                 own = fold_groups(optimizer.param_groups, optimizer._parts)
-                _, options = states.unpack({"state": {}, "param_groups": decode(saved, tensor_named)}, own)
+                groups = decode(saved, reader.copied, reader)
+                _, options = states.unpack({"state": {}, "param_groups": groups}, own)
                 for group, new in zip(optimizer.param_groups, options, strict=True):
                     kept = {key: group[key] for key in ("params", "param_names")}
                     group.clear()
@@ -285,14 +286,14 @@ def load_from(
                 progress,
                 Round(doing, timeout_s),
             )
+        reader = stack.enter_context(TensorReader(stack.enter_context(place.open()), more))
+        copied = functools.cache(reader.copied)  # what was one tensor stays one
+        found: dict[str, Any] = decode(values, copied, reader)
         filling = Round(f"{doing}, where some objects may be filled already,", timeout_s)
         for worker in orders:
             filling.ask(worker, owners.FILL, path, sent[worker], plan.parts.sent(worker))
         filling.finish(functools.partial(owners.fill, place, own, plan.parts.here))
-        reader = TensorReader(stack.enter_context(place.open()), more)
-        plan.fill_groups(reader.copied)
-        copied = functools.cache(reader.copied)  # what was one tensor stays one
-        found: dict[str, Any] = decode(values, copied, reader.mapped)
+        plan.fill_groups(reader)
     return found
 
 

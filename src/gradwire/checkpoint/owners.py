@@ -257,16 +257,25 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
 
     Raises:
         CheckpointMismatch: A part is not what the order says; nothing was changed.
+        CheckpointMissing, CheckpointDamaged: A file has changed since it was checked; some parts may be filled already.
     """
     problems = tuple(problem for fit in fit_all(order, parts).fits for problem in fit.problems)
     if problems:
         raise CheckpointMismatch(f"nothing was changed on worker {worker_name()}: {'; '.join(problems)}", problems)
     saved = [(part, item.state, item.metadata) for part, item in zip(parts, order.parts, strict=True)]
-    with _opened(place) as folder:
-        reader = reading.TensorReader(folder, order.tensors)
-        filling.fill_stateful(saved, reader)
-        with objects.changing(parts):
-            filling.fill_tensors(saved, reader)
+    try:
+        with _opened(place) as folder, reading.TensorReader(folder, order.tensors) as reader:
+            filling.fill_stateful(saved, reader)
+            with objects.changing(parts):
+                filling.fill_tensors(saved, reader)
+    except (CheckpointMissing, CheckpointDamaged) as error:
+        raise _located(error, ", while objects were being filled, some of which may be filled already") from error
+
+
+def _located(error: CheckpointMissing | CheckpointDamaged, when: str = "") -> CheckpointMissing | CheckpointDamaged:
+    """Return an error about a file that also says which worker could not read it."""
+    text = f"on worker {worker_name()} at {socket.gethostname()}{when}: {error}"
+    return type(error)(text, error.file, error.tensor)
 
 
 def _opened(place: Directory) -> Folder:
@@ -357,8 +366,7 @@ def _serve_check(directory: Any, order: Any) -> None:
     try:
         check(place, _read(order, CheckOrder), _check_wanted)
     except (CheckpointMissing, CheckpointDamaged) as error:
-        text = f"on worker {worker_name()} at {socket.gethostname()}: {error}"
-        raise type(error)(text, error.file, error.tensor) from error
+        raise _located(error) from error
 
 
 def _serve_fill(directory: Any, order: Any, sent: Any) -> None:

@@ -184,10 +184,11 @@ def load_from(place: Directory, wanted: Any, group: Any, is_strict: bool, option
             progress.total = sum(entry.num_bytes for entry in share.values())
             order = CheckOrder(files_of(needed.values(), index.files), share)
             ranks.each_does(lambda: owners.check(place, order, progress.advance))
-        reader = ranks.each_does(lambda: TensorReader(stack.enter_context(place.open()), needed))
+        folder = ranks.each_does(lambda: stack.enter_context(place.open()))
+        reader = stack.enter_context(TensorReader(folder, needed))
         copied = functools.cache(reader.copied)  # what was one tensor stays one
+        found: dict[str, Any] = ranks.each_does(lambda: decode(values, copied, reader))
         ranks.each_does(lambda: owners.fill(place, own, plan.parts.here))
-        found: dict[str, Any] = ranks.each_does(lambda: decode(values, copied, reader.mapped))
         return found
 
 

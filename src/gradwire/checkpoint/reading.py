@@ -1,16 +1,18 @@
-"""Reading files of a checkpoint: checked piece by piece, then mapped, so that nothing is read before it is used.
+"""Reading files of a checkpoint: all bytes are checked, then read once more into the memory where they are wanted.
 
 Where tensors are and what they must be is known from the index, so the header of a file is only compared, never interpreted.
-Every place is compared with the size of the file before it is read or mapped.
+Every place is compared with the size of the file before memory is spent. Files are read and never mapped: a file that is cut
+off while it is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import ctypes
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -21,10 +23,13 @@ from gradwire.checkpoint._pieces import form_of, region_of
 from gradwire.checkpoint.folder import Folder
 from gradwire.errors import CheckpointDamaged, CheckpointMissing
 from gradwire.shard._geometry import Box
+from gradwire.shard.layouts import whole
 
 OnBytes = Callable[[int], None]
 
 _PIECE: Final = 2 << 20  # small enough to be in the cache still when its checksum is taken
+_STAGED_ELEMENTS: Final = (32 << 10) - 1  # torch copies more of them with threads, and waits for the slowest each time
+_LARGEST_ITEM: Final = max(dtype.itemsize for dtype in DTYPES.values())
 
 
 def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
@@ -44,7 +49,7 @@ def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
 
 
 def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
-    """Compares the bytes of tensors with the index. Reads, and maps nothing: a bad disk gives an error and no signal.
+    """Compares the bytes of tensors with the index.
 
     Raises:
         CheckpointMissing: A file is gone.
@@ -70,30 +75,37 @@ class _File:
     def checksum(
         self, tensor: str, offset: int, num_bytes: int, buffer: bytearray, on_bytes: OnBytes = lambda _: None
     ) -> str:
-        """The checksum of a part of it."""
-        self._check_place(tensor, offset, num_bytes)
+        """Return the checksum of a part of it."""
+        self.check_place(tensor, offset, num_bytes)
         view, checksum, end = memoryview(buffer), 0, offset + num_bytes
-        while offset < end:
-            piece = view[: min(len(view), end - offset)]
+        for start in range(offset, end, len(view)):
+            piece = view[: min(len(view), end - start)]
+            self.read(tensor, start, piece)
+            checksum = zlib.crc32(piece, checksum)
+            on_bytes(len(piece))
+        return show_checksum(checksum)
+
+    def read(self, tensor: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of it.
+
+        Raises:
+            CheckpointDamaged: It cannot be read, or ends before the buffer is full.
+        """
+        while len(buffer):
             try:
-                num_read = os.preadv(self._descriptor, [piece], offset)
+                num_read = os.preadv(self._descriptor, [buffer], offset)
             except OSError as error:
                 raise self.damaged(tensor, f"it cannot be read: {error.strerror}") from error
             if num_read == 0:
                 raise self.damaged(tensor, "the file ends too early")
-            checksum = zlib.crc32(piece[:num_read], checksum)
+            buffer = buffer[num_read:]
             offset += num_read
-            on_bytes(num_read)
-        return show_checksum(checksum)
 
-    def mapped(self, tensor: str) -> _Mapping:
-        """All of it in memory, where it is read when it is used; stays when the file is closed."""
-        try:
-            return _Mapping(mmap.mmap(self._descriptor, self.num_bytes, access=mmap.ACCESS_COPY), self)
-        except (OSError, ValueError) as error:  # it has no bytes, or there is no room for it
-            raise self.damaged(tensor, f"it cannot be mapped: {error}") from error
-
-    def _check_place(self, tensor: str, offset: int, num_bytes: int) -> None:
+    def check_place(self, tensor: str, offset: int, num_bytes: int) -> None:
+        """
+        Raises:
+            CheckpointDamaged: It was too short already when it was opened.
+        """
         if offset + num_bytes > self.num_bytes:
             raise self.damaged(tensor, "the file ends too early")
 
@@ -103,29 +115,10 @@ class _File:
         return CheckpointDamaged(f"{what} is damaged: {why}. Load another checkpoint", self._path.name, tensor)
 
 
-class _Mapping:
-    """A file in memory. Tensors keep the mapping alive, not the file open."""
-
-    def __init__(self, memory: mmap.mmap, file: _File) -> None:
-        self._memory = memory
-        self._file = file
-
-    def tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        """A view of a part of it."""
-        dtype, num_bytes = DTYPES[entry.dtype], entry.num_bytes
-        self._file._check_place(name, entry.offset, num_bytes)
-        if not num_bytes:
-            return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=entry.offset)
-        if (
-            entry.offset % dtype.itemsize
-        ):  # processors refuse to read some; files of version 1 have such complex numbers
-            raw = raw.clone()
-        return raw.view(dtype).view(entry.shape)
-
-
 class TensorReader:
-    """Tensors of a checkpoint as views of the mapped files: nothing is read before it is used. Check the files first.
+    """Reads tensors of a checkpoint, where possible straight into the memory where they are wanted. Check the files first.
+
+    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from.
 
     Args:
         folder: Must be open when a tensor of a file is asked for the first time.
@@ -135,25 +128,77 @@ class TensorReader:
     def __init__(self, folder: Folder, entries: Mapping[str, TensorEntry]) -> None:
         self._folder = folder
         self._entries = entries
-        self._mappings: dict[str, _Mapping] = {}
+        self._files: dict[str, _File] = {}
+        self._stack = contextlib.ExitStack()
+        self._staging = bytearray()  # made when it is needed
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """A tensor that must only be read.
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; may be called again."""
+        self._files.clear()
+        self._stack.close()
+
+    def copied(self, name: str) -> torch.Tensor:
+        """Return a tensor, with memory of its own.
 
         Raises:
             CheckpointMissing: Its file is gone.
-            CheckpointDamaged: Its file ends before it.
+            CheckpointDamaged: Its file ends before it, or its bytes have changed.
         """
         entry = self._entries[name]
-        found = self._mappings.get(entry.file)
-        if found is None:
-            with _opened(self._folder, entry.file, name) as file:
-                found = self._mappings[entry.file] = file.mapped(name)
-        return found.tensor(name, entry)
+        self._file_of(name)  # is long enough; memory is spent after that
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read_into(made, name)
+        return made
 
-    def copied(self, name: str) -> torch.Tensor:
-        """The same with memory of its own."""
-        return self.mapped(name).clone()
+    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
+        """Read a tensor, or a part of it, into a tensor of the same shape; the values are converted to its dtype.
+
+        What is read as a whole is compared with its checksum once more.
+
+        Args:
+            target: What to fill. On an error, some of it may have been filled.
+            name: Of the tensor to read.
+            region: The part of it; all of it if not given.
+
+        Raises:
+            CheckpointMissing: Its file is gone.
+            CheckpointDamaged: Its file ends before it, or its bytes have changed.
+        """
+        entry, file = self._entries[name], self._file_of(name)
+        all_of_it = whole(entry.shape)
+        region = region or all_of_it
+        if not region.num_elements:
+            return
+        target = target.detach()
+        dtype, strides, checksum = DTYPES[entry.dtype], _strides(entry.shape), 0
+        is_plain = _is_plain(target, dtype)
+        if is_plain:
+            torch.autograd.graph.increment_version(target)  # torch does not see who else writes into its memory
+        for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
+            part = target[box.slices_in(region)]
+            num_elements = _span(box.sizes, strides)
+            is_direct = is_plain and num_elements == box.num_elements
+            buffer = _memory_of(part) if is_direct else self._staged(num_elements * dtype.itemsize)
+            start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+            file.read(name, entry.offset + start * dtype.itemsize, buffer)
+            if region == all_of_it:
+                checksum = zlib.crc32(buffer, checksum)
+            if not is_direct:
+                values = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+                with torch.no_grad():
+                    part.copy_(values.as_strided(box.sizes, strides))
+        if region == all_of_it and show_checksum(checksum) != entry.checksum:
+            raise file.damaged(name, "its bytes have changed")
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entries[name].shape
 
     def form_of(self, node: Any) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the node of a tensor."""
@@ -162,6 +207,67 @@ class TensorReader:
     def region_of(self, node: Any, box: Box) -> Any:
         """The node of a part of a tensor."""
         return region_of(node, box, self._entries)
+
+    def _file_of(self, name: str) -> _File:
+        entry = self._entries[name]
+        if entry.file not in self._files:
+            self._files[entry.file] = self._stack.enter_context(_opened(self._folder, entry.file, name))
+        file = self._files[entry.file]
+        file.check_place(name, entry.offset, entry.num_bytes)
+        return file
+
+    def _staged(self, num_bytes: int) -> memoryview:
+        """Return memory that is used again and again: memory that was never touched is slow."""
+        if len(self._staging) < num_bytes:
+            self._staging = bytearray(_STAGED_ELEMENTS * _LARGEST_ITEM)
+        return memoryview(self._staging)[:num_bytes]
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the memory of a tensor has nothing but its values, one after the other."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    is_as_it_looks = tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
+    return is_as_it_looks and tensor.is_contiguous() and not tensor.is_inference()
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a plain tensor, which must be kept alive meanwhile."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how far apart elements are in a file, along every dimension."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many elements there are from the first one to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Iterator[Box]:
+    """Cut a part of a tensor into boxes that can be read at once, in the order of the file.
+
+    Where elements are wanted that are not beside each other, what lies between them is read, too, if that is not much.
+
+    Args:
+        region: The part.
+        strides: Of the tensor in the file.
+        most_without_gaps: How many elements to read at once if all of them are wanted.
+    """
+    span = _span(region.sizes, strides)
+    most = most_without_gaps if span == region.num_elements else _STAGED_ELEMENTS
+    if span <= most:
+        yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+    offsets, sizes, stride = region.offsets, region.sizes, strides[dim]
+    rows = max(1, (most - _span(sizes[dim + 1 :], strides[dim + 1 :])) // stride + 1)
+    for start in range(0, sizes[dim], rows):
+        inner_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        inner_sizes = (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :])
+        yield from _spans(Box(inner_offsets, inner_sizes), strides, most_without_gaps)
 
 
 def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:

@@ -118,7 +118,7 @@ def decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader) 
     """The saved state of a sharded optimizer; what is as large as a sharded parameter is divided like it."""
     saved = dict(items_of(node) or {})
     by_key = items_of(saved.pop("state", None)) or {}
-    state = decode(dict_node(saved), reader.copied, reader.mapped)
+    state = decode(dict_node(saved), reader.copied, reader)
     names = _names(state.get("param_groups", ()))
     state["state"] = {
         key: {
@@ -139,7 +139,7 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
 def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) -> Any:
     if isinstance(like, ShardedTensor) and is_tensor(node) and reader.form_of(node)[1] == tuple(like.size()):
         return _read_like(like, node, reader)
-    return decode(node, reader.copied, reader.mapped)
+    return decode(node, reader.copied, reader)
 
 
 def _read_like(like: ShardedTensor, node: Node, reader: TensorReader) -> ShardedTensor:
@@ -148,7 +148,7 @@ def _read_like(like: ShardedTensor, node: Node, reader: TensorReader) -> Sharded
     for box in like._boxes():
         region = reader.region_of(node, box)
         if SHARDED in region:
-            parts.append(assemble(region[SHARDED], reader.mapped))
+            parts.append(assemble(region[SHARDED], reader))
         else:
             parts.append(reader.copied(region["$tensor"]))
     with torch.no_grad():

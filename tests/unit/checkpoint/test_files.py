@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gradwire.checkpoint import reading
 from gradwire.checkpoint._dtypes import DTYPES
 from gradwire.checkpoint._index import FileEntry, TensorEntry
 from gradwire.checkpoint.folder import Folder
 from gradwire.checkpoint.reading import TensorReader, check_files, check_tensors
 from gradwire.checkpoint.writing import TensorSet, write_file
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
+from gradwire.shard._geometry import Box
+from gradwire.shard.layouts import whole
 
 NAME = "g0001-0123abcd-worker0.safetensors"
 
@@ -60,9 +67,10 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, folder: Folder) -> N
     assert file.num_bytes == (tmp_path / NAME).stat().st_size
     check_files(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
-    reader = TensorReader(folder, entries)
+    with TensorReader(folder, entries) as reader:
+        copies = {name: reader.copied(name) for name in tensors}
     for name, tensor in tensors.items():
-        found = reader.copied(name)
+        found = copies[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         assert bits(found) == bits(tensor)
         assert entries[name].offset % max(1, tensor.dtype.itemsize // (2 if tensor.is_complex() else 1)) == 0
@@ -81,9 +89,9 @@ def test_views_are_saved_as_they_look(tmp_path: Path, folder: Folder) -> None:
     tensors = {"t": base.t(), "slice": base[1:3, ::2], "conj": base.conj(), "expanded": torch.ones(1).expand(5)}
     tensors["neg"] = base.conj().imag
     _, entries = write(folder, tensors)
-    reader = TensorReader(folder, entries)
-    for name, tensor in tensors.items():
-        assert torch.equal(reader.copied(name), tensor.resolve_conj().resolve_neg())
+    with TensorReader(folder, entries) as reader:
+        for name, tensor in tensors.items():
+            assert torch.equal(reader.copied(name), tensor.resolve_conj().resolve_neg())
 
 
 def test_progress_counts_every_byte(tmp_path: Path, folder: Folder) -> None:
@@ -149,15 +157,15 @@ def test_missing_and_short_files_are_named(tmp_path: Path, folder: Folder) -> No
     with pytest.raises(CheckpointMissing, match=r"which has tensor 'a', is missing") as missing:
         check_tensors(folder, entries, nothing)
     assert (missing.value.file, missing.value.tensor) == (NAME, "a")
-    with pytest.raises(FileNotFoundError):
-        TensorReader(folder, entries).mapped("a")
+    with pytest.raises(FileNotFoundError), TensorReader(folder, entries) as reader:
+        reader.copied("a")
 
 
 def test_a_file_that_is_no_safetensors_file_is_damage(tmp_path: Path, folder: Folder) -> None:
     _, entries = write(folder, {"a": torch.randn(64)})
     (tmp_path / NAME).write_bytes(b"nonsense" * 10)
-    with pytest.raises(CheckpointDamaged, match=NAME):
-        TensorReader(folder, entries).mapped("a")
+    with pytest.raises(CheckpointDamaged, match=NAME), TensorReader(folder, entries) as reader:
+        reader.copied("a")
 
 
 @pytest.fixture
@@ -189,9 +197,106 @@ def test_nothing_is_written_over(tmp_path: Path, folder: Folder) -> None:
     assert (tmp_path / NAME).read_text() == "mine"
 
 
-def test_mapped_tensors_are_not_read_before_use(tmp_path: Path, folder: Folder) -> None:
-    _, entries = write(folder, {"a": torch.arange(10.0)})
-    reader: Any = TensorReader(folder, entries)
-    mapped = reader.mapped("a")
-    (tmp_path / NAME).unlink()  # what is mapped stays readable
-    assert torch.equal(mapped, torch.arange(10.0))
+# -- reading into memory that is there ------------------------------------------------------------------------------------
+
+SAVED = torch.arange(40 * 50 * 60, dtype=torch.float32).view(40, 50, 60)
+
+
+@pytest.fixture
+def reader(folder: Folder) -> Iterator[TensorReader]:
+    """Of a file with `SAVED` as "a"."""
+    _, entries = write(folder, {"a": SAVED})
+    with TensorReader(folder, entries) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.empty(40, 50, 60),
+        torch.empty(60, 50, 40).transpose(0, 2),
+        torch.empty(40, 50, 120)[..., ::2],
+        torch.empty(40, 50, 60, dtype=torch.float64),
+        torch.empty(40, 50, 60, dtype=torch.complex64).real,
+        torch.nn.Parameter(torch.empty(40, 50, 60)),
+        torch.empty(40, 50, 60, dtype=torch.complex64).conj().imag,  # is kept with its sign changed
+    ],
+    ids=["plain", "transposed", "strided", "converted", "real", "parameter", "negated"],
+)
+def test_tensors_of_every_form_are_filled(reader: TensorReader, target: torch.Tensor) -> None:
+    version = target._version
+    reader.read_into(target, "a")
+    assert torch.equal(target.detach().float(), SAVED)
+    assert target._version > version  # autograd sees that it has changed
+
+
+@pytest.mark.parametrize("piece", [4, 400, 1 << 20])
+@pytest.mark.parametrize("staged", [1, 100, 1 << 20])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_region_is_what_indexing_gives(piece: int, staged: int, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    saved = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
+    box = Box(offsets, sizes)
+    with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_PIECE", piece)
+        patch.setattr(reading, "_STAGED_ELEMENTS", staged)
+        _, entries = write(folder, {"a": saved})
+        with TensorReader(folder, entries) as reader:
+            for dtype in (torch.int32, torch.int64):
+                target = torch.full(sizes, -1, dtype=dtype)
+                reader.read_into(target, "a", box)
+                assert torch.equal(target.int(), saved[box.slices_in(whole(shape))])
+
+
+def test_bytes_that_changed_after_the_check_are_found(tmp_path: Path, folder: Folder) -> None:
+    file, entries = write(folder, {"a": torch.zeros(100), "b": torch.ones(3)})
+    check_all(folder, file, entries)
+    with TensorReader(folder, entries) as reader:
+        with open(tmp_path / NAME, "r+b") as opened:
+            opened.seek(entries["a"].offset + 40)
+            opened.write(b"x")
+        with pytest.raises(CheckpointDamaged, match=r"tensor 'a' in .* is damaged: its bytes have changed"):
+            reader.copied("a")
+        with pytest.raises(CheckpointDamaged, match=r"tensor 'a' in .* is damaged: its bytes have changed"):
+            reader.read_into(torch.zeros(100, dtype=torch.float64), "a")
+        assert reader.copied("b").tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["direct", "staged"])
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(
+    tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The file is open and was long enough; after the first piece of the tensor its rest is gone."""
+    file, entries = write(folder, {"a": torch.ones(3 << 20)})
+    check_all(folder, file, entries)
+    num_reads, read = 0, os.preadv
+
+    def read_and_cut(*args: Any) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        found = read(*args)
+        os.truncate(tmp_path / NAME, entries["a"].offset + 4096)
+        return found
+
+    monkeypatch.setattr(os, "preadv", read_and_cut)
+    target = torch.zeros(3 << 20, dtype=dtype)
+    error = pytest.raises(CheckpointDamaged, match=r"tensor 'a' in .* is damaged: the file ends too early")
+    with TensorReader(folder, entries) as reader, error as caught:
+        reader.read_into(target, "a")
+    assert caught.value.file == NAME
+    assert num_reads == 2
+    assert 0 < target.sum() < 3 << 20
+
+
+def test_no_file_stays_open(folder: Folder) -> None:
+    _, entries = write(folder, {"a": torch.zeros(3)})
+    before = os.listdir("/proc/self/fd")
+    with TensorReader(folder, entries) as reader:
+        reader.copied("a")
+        reader.copied("a")
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    reader.close()
+    assert os.listdir("/proc/self/fd") == before

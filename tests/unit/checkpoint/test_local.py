@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,99 @@ def test_damage_is_found_before_anything_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissing, match=path.name):
         checkpoint.load(tmp_path, {"a": target[0]})
     assert checkpoint.load(tmp_path) == {"step": 5}
+
+
+class Keeping(nn.Module):
+    """Keeps tensors of the state that it is given: one that torch would copy, and one of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(3))
+        self.extra = torch.zeros(2)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.kept = state[prefix + "kept"]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+class KeepingExtra(nn.Linear):
+    """Is loaded by torch, and keeps its extra state."""
+
+    extra = torch.zeros(2)
+    get_extra_state = Keeping.get_extra_state
+    set_extra_state = Keeping.set_extra_state
+
+
+def test_modules_may_keep_tensors_of_the_state(tmp_path: Path) -> None:
+    model = nn.Sequential(Keeping(), KeepingExtra(2, 2))
+    model[0].kept += 5
+    model[0].extra, model[1].extra = torch.ones(2), torch.ones(2)
+    checkpoint.save(tmp_path, {"model": model})
+    other = nn.Sequential(Keeping(), KeepingExtra(2, 2))
+    checkpoint.load(tmp_path, {"model": other})
+    for found, value in ((other[0].kept, 5), (other[0].extra, 1), (other[1].extra, 1)):
+        assert type(found) is torch.Tensor
+        assert set(found.tolist()) == {value}
+    assert torch.equal(other[1].weight, model[1].weight)
+
+
+def test_hooks_decide_what_is_loaded(tmp_path: Path) -> None:
+    """They see all that was saved, and may leave something as it is."""
+    checkpoint.save(tmp_path, {"model": nn.Linear(2, 2)})
+    other = nn.Linear(2, 2)
+    before, seen = state_of(other), []
+    other.register_load_state_dict_pre_hook(lambda _, state, *rest: seen.extend(state) or state.pop("weight"))
+    other.register_load_state_dict_post_hook(lambda module, keys: seen.append(module.bias.tolist()))
+    checkpoint.load(tmp_path, {"model": other})
+    bias = checkpoint.read(tmp_path)["model"]["bias"].tolist()
+    assert seen == ["weight", "bias", bias]
+    assert torch.equal(other.weight, before["weight"])
+
+
+class Cutting(Stubborn):
+    """Takes a state, and takes the bytes of files away."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+        for path in self.paths:
+            os.truncate(path, 0)
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_an_error_and_objects_are_put_back(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2000))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    first = Cutting([])
+    first.state = {"a": 2}
+    summary = checkpoint.save(tmp_path, {"first": first, "optim": optimizer})
+    target, other = Cutting([tmp_path / file.name for file in summary.files]), torch.optim.Adam([parameter])
+    with pytest.raises(CheckpointDamaged, match=r"on worker local at .* damaged: the file ends too early") as caught:
+        checkpoint.load(tmp_path, {"first": target, "optim": other})
+    assert caught.value.file == summary.files[0].name
+    assert target.state == {"a": 1}
+    assert not other.state
+
+
+def test_loading_is_a_change_that_autograd_sees(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, {"model": model, "x": torch.ones(2)})
+    x = torch.zeros(2, requires_grad=True)
+    for target in ({"model": model}, {"x": x}):
+        loss = (model(x) * x.exp() * x).sum()
+        checkpoint.load(tmp_path, target)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_what_cannot_be_saved_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from gradwire.checkpoint._pieces import (
     sharded_node,
 )
 from gradwire.checkpoint._tree import check_node, decode, tensor_names
+from gradwire.errors import CheckpointDamaged
 from gradwire.shard._geometry import Box
+from gradwire.shard.layouts import whole
 
 WHOLE = torch.arange(60).view(6, 10)
 
@@ -42,9 +44,13 @@ class Files:
         starts = [(name, box.offsets) for name, box in zip(self.tensors, cuts, strict=True)]
         self.node = sharded_node("int64", (6, 10), starts)
 
-    def named(self, name: str) -> torch.Tensor:
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
         self.read.append(name)
-        return self.tensors[name]
+        saved = self.tensors[name]
+        target.copy_(saved if region is None else saved[region.slices_in(whole(saved.shape))])
 
 
 def grid(rows: list[int], columns: list[int]) -> list[Box]:
@@ -70,7 +76,7 @@ def test_a_region_reads_the_pieces_that_it_overlaps_and_no_others(
     region = region_of(files.node, box, files.entries)
     assert form_of(region, files.entries) == ("int64", box.sizes)
     target = torch.full(box.sizes, -1)
-    put(target, region, files.named)
+    put(target, region, files)
     assert torch.equal(target, WHOLE[box.slices_in(Box((0, 0), (6, 10)))])
     overlapping = [f"piece{number}" for number, item in enumerate(cuts) if item.common_with(box) is not None]
     assert files.read == overlapping
@@ -81,13 +87,17 @@ def test_regions_of_regions_and_of_tensors_in_one_piece() -> None:
     assert region_of(node, Box((0, 0), (6, 10)), entries) is node
     inner = region_of(region_of(node, Box((1, 2), (4, 6)), entries), Box((1, 1), (2, 3)), entries)
     target = torch.zeros(2, 3, dtype=torch.int64)
-    put(target, inner, {"x": WHOLE}.__getitem__)
+    files = Files([])
+    files.tensors["x"] = WHOLE
+    put(target, inner, files)
     assert torch.equal(target, WHOLE[2:4, 3:6])
 
 
 def test_what_no_piece_covers_is_zero() -> None:
     node = sharded_node("float32", [4], [("x", [2])])
-    assert assemble(node["$sharded"], lambda _: torch.ones(1)).tolist() == [0, 0, 1, 0]
+    files = Files([])
+    files.tensors["x"] = torch.ones(1)
+    assert assemble(node["$sharded"], files).tolist() == [0, 0, 1, 0]
 
 
 def test_in_the_tree() -> None:
@@ -96,9 +106,11 @@ def test_in_the_tree() -> None:
     check_node(node)
     assert list(tensor_names(node)) == [*files.tensors, "other"]
     assert len(list(bodies(node))) == 1
-    found = decode(node, lambda name: name, files.named)
+    found = decode(node, lambda name: name, files)
     assert torch.equal(found["a"][0], WHOLE)
     assert found["a"][1] == "other"
+    with pytest.raises(CheckpointDamaged, match="a sharded tensor where there can be none"):
+        decode(node, lambda name: name)
 
 
 @pytest.mark.parametrize(
