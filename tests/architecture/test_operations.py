@@ -11,7 +11,7 @@ from typing import get_args
 import gradwire
 from gradwire.cluster._worker import CALLS_SERVED
 from gradwire.rpc import functions
-from gradwire.rref import delivery
+from gradwire.rref import _actions, delivery
 from gradwire.testing import local_agents
 from gradwire.wire import _registry
 from gradwire.wire.messages import MESSAGE_TYPES
@@ -71,6 +71,6 @@ def test_every_operation_has_a_row() -> None:
 
 
 def test_every_row_is_about_an_operation() -> None:
-    messages = {kind.__name__ for kind in (*MESSAGE_TYPES.values(), *get_args(delivery.Message))}
+    messages = {kind.__name__ for kind in (*MESSAGE_TYPES.values(), *get_args(_actions.Message))}
     gone = documented() - registered() - messages
     assert not gone, f"docs/trust.md, {SECTION!r}, has rows for what is not there: {', '.join(sorted(gone))}"

@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import secrets
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 
@@ -69,13 +70,7 @@ BOUNDS: Final = {
 NOT_SENT: Final = (GradwireError, TypeError, ValueError, OverflowError)
 """The hostile worker could not send it: the connection was closed, or its own code refuses to pack it."""
 
-KNOWN: Final[dict[str, str]] = {
-    "gradwire.checkpoint.": "checkpoint: types of the parts that are sent",
-    "gradwire.optim.": "optim: types of groups, options and state",
-    "left behind: rounds of gatherings": "rpc: rounds of workers that are gone",
-    "honest worker: RRefError": "rref: deletions in the name of others",
-    "left behind: values": "rref: values that a worker held which is gone",
-}
+KNOWN: Final[dict[str, str]] = {}
 """Findings that wait for a change elsewhere: the start of a finding's key, and what it waits for."""
 
 
@@ -158,16 +153,17 @@ class Attack:
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
         self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
-        self._control = dict(hostile.server._control)
+        self._control = {name: handler for name, (handler, _) in hostile.server._control.items()}
         self._notices = [name.removeprefix("~") for name in hostile.notices._handlers]
         self._notes = [item.name for item in hostile.interceptors]
         self._keeper = hostile.server._keeper[0] if hostile.server._keeper is not None else ""
         hostile.interceptors[:] = [Liar(name, self.grammar) for name in self._notes]
         for name in ("autograd.probe", "autograd.explain"):
-            hostile.server.register_control(name, lambda _, *args: self.grammar.value())
+            _, kind = hostile.server._control[f"~{name}"]
+            hostile.server.register_control(name, lambda _, *args: self.grammar.value(), *get_args(kind))
         for name in self._notices:
             if name.startswith("autograd."):  # it does not say what has become of contexts that it made up
-                hostile.notices.register(name, lambda *_: None)
+                hostile.notices.register(name, lambda *_: None, Any)
 
     # -- the hostile worker's own things ---------------------------------------------------------------------------------
 
@@ -495,7 +491,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="no child process")
     parser.add_argument("--known", action="store_true", help="fail for known findings, too")
     args = parser.parse_args()
-    seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
+    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
     until = time.monotonic() + args.seconds
     outcome = run(seed, lambda _: time.monotonic() > until, own_process=not args.here)
     return report(outcome, seed, args.known)

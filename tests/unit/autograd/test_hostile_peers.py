@@ -141,7 +141,7 @@ def test_messages_of_one_worker_are_limited(trio: list[Agent]) -> None:
 def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]) -> None:
     _, b, c = trio
     context_id, told = some_id(2), []
-    c.notices.register("autograd.abort", lambda sender, note, _: told.append(read_note(note, AbortPass)))
+    c.notices.register("autograd.abort", lambda sender, note, _: told.append(note), AbortPass)
     c.notices.register("autograd.report", lambda *_: None)  # it does not say how they end
     for _ in range(100):
         send(
@@ -292,7 +292,7 @@ def test_questions_about_contexts_and_passes_of_others_are_refused(trio: list[Ag
         assert "b: 1 sends, 1 recvs" in str(gw.autograd.explain(ctx))
 
 
-@pytest.mark.parametrize("args", [(), ("x",), (1.5,), (2**70,), (-1,), (torch.ones(2),), (None, 1), (1, 2, 3)])
+@pytest.mark.parametrize("args", [(), ("x",), (1.5,), (-1,), (torch.ones(2),), (None, 1), (1, 2, 3)])
 @pytest.mark.parametrize("operation", ["probe", "explain"])
 def test_questions_with_other_arguments_are_refused(trio: list[Agent], operation: str, args: tuple[Any, ...]) -> None:
     assert isinstance(ask(trio[2], "b", operation, args), DecodeError)
