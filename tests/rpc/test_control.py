@@ -247,12 +247,12 @@ def test_an_operation_that_ended_is_not_kept_by_the_future_that_waits_for_it(mak
     a, b = make_agents("a", "b", trust="data")
     b.server.register_control("ask", lambda _: 5)
 
-    def ask() -> Any:
+    def ask(kind: Any) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        a.control("b", "ask", (), LIMIT_S, future.set_result)
+        a.control("b", "ask", (), LIMIT_S, future.set_result, kind)
         return future.wait().value
 
-    assert [ask() for _ in range(3)] == [5, 5, 5]
+    assert [ask(kind) for kind in (int, int, str)] == [5, 5, None]  # the last one fails
 
     def kept() -> list[object]:
         gc.collect()

@@ -359,7 +359,7 @@ class DistEngine:
             failed = next((item for rank, item in current.early.items() if current.termination.is_named(rank)), None)
             if is_complete and failed is None:
                 current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
-            others = current.termination.participants - {self._own}
+            others = current.followers()
         if failed is not None:
             self._drop(current, failed, set())
         elif mistaken:
@@ -381,10 +381,9 @@ class DistEngine:
         message = read_note(note, AbortPass)
         failures.check_error(message.error, self._agent.config.limits)
         context = self._container.find(message.context_id)
-        if context is not None:
-            if not self.endings.may_abort(context, message, sender.id):
-                self.num_refused += 1
-                return
+        if context is not None and not self.endings.may_abort(context, message, sender.id):
+            self.num_refused += 1
+        elif context is not None:
             current = context.passes.get(message.pass_id)
             is_from_root = creator_of(message.pass_id) == sender.id
             if current is not None and (current.is_root or is_from_root or not current.is_undecided):

@@ -267,8 +267,8 @@ class Caller(Finisher):
                 try:
                     problem = f"what {to} answered to {call.function} is not valid"
                     call.value = read_plain(call.value, answer, problem)
-                except DecodeError as error:
-                    call.value, call.error = None, error
+                except DecodeError as error:  # another one is kept: the frames of this one know the call and its value
+                    call.value, call.error = None, DecodeError(str(error))
             on_done(call)
 
         packed = self._agent.codec.pack_control(args)
