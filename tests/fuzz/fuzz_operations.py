@@ -18,19 +18,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import secrets
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 
 import gradwire as gw
 from fuzz import operation_world
-from fuzz.operation_grammar import KEEPERS, NOTES, Grammar, Pools, encodable
+from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
 from gradwire.autograd import ambient, worker
@@ -69,13 +70,7 @@ BOUNDS: Final = {
 NOT_SENT: Final = (GradwireError, TypeError, ValueError, OverflowError)
 """The hostile worker could not send it: the connection was closed, or its own code refuses to pack it."""
 
-KNOWN: Final[dict[str, str]] = {
-    "gradwire.checkpoint.": "checkpoint: types of the parts that are sent",
-    "gradwire.optim.": "optim: types of groups, options and state",
-    "left behind: rounds of gatherings": "rpc: rounds of workers that are gone",
-    "honest worker: RRefError": "rref: deletions in the name of others",
-    "left behind: values": "rref: values that a worker held which is gone",
-}
+KNOWN: Final[dict[str, str]] = {}
 """Findings that wait for a change elsewhere: the start of a finding's key, and what it waits for."""
 
 
@@ -120,17 +115,6 @@ def become(agent: rpc.Agent | None) -> None:
     set_current_agent(agent)
 
 
-def _handler_of(entry: Any) -> Callable[..., Any]:
-    """The function in an entry of a worker's tables, which may hold the types of its arguments, too."""
-    handler: Callable[..., Any] = entry[0] if isinstance(entry, tuple) else entry
-    return handler
-
-
-def _replaced(entry: Any, handler: Callable[..., Any]) -> Any:
-    """The same entry with another function."""
-    return (handler, *entry[1:]) if isinstance(entry, tuple) else handler
-
-
 class Liar(Interceptor):
     """Puts any note on the hostile worker's answers."""
 
@@ -169,17 +153,17 @@ class Attack:
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
         self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
-        self._control = {name: _handler_of(entry) for name, entry in hostile.server._control.items()}
-        self._notices = {name.removeprefix("~"): entry for name, entry in hostile.notices._handlers.items()}
+        self._control = {name: handler for name, (handler, _) in hostile.server._control.items()}
+        self._notices = {name.removeprefix("~"): kind for name, kind in hostile.notices._kinds.items()}
         self._notes = [item.name for item in hostile.interceptors]
         self._keeper = hostile.server._keeper[0] if hostile.server._keeper is not None else ""
         hostile.interceptors[:] = [Liar(name, self.grammar) for name in self._notes]
-        control, handlers = hostile.server._control, hostile.notices._handlers
-        for name in ("~autograd.probe", "~autograd.explain"):
-            control[name] = _replaced(control[name], lambda _, *args: self.grammar.value())
-        for name in list(handlers):
-            if name.startswith("~autograd."):  # it does not say what has become of contexts that it made up
-                handlers[name] = _replaced(handlers[name], lambda *_: None)
+        for name in ("autograd.probe", "autograd.explain"):
+            _, kind = hostile.server._control[f"~{name}"]
+            hostile.server.register_control(name, lambda _, *args: self.grammar.value(), *get_args(kind))
+        for name in self._notices:
+            if name.startswith("autograd."):  # it does not say what has become of contexts that it made up
+                hostile.notices.register(name, lambda *_: None, Any)
 
     # -- the hostile worker's own things ---------------------------------------------------------------------------------
 
@@ -312,9 +296,7 @@ class Attack:
     def _send_notice(self) -> None:
         rng = self._rng
         name = rng.choice(list(self._notices))
-        entry = self._notices[name]
-        kind = entry[1] if isinstance(entry, tuple) else NOTES.get(name)
-        note = self.grammar.note(kind) if kind is not None and rng.random() < 0.9 else self.grammar.any_note()
+        note = self.grammar.note(self._notices[name]) if rng.random() < 0.9 else self.grammar.any_note()
         tensors = [self.grammar.tensor() for _ in range(rng.choice((0, 0, 0, 1, 2)))]
         if not encodable(note):
             return
@@ -509,7 +491,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="no child process")
     parser.add_argument("--known", action="store_true", help="fail for known findings, too")
     args = parser.parse_args()
-    seed = time.time_ns() % 2**32 if args.seed is None else args.seed
+    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
     until = time.monotonic() + args.seconds
     outcome = run(seed, lambda _: time.monotonic() > until, own_process=not args.here)
     return report(outcome, seed, args.known)

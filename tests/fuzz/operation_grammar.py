@@ -17,24 +17,11 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from gradwire.autograd import messages as autograd_messages
 from gradwire.checkpoint import owners as checkpoint_owners
 from gradwire.optim.local import LocalOptimizer
-from gradwire.rref._outbox import Batch
 from gradwire.rref.creation import Creates
 from gradwire.wire import _registry
 from gradwire.wire.messages import _note_decoders
-
-NOTES: Final[dict[str, Any]] = {
-    "autograd.propagate": autograd_messages.PropagateGradients,
-    "autograd.report": autograd_messages.ReportDone,
-    "autograd.abort": autograd_messages.AbortPass,
-    "autograd.commit": autograd_messages.CommitPass,
-    "autograd.release": autograd_messages.ReleaseContext,
-    "autograd.holds": autograd_messages.HoldsContext,
-    "rref": Batch,
-}
-"""What notices carry; one that is not here gets a note of any known type."""
 
 KEEPERS: Final[dict[str, Any]] = {"rref": Creates}
 """What goes with calls whose results stay where they are made."""

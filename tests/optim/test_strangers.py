@@ -65,6 +65,7 @@ BAD_ORDERS: list[tuple[Any, ...]] = [
     ("step", 1, (1,), 2**64),
     ("step", 1, (1,), 0, {}, [("scale", 2**2000)]),
     ("step", 1, 5),
+    ("load_named_state", {"a": torch.ones(2)}),
     ("step", 1, ("x",)),
     ("step", 1, (1,), "pass"),
     ("step", 1, (1,), 0, [1]),

@@ -45,6 +45,7 @@ def copied(exchange: Exchange) -> Exchange:
     mine._listed = {key: dict(listed) for key, listed in machine._listed.items()}
     mine._num_expected = dict(machine._num_expected)
     mine._ended = {key: known.copy() for key, known in machine._ended.items()}
+    mine._over = dict(machine._over)
     mine._mourning = copy.deepcopy(machine._mourning)
     twin.outbox = copy.copy(outbox)
     twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}

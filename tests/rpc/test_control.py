@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, RpcTimeout
 from gradwire.rpc import Agent
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.fields import CallId
 from gradwire.testing import wait_until
 from gradwire.testing._pairs import receive_frames
@@ -226,3 +228,34 @@ def test_the_last_words_of_a_worker_are_harmless_to_print(agent: Agent, caplog: 
         wait_until(lambda: "bye" in caplog.text, LIMIT_S)
     assert "\x1b" not in caplog.text
     assert len(caplog.text) < 10_000
+
+
+@pytest.mark.parametrize("kind", [dict[str, int], list[int], int, str])
+def test_an_answer_of_another_type_fails_the_operation(make_agents: MakeAgents, kind: Any) -> None:
+    """Whatever it is: a tensor looks like a mapping, but has no keys."""
+    a, b = make_agents("a", "b", trust="data")
+    b.server.register_control("ask", lambda _: TENSOR)
+    ended: list[PendingCall] = []
+    a.control("b", "ask", (), LIMIT_S, ended.append, kind)
+    wait_until(lambda: bool(ended), LIMIT_S)
+    assert isinstance(ended[0].error, DecodeError)
+    assert "what b answered to ~ask is not valid" in str(ended[0].error)
+
+
+def test_an_operation_that_ended_is_not_kept_by_the_future_that_waits_for_it(make_agents: MakeAgents) -> None:
+    """The future is in C++, where the collector of cycles does not look."""
+    a, b = make_agents("a", "b", trust="data")
+    b.server.register_control("ask", lambda _: 5)
+
+    def ask(kind: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        a.control("b", "ask", (), LIMIT_S, future.set_result, kind)
+        return future.wait().value
+
+    assert [ask(kind) for kind in (int, int, str)] == [5, 5, None]  # the last one fails
+
+    def kept() -> list[object]:
+        gc.collect()
+        return [item for item in gc.get_objects() if type(item) is PendingCall and item.function == "~ask"]
+
+    wait_until(lambda: not kept(), LIMIT_S)

@@ -13,6 +13,7 @@ import pytest
 
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
 from gradwire.rpc.agent import Agent
+from gradwire.rpc.worker import start_worker
 from gradwire.rref import references
 from gradwire.rref.api import RRef, create
 from gradwire.testing import wait_until
@@ -188,3 +189,20 @@ def test_modules_and_optimizers_work_after_a_reset(workers: Callable[..., list[P
         puppet.start("rpc.shutdown()")
     for puppet in (first, second):
         puppet.result()
+
+
+def test_nothing_is_kept_for_an_earlier_life_of_a_worker_that_was_restarted(make_agents: MakeAgents) -> None:
+    """No supervisor says that it is dead, so it might come back until its next life is connected."""
+    a, b = make_agents(2)
+    held = [make_there(b, "a") for _ in range(3)] + [make_there(a, "b")]
+    assert [rref.to_here().tolist() for rref in held] == [[1.0] * 3] * 4
+    known, earlier = references.of(a)._decisions, (b.info.id, b.address.incarnation)
+    reset_connections(b)
+    b.close()
+    wait_noticed(a, "b")
+    wait_until(lambda: known.ownership.num_remembered > 0, 10.0, "that what b held is struck off")
+    assert earlier in known.outbox._channels
+    with contextlib.closing(start_worker(b.info, b.config, a.directory, after=earlier[1])) as again:
+        again.call("a", tasks.make, (1.0,))
+        assert earlier not in known.outbox._channels
+        assert known.ownership.num_remembered == 0

@@ -92,7 +92,7 @@ class Endings:
         """The thread that committed was interrupted, or what follows failed: some may have heard of it, so all must."""
         if current.phase in (PassPhase.COMMITTING, PassPhase.COMMITTED):
             with current.lock:
-                others = current.termination.participants - {self._own} if current.termination is not None else ()
+                others = current.followers()
             self.commit(current, others, follows=False)
 
     def release(self, current: BackwardPass, where: str) -> None:
@@ -193,8 +193,7 @@ class Endings:
             others = {creator_of(current.pass_id)}
             if current.is_joined:
                 others |= set(current.state.peers)
-            if current.termination is not None:
-                others |= current.termination.participants
+            others |= current.followers()
         self.tell_all(others - told - {self._own}, "autograd.abort", abort)
         return True
 

@@ -359,7 +359,7 @@ class DistEngine:
             failed = next((item for rank, item in current.early.items() if current.termination.is_named(rank)), None)
             if is_complete and failed is None:
                 current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
-            others = current.termination.participants - {self._own}
+            others = current.followers()
         if failed is not None:
             self._drop(current, failed, set())
         elif mistaken:

@@ -250,6 +250,12 @@ class BackwardPass:
 
     # -- end -----------------------------------------------------------------------------------------------------
 
+    def followers(self) -> set[int]:
+        """On the root: those who wait for its word, whether or not anybody has named them; under `lock`."""
+        if self.termination is None:
+            return set()
+        return {*self.termination.participants, *self.early} - {self.own}
+
     def run_hooks(self) -> None:
         """Everything here is done: hooks see the totals. What they raise fails the pass."""
         if self.roots.joins_context:

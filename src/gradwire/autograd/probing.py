@@ -13,10 +13,10 @@ import torch
 
 from gradwire.autograd._termination import PassSnapshot, WaitingSend
 from gradwire.autograd.container import DistAutogradContainer
-from gradwire.errors import AutogradError, DecodeError, GradwireError, UnknownWorker
-from gradwire.rpc._ids import Rank, creator_of
+from gradwire.errors import AutogradError, GradwireError, UnknownWorker
+from gradwire.rpc._ids import Id, Rank, creator_of
 from gradwire.types import WorkerInfo
-from gradwire.wire.messages import prepare, read_note
+from gradwire.wire.messages import prepare
 
 if TYPE_CHECKING:
     from gradwire.autograd.context import DistAutogradContext
@@ -113,8 +113,8 @@ class Prober:
         self._agent = agent
         self._container = container
         self._lost = lost
-        agent.server.register_control("autograd.probe", self._on_probe, int, int)
-        agent.server.register_control("autograd.explain", self._on_explain, int)
+        agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
+        agent.server.register_control("autograd.explain", self._on_explain, Id)
 
     def name_of(self, rank: int) -> str:
         """A worker's name.
@@ -148,8 +148,7 @@ class Prober:
         self._explore(found, known, ask, lambda item: item.peers)
         return found
 
-    def _on_probe(self, sender: WorkerInfo, *args: Any) -> Any:
-        context_id, pass_id = _check_ids(args, 2, "autograd.probe")
+    def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
         if creator_of(pass_id) != sender.id:
             raise AutogradError(f"{sender.name} asked about a backward pass that it has not begun")
         context = self._container.find(context_id)
@@ -171,8 +170,7 @@ class Prober:
         )
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
 
-    def _on_explain(self, sender: WorkerInfo, *args: Any) -> Any:
-        (context_id,) = _check_ids(args, 1, "autograd.explain")
+    def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
         context = self._container.find(context_id)
         if context is not None and self._agent.trust == "data" and not context.knows(sender.id):
             raise AutogradError(f"{sender.name} asked about a context that it has no part in")
@@ -239,25 +237,13 @@ class Prober:
                 continue
             future: torch.futures.Future[Any] = torch.futures.Future()
             with contextlib.suppress(GradwireError):
-                self._agent.control(name, operation, args, limit_s, future.set_result)
+                self._agent.control(name, operation, args, limit_s, future.set_result, kind)
                 pending[rank] = future
         for rank, future in pending.items():
             call = future.wait()
             if call.error is None:
-                # By way of bytes: what another worker answers may hold anything, and only plain data can be encoded.
-                with contextlib.suppress(DecodeError, TypeError, ValueError, OverflowError, RecursionError):
-                    answers[rank] = read_note(msgspec.Raw(msgspec.msgpack.encode(call.value)), kind)
+                answers[rank] = call.value
         return answers
-
-
-def _check_ids(args: tuple[Any, ...], num_ids: int, operation: str) -> tuple[int, ...]:
-    """
-    Raises:
-        DecodeError: The arguments are not that many ids.
-    """
-    if len(args) != num_ids or not all(type(item) is int and 0 <= item < 1 << 64 for item in args):
-        raise DecodeError(f"{operation} takes {num_ids} ids")
-    return args
 
 
 def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:

@@ -52,6 +52,7 @@ from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef, references
 from gradwire.rref.operations import check_exposed
 from gradwire.shard import ShardedTensor
+from gradwire.wire.messages import read_plain
 
 T = TypeVar("T")
 
@@ -314,10 +315,7 @@ def _receive(sent: Any, method: str) -> list[Part]:
         DecodeError: These are no parts.
         NotExposed: ``trust="data"``, and a part is of a class that does not let others call that.
     """
-    try:
-        found = msgspec.convert(sent, _SentParts)
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"not the parts of an order: {error}") from error
+    found = read_plain(sent, _SentParts, "not the parts of an order")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
         raise DecodeError("not the parts of an order: each needs a reference")
     parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]

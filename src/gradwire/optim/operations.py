@@ -19,6 +19,7 @@ from gradwire.rpc.functions import expose
 from gradwire.rref import RRef
 from gradwire.rref.operations import find_value
 from gradwire.shard.torch_optimizer import is_torchs
+from gradwire.wire.messages import read_plain
 
 MAKE: Final = "gradwire.optim.make"
 OPERATE: Final = "gradwire.optim.operate"
@@ -129,12 +130,12 @@ def read_answer(operation: str, answer: Any) -> Any:
     Raises:
         DecodeError: It is something else.
     """
-    return _converted(answer, _ANSWERS[operation], f"the answer to {operation!r}")
+    return read_plain(answer, _ANSWERS[operation], f"not the answer to {operation!r}")
 
 
 def _make(optimizer_class: Any, groups: Any, args: Any, kwargs: Any) -> LocalOptimizer:
     """Makes an owner's part; a class of torch is called by its name."""
-    order = _converted((optimizer_class, groups, args, kwargs), _Make, "an order to make an optimizer")
+    order = read_plain((optimizer_class, groups, args, kwargs), _Make, "not an order to make an optimizer")
     found = order.optimizer_class
     if isinstance(found, str):
         found = getattr(torch.optim, found, None)
@@ -152,7 +153,7 @@ def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
     kind = ORDERS.get(operation) if isinstance(operation, str) else None
     if kind is None:
         raise NotExposed(f"{operation!r} is nothing that optimizers do")
-    order = _converted(args, kind, f"the arguments of {operation!r}")
+    order = read_plain(args, kind, f"not the arguments of {operation!r}")
     if isinstance(order, _AddGroups):
         _groups(order.groups)
     optimizer = find_value(rref_id, maker)
@@ -171,13 +172,6 @@ def _groups(groups: Sequence[Any]) -> list[OwnedGroup]:
         if len(names) != len(rrefs) or not all(isinstance(rref, RRef) for rref in rrefs):
             raise DecodeError("a group of parameters needs a name and a reference for each")
     return list(groups)
-
-
-def _converted(value: Any, kind: Any, what: str) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise DecodeError(f"not {what}: {error}") from error
 
 
 for _function, _name in ((_make, MAKE), (_operate, OPERATE)):

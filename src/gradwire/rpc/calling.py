@@ -25,7 +25,7 @@ from gradwire.errors import (
     RpcTimeout,
 )
 from gradwire.rpc._calls import PHASE_TEXT, CallHolder, PendingCall, check_timeout, new_call_id
-from gradwire.rpc.codec import check_control, describe_function
+from gradwire.rpc.codec import describe_function
 from gradwire.rpc.finishing import Finisher
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.incoming import current_request, is_serving
@@ -34,7 +34,7 @@ from gradwire.rpc.local import LocalSource
 from gradwire.rpc.peer_table import To
 from gradwire.rpc.peers import OpenLane
 from gradwire.transports.stream import StreamConnection
-from gradwire.wire.messages import Call
+from gradwire.wire.messages import Call, read_plain
 from gradwire.wire.objects import Packed
 
 if TYPE_CHECKING:
@@ -265,9 +265,10 @@ class Caller(Finisher):
         def check(call: PendingCall) -> None:
             if call.error is None:
                 try:
-                    call.value = check_control(call.value, answer, f"what {to} answered to {call.function}")
-                except DecodeError as error:
-                    call.value, call.error = None, error
+                    problem = f"what {to} answered to {call.function} is not valid"
+                    call.value = read_plain(call.value, answer, problem)
+                except DecodeError as error:  # another one is kept: the frames of this one know the call and its value
+                    call.value, call.error = None, DecodeError(str(error))
             on_done(call)
 
         packed = self._agent.codec.pack_control(args)

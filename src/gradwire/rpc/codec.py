@@ -17,7 +17,7 @@ from gradwire.rpc.trips import Trip
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import objects, tensors
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Reply, read_note
+from gradwire.wire.messages import Call, Reply, read_note, read_plain
 
 
 class Codec:
@@ -124,7 +124,7 @@ class Codec:
             raise DecodeError(f"{message.function} came with notes, which belong to calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         args = objects.unpack(message.codec, frame.body, values, "data", self._limits)
-        return check_control(args, kind, f"the arguments of {message.function}")  # type: ignore[no-any-return]
+        return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]
 
     # -- replies -------------------------------------------------------------------------------------------------
 
@@ -235,18 +235,6 @@ class Codec:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self.incoming(Envelope(kind, peer, function), message.notes, values)
         return values
-
-
-def check_control(value: Any, kind: Any, what: str) -> Any:
-    """The arguments or the answer of a control operation, if they are of that type.
-
-    Raises:
-        DecodeError: They are not.
-    """
-    try:
-        return msgspec.convert(value, kind, builtin_types=(bytes,))  # or text would do for bytes, as base64
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise DecodeError(f"{what} are not valid: {error}") from error
 
 
 def describe_function(function: Any) -> str:

@@ -42,8 +42,9 @@ class Finisher:
                 self._complete(call, future)
             return
         call.mark_done()
-        if call.on_done is not None:
-            call.on_done(call)
+        on_done, call.on_done = call.on_done, None  # it may know a future that is to keep the call
+        if on_done is not None:
+            on_done(call)
 
     def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
         """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""

@@ -98,6 +98,7 @@ class Holdings:
         self._listed: dict[Worker, dict[int, int]] = {}  # what `Value.holders` say, by holder: values by fork
         self._num_expected: dict[Worker, int] = {}  # values by `expected_by`
         self._ended: dict[Worker, RecentIds] = {}  # forks and values that ended, by the worker that may yet name them
+        self._over: dict[int, int] = {}  # by rank: the latest incarnation that is dead for certain
         self._mourning = Mourning()
 
     def __repr__(self) -> str:
@@ -177,6 +178,11 @@ class Holdings:
         sent = {fork_id: child.rref_id for fork_id, child in self._children.items() if child.to == worker}
         return self._listed.get(worker, {}) | sent
 
+    def _can_list(self, rref_id: int, fork_id: int, worker: Worker) -> bool:
+        """Whether a worker may be listed with a fork: it has not ended, nor is it one of another value."""
+        is_of_value = self._listed.get(worker, {}).get(fork_id, rref_id) == rref_id
+        return is_of_value and not self._has_ended(worker, fork_id) and self.can_hold(worker)
+
     def _list(self, rref_id: int, fork_id: int, worker: Worker) -> None:
         self._values[rref_id].holders[fork_id] = worker
         self._listed.setdefault(worker, {})[fork_id] = rref_id
@@ -204,10 +210,15 @@ class Holdings:
 
     def _remember(self, worker: Worker, number: int) -> None:
         """A fork or value ended of which that worker may yet speak."""
+        if self._is_over(worker):
+            return
         known = self._ended.get(worker)
         if known is None:
             known = self._ended[worker] = RecentIds()
         known.add(number)
+
+    def _is_over(self, worker: Worker) -> bool:
+        return worker[1] <= self._over.get(worker[0], -1)
 
     def _has_ended(self, worker: Worker, number: int) -> bool:
         known = self._ended.get(worker)

@@ -92,7 +92,7 @@ class Ownership(Holdings):
         """Another worker has a value made here, and holds it; False if it has given it up already, or must not."""
         value = self._values.get(rref_id)
         is_taken = value is not None and value.maker != user
-        if is_taken or self._has_ended(user, fork_id) or user in self._mourning.ended or not self.can_hold(user):
+        if is_taken or user in self._mourning.ended or not self._can_list(rref_id, fork_id, user):
             return False
         if value is None:
             self._values[rref_id] = Value()
@@ -183,8 +183,7 @@ class Ownership(Holdings):
         listed = self._values[rref_id].holders.get(fork_id) if rref_id in self._values else None
         is_known = (
             listed in (None, user)
-            and not self._has_ended(user, fork_id)
-            and self.can_hold(user)
+            and self._can_list(rref_id, fork_id, user)
             and self.value_expected(rref_id, maker, user)
         )
         if is_known:
@@ -284,8 +283,10 @@ class Ownership(Holdings):
         return self._break_all(worker, reason)
 
     def forget(self, worker: Worker) -> None:
-        """A worker whose end was told is dead for certain: it will not speak of anything any more."""
-        self._ended.pop(worker, None)
+        """An incarnation is dead for certain, and so are earlier ones: they will not speak of anything any more."""
+        rank, incarnation = worker
+        self._over[rank] = max(incarnation, self._over.get(rank, 0))
+        self._ended = {known: ids for known, ids in self._ended.items() if not self._is_over(known)}
 
     def mourn_received(
         self, by: Worker, dead: Worker, round_: int, *, is_connected: bool, is_known: bool

@@ -218,6 +218,7 @@ class Delivery:
         """Before anything is read from the connection. What follows from it is done by another thread."""
         worker, known = (address.info.id, address.incarnation), self._decisions
         with known.lock:
+            known.exchange.ended((address.info.id, address.incarnation - 1))  # earlier ones cannot come back
             is_back = known.ownership.is_taken_for_dead(worker)
             self.see(worker)
         if is_back:

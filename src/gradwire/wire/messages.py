@@ -19,6 +19,7 @@ other way round, so that whoever waits for an answer may read the connection wit
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -192,6 +193,7 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 }
 
 
+_preparing = threading.Lock()  # held while msgspec works out how to check a type
 _note_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
@@ -199,13 +201,34 @@ def prepare(*kinds: Any) -> None:
     """Makes types known to msgspec before threads use them; `read_note` reads no others.
 
     msgspec works out how to check a type when it first meets it. Two threads that do so at the same moment crash the
-    process, so every type that notes are checked against is prepared when its module is imported.
+    process, so every type that notes are checked against is prepared when its module is imported, and others by
+    `read_plain`.
     """
-    for kind in kinds:
-        _note_decoders[kind] = msgspec.msgpack.Decoder(kind)
+    with _preparing:
+        for kind in kinds:
+            _note_decoders[kind] = msgspec.msgpack.Decoder(kind)
 
 
 prepare(Any)
+
+
+def read_plain(value: Any, kind: Any, problem: str) -> Any:
+    """Plain data that was unpacked already, checked against a type that msgspec knows.
+
+    Args:
+        value: What came; any object that may travel, tensors included.
+        kind: The type, with ranges and lengths.
+        problem: How the error begins.
+
+    Raises:
+        DecodeError: It is not of that kind.
+    """
+    if kind not in _note_decoders:
+        prepare(kind)
+    try:
+        return msgspec.convert(value, kind, builtin_types=(bytes,))  # or text would do for bytes, as base64
+    except Exception as error:  # not only msgspec's own: it takes a tensor for a mapping, and asks for its keys
+        raise DecodeError(f"{problem}: {error}") from error
 
 
 def read_note(note: Note, kind: type[N]) -> N:

@@ -17,6 +17,7 @@ from gradwire.autograd._backward_state import Introduction, Report
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.messages import (
     AbortPass,
+    CommitPass,
     GradientItem,
     HoldsContext,
     PassOptions,
@@ -142,7 +143,7 @@ def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]
     _, b, c = trio
     context_id, told = some_id(2), []
     c.notices.register("autograd.abort", lambda sender, note, _: told.append(note), AbortPass)
-    c.notices.register("autograd.report", lambda *_: None, msgspec.Raw)  # it does not say how they end
+    c.notices.register("autograd.report", lambda *_: None, ReportDone)  # it does not say how they end
     for _ in range(100):
         send(
             c, "b", "propagate", PropagateGradients(context_id, worker.of(c).container.new_message_id(), PassOptions())
@@ -249,6 +250,28 @@ def test_abort_counts_at_the_root_when_another_worker_has_named_its_sender(trio:
             ctx.backward(loss, timeout=20)
 
 
+def test_worker_that_nobody_has_named_is_told_how_the_pass_has_ended(trio: list[Agent]) -> None:
+    """Its report may be lost with a connection, and its abort come before the end or after it: only the root can tell it."""
+    _, b, c = trio
+    heard: list[int] = []
+    c.notices.register("autograd.commit", lambda sender, note, _: heard.append(note.pass_id), CommitPass)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", "hostile.held", args=(x,)).sum()
+
+        def abort_early() -> None:
+            assert entered.wait(10)
+            send(c, "a", "abort", AbortPass(int(ctx), pass_of(b, ctx).pass_id, ERROR))
+            gate.set()
+
+        c.reactor.run_soon(abort_early)
+        ctx.backward(loss, timeout=20)
+        wait_until(lambda: len(heard) == 1, 20.0, "that c is told with the others")
+        send(c, "a", "abort", AbortPass(int(ctx), heard[0], ERROR))
+        wait_until(lambda: len(heard) == 2, 20.0, "that c is told when it asks")
+        assert ctx.gradients()[x].tolist() == [2.0] * 3
+
+
 def test_report_by_a_worker_that_has_no_part_in_the_pass(trio: list[Agent]) -> None:
     """It names ranks that are not there: whoever waited for them would wait for ever."""
     _, b, c = trio
@@ -292,7 +315,7 @@ def test_questions_about_contexts_and_passes_of_others_are_refused(trio: list[Ag
         assert "b: 1 sends, 1 recvs" in str(gw.autograd.explain(ctx))
 
 
-@pytest.mark.parametrize("args", [(), ("x",), (1.5,), (2**70,), (-1,), (torch.ones(2),), (None, 1), (1, 2, 3)])
+@pytest.mark.parametrize("args", [(), ("x",), (1.5,), (-1,), (torch.ones(2),), (None, 1), (1, 2, 3)])
 @pytest.mark.parametrize("operation", ["probe", "explain"])
 def test_questions_with_other_arguments_are_refused(trio: list[Agent], operation: str, args: tuple[Any, ...]) -> None:
     assert isinstance(ask(trio[2], "b", operation, args), DecodeError)

@@ -224,6 +224,29 @@ def test_a_fork_is_not_taken_over_by_another_worker() -> None:
     assert owner.holders() == {B: 1}
 
 
+def test_a_fork_is_one_of_a_single_value() -> None:
+    """With two values behind one fork, the second would be kept for ever once the holder is gone."""
+    owner = owner_with((FORK, B))
+    assert owner.value_created(5, 9, C)
+    assert not owner.value_created(6, 9, C)
+    assert owner.adopt_received(C, RREF, 9, None) == [Confirm(C, 9, False)]
+    assert owner.adopt_received(C, 5, 9, None) == [Confirm(C, 9, True)]
+    assert Free(5) in owner.worker_lost(C, [])
+    assert owner.holders() == {B: 1}
+
+
+def test_nothing_is_remembered_of_a_life_that_is_over_for_certain() -> None:
+    old, new = (1, 1), (1, 2)
+    owner = owner_with((FORK, old), (CHILD, new))
+    owner.worker_lost(old, [C])
+    owner.forget((1, 1))
+    owner.end_seen(C, old, 1)
+    assert owner.holders() == {new: 1}
+    assert owner.num_remembered == 0
+    owner.worker_lost(new, [])
+    assert owner.num_remembered == 1  # it may come back
+
+
 def test_a_value_is_made_once_and_for_its_maker() -> None:
     owner = owner_with((FORK, B))
     assert not owner.value_created(RREF, CHILD, C)
