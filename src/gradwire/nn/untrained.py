@@ -52,7 +52,8 @@ class ParametersElsewhere(dict[str, Any]):
             _warn(
                 f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
                 f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
-                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...)",
+                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
+                f"them, pass it the parameters of the other parts only",
                 taker,
             )
         return super().items()
