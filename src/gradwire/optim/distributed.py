@@ -35,6 +35,8 @@ from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
 from gradwire.shard.torch_optimizer import is_watched
 
+_SHOWN_PROBLEMS = 10  # in an error
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Steps parameters on whatever workers they live, with the gradients of autograd contexts.
@@ -325,10 +327,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return (states.copied(part) if owner.is_here else part,)
 
         told = self._ask("state_problems", lambda owner: (states.forms(parts[owner.name]),), UNSET_RPC_TIMEOUT)
-        problems = [f"{problem} on {name}" for name, lines in told.items() for problem in lines]
+        problems = [f"on {name}, {problem}" for name, lines in told.items() for problem in lines]
         if problems:
+            more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
             raise ConfigurationError(
-                f"the state is of other parameters; nothing was loaded: {'; '.join(problems[:20])}"
+                f"the state does not fit the parameters of this optimizer; nothing was loaded: "
+                f"{'; '.join(problems[:_SHOWN_PROBLEMS])}{more}"
             )
         self._ask("load_named_state", part_of, UNSET_RPC_TIMEOUT)
         for group, saved in zip(self.param_groups, options, strict=True):
