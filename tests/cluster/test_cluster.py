@@ -363,7 +363,7 @@ def test_after_the_end(cluster: Cluster) -> None:
     cluster.close()
     assert repr(cluster) == "<Cluster closed>"
     assert [status.exit_reason for status in cluster.status()] == ["exited with code 0"] * 2
-    with pytest.raises(NotInitialized):
+    with pytest.raises(NotInitialized, match=r"driver has shut down; .* use another Cluster"):
         cluster.workers[0].call(tasks.add, 1)
     with pytest.raises(NotInitialized):
         rpc.rpc_sync("worker0", tasks.add, (1,))

@@ -67,8 +67,7 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran
     """Runs a program in a folder of its own: it must not depend on where it is started."""
     done = subprocess.run(
         [sys.executable, str(program), *arguments],
-        # Without an installed package, too; and without the warning of a torch store whose host has left first.
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
         cwd=folder,
         capture_output=True,
         text=True,

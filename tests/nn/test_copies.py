@@ -1,4 +1,4 @@
-"""Deep copies of remote modules: modules of their own, on the same owners."""
+"""Deep copies of remote modules: modules of their own, on the same owners. Shallow ones: handles on the same module."""
 
 from __future__ import annotations
 
@@ -81,6 +81,16 @@ def test_a_copy_and_its_origin_are_freed_one_by_one(cluster: Cluster) -> None:
     gc.collect()
     wait_until(lambda: worker.call(num_values) == 1)
     assert _are_equal(weights_of(made), weights)
+
+
+def test_a_shallow_copy_is_another_handle_on_the_same_module(cluster: Cluster) -> None:
+    model, x = cluster.workers[0].module(Net, 4, 3), make_input(1)
+    made = copy.copy(model)
+    assert type(made) is RemoteModule
+    assert made is not model
+    _train(made, x)
+    assert _are_equal(weights_of(made), weights_of(model))
+    assert cluster.workers[0].call(num_values) == 1
 
 
 def test_contexts_share_a_copy_as_they_share_its_origin(cluster: Cluster) -> None:

@@ -157,7 +157,7 @@ def test_state_of_other_shapes_is_refused_before_anything_is_loaded(cluster: Clu
     small = torch.ones(1)
     for number in range(len(SEEDS)):
         wrong = {**before["state"], number: {**before["state"][number], "exp_avg": small, "exp_avg_sq": small}}
-        with pytest.raises(ConfigurationError, match=rf"state 'exp_avg' of parameter '{number}' has shape \[1\]"):
+        with pytest.raises(ConfigurationError, match=rf"on \w+, state 'exp_avg' of parameter '{number}' has"):
             there.optimizer.load_state_dict({**before, "state": wrong})
     after = there.optimizer.state_dict()
     for number, values in before["state"].items():

@@ -371,6 +371,20 @@ def test_a_rank_zero_with_wrong_keys_is_named_at_once(
         assert re.search(r"rank [12] \(w[12]\) cannot join rank 0 \(w0\): .*certificate", error.text), error
 
 
+def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
+    make_puppets: Make, tcp_meeting: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "keys", ["w0", "w1"])
+    puppets, log = make_puppets(2), tmp_path / "log"
+    puppets[0].do(f"os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
+    shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0'), transports=('tcp',)"
+    for puppet in puppets:
+        puppet.do("from gradwire.transports.tls import keys_for")
+    for error in _fail_to_meet(puppets, tcp_meeting, [shown, shown]):
+        assert re.search(r"rank 1 \(w1\) cannot join .* has written for 'w1'", error.text), error
+    assert 1 <= log.read_text().count("w0 refused a connection") <= 4
+
+
 # -- ends ---------------------------------------------------------------------------------------------------------------
 
 

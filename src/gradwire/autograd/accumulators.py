@@ -168,8 +168,8 @@ def run_accumulators(
                 leaf.grad = known if known is None else known.detach().clone()
             for hook, leaf in quiet:
                 hook.seen = table[leaf]
-            if is_recorded:  # torch warns, once, of a cycle through `.grad`, which ends here when that is put back
-                warnings.filterwarnings("ignore", message=_CYCLE)
+            if is_recorded:
+                _silence_cycle_warning()
             with hooks_running():
                 _run_backward(
                     tuple(edges.values()),
@@ -194,6 +194,15 @@ def run_accumulators(
         else:  # a reducer goes on using the memory that it has put there
             table[leaf] = gradient if reducer is None else gradient.clone()
     return {leaf for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
+
+
+@functools.cache
+def _silence_cycle_warning() -> None:
+    """Torch warns, once in a process, of a cycle through ``.grad``. Here it ends, when that is put back.
+
+    Not with every pass: each change of the filters makes Python show all warnings of the program once more.
+    """
+    warnings.filterwarnings("ignore", message=_CYCLE)
 
 
 def _acquire(claim: GradClaim) -> None:

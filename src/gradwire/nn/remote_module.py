@@ -298,6 +298,12 @@ class RemoteModule(OwnedElsewhere):
             f"{self._label or 'module'} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
         )
 
+    def __copy__(self: Self) -> Self:
+        """Return another handle on the same module; it shares the hooks that are here, as copies of modules do."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __deepcopy__(self: Self, memo: dict[Any, Any]) -> Self:
         """Copy the module on its owner, and return a handle on the copy, with copies of the hooks that are here.
 

@@ -49,10 +49,11 @@ class ParametersElsewhere(dict[str, Any]):
         """Return nothing; that is what the `parameters` of an outer module ask for."""
         taker = _find_taker(sys._getframe(1))
         if taker is not None:
-            _warn(
+            warn_user(
                 f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
                 f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
-                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...)",
+                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
+                f"them, pass it the parameters of the other parts only",
                 taker,
             )
         return super().items()
@@ -100,7 +101,7 @@ class _EndOfBackward:
         self._module = module
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        _warn(
+        warn_user(
             f"backward ends at what {self._module} returned outside of a context: no gradient goes to that worker, and its "
             f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
             f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
@@ -108,8 +109,8 @@ class _EndOfBackward:
         )
 
 
-def _warn(text: str, frame: FrameType | None) -> None:
-    """Warn of a line of the user's code: the innermost one that led here."""
+def warn_user(text: str, frame: FrameType | None) -> None:
+    """Warn of a line of the user's code: the innermost one that led to the frame, outside of torch and gradwire."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     if frame is None:  # in a thread of torch's engine

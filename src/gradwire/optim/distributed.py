@@ -12,7 +12,7 @@ learning-rate schedulers work on it as they are.
 from __future__ import annotations
 
 import itertools
-import warnings
+import sys
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from gradwire.autograd.follow_ups import FollowUp
 from gradwire.autograd.messages import CommitPass
 from gradwire.autograd.norms import clip_factor, total_norm
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
+from gradwire.nn.untrained import warn_user
 from gradwire.optim import states
 from gradwire.optim._options import RESERVED, OptionLog
 from gradwire.optim.contexts import Contexts, check_contexts, is_over
@@ -34,6 +35,8 @@ from gradwire.optim.placing import Recipe, place
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef
 from gradwire.shard.torch_optimizer import is_watched
+
+_SHOWN_PROBLEMS = 10  # in an error
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -154,16 +157,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unfinished.pop(contexts, None)
         self._edits.drop(contexts)  # not before: a repeated step needs them
         if not any(answers.values.values()):
-            self._warn_of_no_gradients(contexts)
+            self._warn_of_no_gradients(len(contexts))
 
-    def _warn_of_no_gradients(self, contexts: tuple[int, ...]) -> None:
-        """A step that changes nothing is rarely what was meant, and shows only as a loss that stays as it is."""
-        where = f"context {contexts[0]}" if len(contexts) == 1 else f"any of the contexts {contexts}"
-        warnings.warn(
+    def _warn_of_no_gradients(self, num_contexts: int) -> None:
+        """A step that changes nothing is rarely what was meant, and shows only as a loss that stays as it is.
+
+        The text has no number of a context, so that Python shows it once for a loop and not with every step.
+        """
+        where = "the context" if num_contexts == 1 else f"any of the {num_contexts} contexts"
+        warn_user(
             f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), none "
             f"has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
             f"that the forward calls were made inside of it, and that the loss depends on these parameters",
-            stacklevel=4,
+            sys._getframe(1),
         )
 
     _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
@@ -325,10 +331,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return (states.copied(part) if owner.is_here else part,)
 
         told = self._ask("state_problems", lambda owner: (states.forms(parts[owner.name]),), UNSET_RPC_TIMEOUT)
-        problems = [f"{problem} on {name}" for name, lines in told.items() for problem in lines]
+        problems = [f"on {name}, {problem}" for name, lines in told.items() for problem in lines]
         if problems:
+            more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
             raise ConfigurationError(
-                f"the state is of other parameters; nothing was loaded: {'; '.join(problems[:20])}"
+                f"the state does not fit the parameters of this optimizer; nothing was loaded: "
+                f"{'; '.join(problems[:_SHOWN_PROBLEMS])}{more}"
             )
         self._ask("load_named_state", part_of, UNSET_RPC_TIMEOUT)
         for group, saved in zip(self.param_groups, options, strict=True):

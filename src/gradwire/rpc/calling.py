@@ -423,4 +423,4 @@ class Caller(Finisher):
 
 
 def _closed(agent: Agent) -> NotInitialized:
-    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again")
+    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again, or use another Cluster")

@@ -41,6 +41,7 @@ _LOOK_S = 0.05
 _ASK_S = 2.0
 _OBSTACLE_LOOK_S = 0.2
 _REFUSED_S = 1.0  # what refuses for so long is rank 0 itself, not what an earlier run has left
+_REFUSED_LOOK_S = 0.5  # rank 0 logs each attempt
 
 _Addresses = list[EncodedAddress]
 
@@ -172,7 +173,7 @@ class Meeting:
                 if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
                     raise self._failure() from error
                 raise
-            self._pause.wait(_LOOK_S)
+            self._pause.wait(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
         raise self._failure() from self._problem
 
     def _host(self) -> InterruptibleFuture[Any]:
@@ -288,7 +289,7 @@ class Meeting:
     def _failure(self) -> RendezvousFailed:
         arrived = self._arrived | self._published()
         missing = [str(rank) for rank in range(self._world_size) if rank not in arrived]
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "somebody"
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "a rank"
         last = f" (the last attempt to join rank 0 ended with: {self._problem})" if self._problem is not None else ""
         return RendezvousFailed(
             f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for a "

@@ -108,7 +108,8 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
     allowed = frozenset(names)
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(
-            f"worker {worker_name!r} showed a certificate for {sorted(allowed)}; `make_keys` writes one for its name"
+            f"worker {worker_name!r} showed a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
+            f"has written for {worker_name!r}"
         )
 
 

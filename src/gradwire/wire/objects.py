@@ -214,10 +214,15 @@ def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
     where, culprit = locate(value, is_plain)
     if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
         describe(culprit, limits)
+    advice = (
+        "Send plain tensors that it consists of, such as x.as_subclass(torch.Tensor)"
+        if isinstance(culprit, _TENSOR_TYPE)
+        else "Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, named "
+        "tuples, enums)"
+    )
     return CannotSend(
         f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '
-        "data. Send what it consists of, register its class (gradwire.wire.objects.register_plain_class: dataclasses, "
-        'named tuples, enums), or use trust="code" if the workers may run each other\'s code'
+        f'data. {advice}, or use trust="code" if the workers may run each other\'s code'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,6 +190,22 @@ def test_a_recorded_pass_stays_recorded_through_hooks(trio: list[Agent]) -> None
         (again,) = gw.autograd.grad(ctx, [ctx.gradients()[leaf].sum()], [leaf])
         assert again is not None
         assert again.tolist() == [6.0, 6.0]
+
+
+def test_recorded_passes_do_not_make_python_repeat_warnings(trio: list[Agent]) -> None:
+    """Python shows a warning once for each line, until the filters change."""
+    leaf = hooked_leaf(lambda _: None)
+
+    def run_pass() -> None:
+        with gw.autograd.context() as ctx:
+            ctx.backward((leaf**3).sum(), create_graph=True)
+        warnings.warn("of this line", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            run_pass()
+    assert [str(item.message) for item in shown] == ["of this line"]
 
 
 def test_a_pass_inside_a_hook_that_reaches_the_same_leaf_is_an_error(trio: list[Agent]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.compat.__main__ import main
+from gradwire.compat.__main__ import _BOOTSTRAP, main
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
 
@@ -111,6 +111,36 @@ def test_ranks_in_fresh_interpreters_are_gradwire_s(tmp_path: Path) -> None:
     done = run(str(PROGRAM), str(tmp_path / "meeting"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["gradwire.compat._calls", "weight", "0.5"]  # 2 - 0.5 * d(2 * 3)/d2 = 2 - 0.5 * 3
+
+
+def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Path) -> None:
+    """As the process does that workers of a cluster are forked from."""
+    (tmp_path / "child.py").write_text(
+        "import gradwire, torch.distributed.rpc\nprint(torch.distributed.rpc.rpc_sync.__module__)"
+    )
+    path = os.pathsep.join(filter(None, (_BOOTSTRAP, os.environ.get("PYTHONPATH"))))
+    done = python("child.py", cwd=tmp_path, GRADWIRE_COMPAT="1", PYTHONPATH=path)
+    assert (done.stdout, done.stderr) == ("gradwire.compat._calls\n", "")
+
+
+CLUSTER = """
+import gradwire, torch
+
+def ask():
+    import torch.distributed.rpc as rpc
+    return rpc.get_worker_info().name, rpc.rpc_sync("driver", torch.add, args=(1, 1)).item()
+
+if __name__ == "__main__":
+    with gradwire.Cluster.local(1) as cluster:
+        print(cluster.workers[0].call(ask))
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_a_cluster_have_torch_s_names_too(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CLUSTER)
+    done = run(str(tmp_path / "program.py"))
+    assert (done.stdout, done.stderr) == ("('worker0', 2)\n", "")
 
 
 @pytest.mark.slow

@@ -25,12 +25,14 @@ def _install_after_torch() -> None:
     hooks: Any = _execute(spec)
 
     def on_imported(module: ModuleType) -> None:
+        if module.__name__ == "torch" and "gradwire" in sys.modules:
+            return  # gradwire is being imported, and has just imported torch: the hook is called again when it is complete
         hook.remove()
         from gradwire import compat
 
         compat.install()
 
-    hook = hooks.ImportHook(("torch",), on_imported)
+    hook = hooks.ImportHook(("torch", "gradwire"), on_imported)
     hook.install()
 
 
