@@ -102,6 +102,33 @@ def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: list[str], tmp_path:
     assert time.monotonic() - started < 10.0
 
 
+_SEND_EVERYWHERE = """
+from gradwire.wire.messages import Goodbye
+for stream in [lane.connection for lane in agent.peers.lanes()] + agent.server.connections():
+    stream.send(Goodbye("this does not arrive"))
+"""
+
+
+@pytest.mark.parametrize("cut", ["own link down", "packets lost"])
+def test_cut_cable_is_noticed_while_messages_without_an_answer_are_under_way(
+    puppets: list[Puppet], hosts: list[str], tmp_path: Path, cut: str
+) -> None:
+    """Notices and replies: the kernel does not probe meanwhile, and no call waits. Only its attempts to send them tell."""
+    _meet(puppets, tmp_path / "keys")
+    for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
+        puppet.do("from gradwire.testing import wait_until; agent = rpc.current_agent()")
+        puppet.do(f"rpc.rpc_sync({other!r}, h.pid)")
+    if cut == "own link down":
+        _ip("-n", hosts[0], "link", "set", "gw0", "down")
+    else:
+        _cut(hosts[0], ADDRESSES[1])
+        _cut(hosts[1], ADDRESSES[0])
+    for puppet in puppets:
+        puppet.do(_SEND_EVERYWHERE)
+    for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
+        puppet.do(f"wait_until(lambda: agent.has_ended({other!r}), 20.0)", 30.0)
+
+
 _NOWHERE = "02:00:00:00:00:99"  # the address of no network card: what is sent there is lost on the way
 _CUTS = {"both ways": (0, 1), "one way": (0,)}  # the hosts whose packets are lost
 
@@ -119,11 +146,7 @@ from gradwire.rpc import RRef
 from gradwire.nn import RemoteModule
 from gradwire.testing import wait_until
 from rref import tasks
-from gradwire.rref import references
 agent = rpc.current_agent()
-def is_quiet():
-    outbox = references.here()._decisions.outbox
-    return outbox.is_empty and not outbox.num_open and not references.here().statistics().num_children
 def use(to):
     module = RemoteModule(to, torch.nn.Linear, (2, 1))
     return list(module.forward(torch.ones(1, 2)).shape), rpc.remote(to, tasks.make, args=(2.0,)).to_here().tolist()
@@ -140,8 +163,6 @@ def test_references_work_when_a_cut_has_healed(
         puppet.do(_SETUP)
         puppet.do(f"held = rpc.remote({other!r}, tasks.make, args=(1.0,)); held.rpc_sync().sum().item()")
         puppet.do(f"own = RRef([1]); rpc.rpc_sync({other!r}, tasks.keep, args=('x', own))")
-    for puppet in puppets:  # nothing is under way: what is, is noticed by other means, and later
-        puppet.do("wait_until(is_quiet, 15.0)")
     for number in _CUTS[way]:
         _cut(hosts[number], ADDRESSES[1 - number])
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):

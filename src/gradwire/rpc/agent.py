@@ -29,6 +29,7 @@ from gradwire.rpc.directory import Directory
 from gradwire.rpc.fields import CallId
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Interceptor
+from gradwire.rpc.liveness import Liveness
 from gradwire.rpc.notices import Notices
 from gradwire.rpc.peer_table import PeerTable, To
 from gradwire.rpc.reactor import Reactor
@@ -96,6 +97,7 @@ class Agent:
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)
         self.caller = Caller(self)
+        self.liveness = Liveness(self)
         self._on_close = on_close
         self._listeners: list[Listener] = []
         self._membership = Membership()
@@ -199,8 +201,8 @@ class Agent:
         self.caller.control(to, operation, args, timeout_s, on_done, answer)
 
     def _sweep(self, now: float) -> float:
-        wanted = min(self.server.sweep(now), self.caller.sweep(now), self.gathering.sweep(now))
-        return min([wanted, *(sweep(now) for sweep in self.sweeps)])
+        own = (self.server.sweep, self.caller.sweep, self.gathering.sweep, self.liveness.sweep)
+        return min(sweep(now) for sweep in (*own, *self.sweeps))
 
     # -- who is there --------------------------------------------------------------------------------------------
 

@@ -378,13 +378,10 @@ class Caller(Finisher):
     # -- the clock's sweep -----------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> float:
-        """Ends calls whose time is over, and lanes whose machine is gone; returns when to look again."""
+        """Ends calls whose time is over; returns when to look again."""
         wanted, run_soon = _NEVER, self._agent.reactor.run_soon  # the clock itself must not wait for anybody
         lanes = [lane for lane in self._agent.peers.lanes() if lane.calls]
         for lane in lanes:
-            if lane.connection.is_vanished():
-                vanished = ConnectionLost("the other machine does not acknowledge anything")
-                run_soon(partial(lane.reader.end, vanished))
             if lane.calls.has_older_than(now - _SWEEP_S):  # Ctrl-C has hit between sending a call and waiting for it
                 lane.reader.ensure_watched()
         for table in [self.local.calls, *(lane.calls for lane in lanes)]:

@@ -234,7 +234,10 @@ class Incoming:
         for request in list(self.requests.values()):
             self.server.drop(request)
         self.requests.clear()
-        if self.peer is None or isinstance(error, ConnectionClosed):
+        if self.peer is None:
+            return
+        self._agent.liveness.connection_ended(self.peer)
+        if isinstance(error, ConnectionClosed):
             return
         if isinstance(error, DecodeError):
             _log.warning("%s closed a connection from %s: %s", self._agent.info.name, self.info.name, error)

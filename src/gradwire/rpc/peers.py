@@ -1,7 +1,7 @@
 """Connections that this worker opened, and the calls under way on them.
 
 A peer has two lanes: ``calls`` for user functions, ``control`` for everything that must never wait behind them. Both are
-opened together, on first use. The control lane is always watched, so the end of a worker is noticed while nobody calls it.
+opened together, on first use. The end of the control lane is what tells of a worker's end; see `liveness`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class OpenLane:
 
     def _on_end(self, error: Exception) -> None:
         self.peer.on_lane_end(self, error)
+        self._agent.liveness.connection_ended(self.address)
 
 
 def _always() -> bool:
@@ -203,6 +204,7 @@ class Peer:
             for open_lane in lanes.values():
                 open_lane.reader.start()
             self.lanes.update(lanes)
+            self.agent.liveness.connections_opened()
             for open_lane in lanes.values():
                 if open_lane.reader.has_ended:  # before it was listed, so that nobody has struck it off
                     self.forget_lane(open_lane)

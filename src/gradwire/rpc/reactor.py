@@ -29,7 +29,8 @@ from gradwire.rpc.gil import GilMeter
 
 _log = logging.getLogger("gradwire")
 
-_ARMED = select.EPOLLIN | select.EPOLLONESHOT
+_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_DISARMED = select.EPOLLRDHUP | select.EPOLLONESHOT  # the end of a connection is told in any case
 _TICK_S = 0.002
 _SWEEP_S = 1.0
 _AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
@@ -92,13 +93,15 @@ class Reactor:
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Calls `handler` in a service thread, once for each arming, when the descriptor can be read.
 
+        One that is not armed is watched for its end.
+
         Raises:
             ConnectionClosed: `close` was called.
         """
         with self._registering:
             self._handlers[descriptor] = handler
             try:
-                self._epoll.register(descriptor, _ARMED if armed else 0)
+                self._epoll.register(descriptor, _ARMED if armed else _DISARMED)
             except ValueError as error:
                 raise ConnectionClosed("this worker has shut down") from error
 
@@ -108,9 +111,9 @@ class Reactor:
             self._epoll.modify(descriptor, _ARMED)
 
     def disarm(self, descriptor: int) -> None:
-        """Asks for no event; one that is already on its way may still arrive."""
+        """Asks for the end of the connection alone; an event that is already on its way may still arrive."""
         with contextlib.suppress(OSError, ValueError):
-            self._epoll.modify(descriptor, 0)
+            self._epoll.modify(descriptor, _DISARMED)
 
     def remove(self, descriptor: int, handler: Callable[[], None] | None = None) -> None:
         """Forgets a descriptor; call it before closing.

@@ -55,7 +55,7 @@ class Reader:
         reactor: Whose threads read it when nobody else does.
         on_frame: Handles a frame; may run user code.
         on_end: Told once that the connection ended, and why.
-        wants_reading: Whether anything is expected; a connection nobody expects anything from is not watched.
+        wants_reading: Whether anything is expected; otherwise the connection is watched for its end alone.
 
     Attributes:
         is_lingered_on: Whether a service thread may stay with the connection after a request.
@@ -71,7 +71,7 @@ class Reader:
         on_end: Callable[[Exception], None],
         wants_reading: Callable[[], object] = lambda: True,
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._reactor = reactor
         self.on_frame = on_frame
         self._on_end = on_end
@@ -80,11 +80,12 @@ class Reader:
         self._inbox: collections.deque[Frame] = collections.deque()
         self._poller = select.poll()
         self._poller.register(self._fd, select.POLLIN)
-        self._lock = threading.Lock()  # guards the five fields below
+        self._lock = threading.Lock()  # guards the six fields below
         self._held = False
         self._holder = 0  # the caller that holds it; 0 for service threads
         self._epoch = 0  # rises with every hold and take-over
         self._armed = False
+        self._is_watched = False  # for its end at least; not since the last event
         self._ended = False
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
@@ -95,6 +96,7 @@ class Reader:
     def start(self) -> None:
         """Begins to watch the connection."""
         self._armed = bool(self._wants_reading())
+        self._is_watched = True
         self._reactor.add(self._fd, self._on_ready, armed=self._armed)
 
     def is_cut_off(self) -> bool:
@@ -107,11 +109,12 @@ class Reader:
         with self._lock:
             if not (self._held or self._armed or self._ended):
                 self._reactor.arm(self._fd)
-                self._armed = True  # last: armed twice does no harm when Ctrl-C has hit in between, armed never does
+                # Last: armed twice does no harm when Ctrl-C has hit in between, armed never does.
+                self._armed = self._is_watched = True
 
     def _on_ready(self) -> None:
         with self._lock:
-            self._armed = False
+            self._armed = self._is_watched = False
             if self._held or self._ended:
                 return  # the holder arms it again
             is_cut_off = self.is_reading
@@ -139,7 +142,7 @@ class Reader:
                             return
                         self._busy_since = 0.0
                 self.will_flush = False
-                self._connection.flush()
+                self.connection.flush()
                 frames = self._next_frames(num_read)
                 if frames is None:
                     break
@@ -152,7 +155,7 @@ class Reader:
             self.end(ConnectionClosed("the other side does not read its replies"))
             return
         except Exception as error:  # never leave a connection that nobody will read again
-            _log.exception("handling a frame of %r failed; please report this", self._connection)
+            _log.exception("handling a frame of %r failed; please report this", self.connection)
             self.end(error)
             return
         finally:
@@ -168,7 +171,7 @@ class Reader:
         stays with its connection for a while: that spares two system calls for each request of a sequence.
         Where answers come, it stays only while more are expected: the next caller is to read its own.
         """
-        connection, reactor = self._connection, self._reactor
+        connection, reactor = self.connection, self._reactor
         if num_read != 1 or connection.has_hidden_bytes():
             return connection.read_nowait()
         if not (self.is_lingered_on and self._wants_reading() and reactor.begin_lingering(self)):
@@ -216,11 +219,15 @@ class Reader:
             if self._epoch != epoch or not self._held:
                 return
             if not (self._ended or self.is_reading):
-                if self._inbox or self._connection.has_hidden_bytes():
+                if self._inbox or self.connection.has_hidden_bytes():
                     self._reactor.run_soon(self._on_ready)
-                elif self._wants_reading() and not self._armed:
-                    self._reactor.arm(self._fd)
-                    self._armed = True
+                elif self._wants_reading():
+                    if not self._armed:
+                        self._reactor.arm(self._fd)
+                        self._armed = self._is_watched = True
+                elif not self._is_watched:
+                    self._reactor.disarm(self._fd)
+                    self._is_watched = True
             self._held = False  # last, so that it can be repeated when Ctrl-C has hit in between
 
     def take_over_if_stuck(self, before: float) -> None:
@@ -241,14 +248,14 @@ class Reader:
             new = self._epoch
             self._reactor.leave(self)
         try:
-            if self._connection.has_held_back:
+            if self.connection.has_held_back:
                 self._reactor.run_soon(self._flush)
         finally:
             self._give_up(new)
 
     def _flush(self) -> None:
         try:
-            self._connection.flush()
+            self.connection.flush()
         except (TransportError, TimeoutError) as error:
             self.end(error)
 
@@ -340,7 +347,7 @@ class Reader:
             _local.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
             if self.is_reading:
                 raise ConnectionClosed("reading was interrupted")
-            inbox, connection = self._inbox, self._connection
+            inbox, connection = self._inbox, self.connection
             while True:
                 while inbox:
                     frame = inbox[0]  # known before it is taken out
@@ -395,15 +402,15 @@ class Reader:
                         self._say_why(error)
                 finally:
                     try:
-                        self._connection.close()
+                        self.connection.close()
                     finally:
                         self._on_end(error)
 
     def _say_why(self, error: DecodeError) -> None:
         """Tells the other side that only this connection ends; in a handshake it would not understand that."""
-        if not self._connection.decoder.accept.isdisjoint((Call, Reply)):
+        if not self.connection.decoder.accept.isdisjoint((Call, Reply)):
             with contextlib.suppress(TransportError, TimeoutError):
-                self._connection.send(Goodbye(f"it cannot read what came: {error}"), deadline=time.monotonic() + 0.2)
+                self.connection.send(Goodbye(f"it cannot read what came: {error}"), deadline=time.monotonic() + 0.2)
 
 
 def release_hold() -> None:

@@ -33,7 +33,7 @@ from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.incoming import Incoming, Request, current_request, set_current_request
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.notices import notice_of
-from gradwire.rpc.reader import release_hold
+from gradwire.rpc.reader import Reader, release_hold
 from gradwire.transports.base import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -409,6 +409,11 @@ class Server:
         """Whether another worker still has a control lane open to this one."""
         return any(incoming.lane == "control" for incoming in list(self._incoming))
 
+    def has_control_lane_of(self, name: str) -> bool:
+        """Whether that worker has a control lane open to this one."""
+        known = [incoming for incoming in list(self._incoming) if incoming.peer is not None]
+        return any(incoming.lane == "control" and incoming.info.name == name for incoming in known)
+
     def visitors(self) -> list[WorkerAddress]:
         """Who has a connection open to this worker."""
         return [incoming.peer for incoming in list(self._incoming) if incoming.peer is not None]
@@ -426,6 +431,10 @@ class Server:
         """Functions running, waiting and queued, and connections."""
         slots = self._slots
         return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
+
+    def readers(self) -> list[Reader]:
+        """Who reads what other workers opened."""
+        return [incoming.reader for incoming in list(self._incoming)]
 
     def connections(self) -> list[StreamConnection]:
         """What other workers opened."""

@@ -21,7 +21,13 @@ Buffer = Any
 
 
 class Channel(Protocol):
-    """Moves bytes without ever blocking. One thread reads and one writes at a time; they may be different ones."""
+    """Moves bytes without ever blocking. One thread reads and one writes at a time; they may be different ones.
+
+    Attributes:
+        can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
+    """
+
+    can_vanish: bool
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -53,7 +59,10 @@ class Channel(Protocol):
         """Worker names that the other side's certificate is good for; None where the channel has no certificates."""
 
     def is_vanished(self) -> bool:
-        """Whether the other machine has not acknowledged anything for seconds, although it should."""
+        """Whether the other machine has not acknowledged anything for seconds, although it should.
+
+        Must be asked now and then where `can_vanish`: no event tells of it.
+        """
 
     def close(self) -> None:
         """Ends the connection. Idempotent; a thread that waits for the descriptor wakes up."""

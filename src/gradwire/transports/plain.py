@@ -16,6 +16,8 @@ _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call
 class PlainChannel:
     """Bytes over a connected socket; serves `inproc` and unencrypted loopback `tcp`."""
 
+    can_vanish = False  # on one machine the kernel reports the end of a process at once
+
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -54,20 +56,20 @@ class PlainChannel:
         return None
 
     def is_vanished(self) -> bool:
-        return False  # on one machine the kernel reports the end of a process at once
+        return False
 
     def close(self) -> None:
         end(self._socket)
 
 
 def check_exhausted(error: OSError) -> None:
-    """Tells a listener that nobody waits from a process that can take nobody.
+    """Tells a process that is out of descriptors from another side that is not there.
 
     Raises:
         ResourceExhausted: The process is out of descriptors or memory; try again later.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-        raise ResourceExhausted(f"no connection can be accepted: {error}; raise the limit (ulimit -n)") from error
+        raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
 
 
 def end(sock: socket.socket) -> None:

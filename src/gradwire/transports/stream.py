@@ -101,6 +101,11 @@ class StreamConnection:
         """Worker names that the other side's certificate is good for; None without certificates."""
         return self._channel.certified_names()
 
+    @property
+    def can_vanish(self) -> bool:
+        """Whether `is_vanished` must be asked now and then."""
+        return self._channel.can_vanish
+
     def is_vanished(self) -> bool:
         """Whether the other machine seems to be gone although the connection still stands."""
         return self._channel.is_vanished()

@@ -1,8 +1,8 @@
 """Workers on other machines: ``tcp://host:port?tls``, with TLS 1.3 on both sides; ``tcp://host:port`` without keys.
 
 Without keys only loopback can be bound or reached. The kernel watches the other host (a keep-alive probe every second, four
-unanswered ones end an idle connection), so a vanished machine is noticed while Python is busy, too. While bytes are
-unacknowledged the kernel would try for many minutes; `TcpChannel.is_vanished` looks at its retransmissions instead. (The
+unanswered ones end an idle connection), so a vanished machine is noticed while Python is busy, too. While bytes are under
+way the kernel does not probe, and would try for many minutes; `TcpChannel.is_vanished` counts its attempts instead. (The
 kernel's own limit, TCP_USER_TIMEOUT, would also end connections to a worker that is alive and just not reading.)
 """
 
@@ -23,7 +23,7 @@ from gradwire.transports.plain import PlainChannel, check_exhausted, end
 from gradwire.transports.stream import StreamConnection, StreamOptions
 
 _NUM_PROBES = 4
-_NUM_RETRANSMISSIONS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
+_NUM_ATTEMPTS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
 _RECORD_BYTES = 16 << 10
 _TLS = "?tls"  # behind the address of a listener with keys
 
@@ -31,12 +31,16 @@ _TLS = "?tls"  # behind the address of a listener with keys
 class TcpChannel(PlainChannel):
     """Bytes over a TCP connection without encryption; loopback only."""
 
+    can_vanish = True
+
     def is_vanished(self) -> bool:
         return _is_vanished(self._socket)
 
 
 class TlsChannel:
     """Bytes over TLS. OpenSSL must not read and write one connection at once, so a lock covers each short step."""
+
+    can_vanish = True
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setblocking(False)
@@ -108,12 +112,17 @@ class TlsChannel:
 
 
 def _is_vanished(sock: socket.socket) -> bool:
-    """Whether the kernel has sent something again and again without an answer."""
+    """Whether the kernel has tried again and again to send something, without an answer.
+
+    Bytes that have left this machine are retransmitted. Bytes that have not, because the other side had no room or this
+    machine had no route, stay behind a probe, which has a count of its own. An answer sets either back to zero.
+    """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
     except OSError:
         return True
-    return info[2] >= _NUM_RETRANSMISSIONS  # third byte of struct tcp_info: retransmissions in a row
+    _state, _congestion, num_retransmissions, num_probes = info[:4]  # the beginning of struct tcp_info
+    return max(num_retransmissions, num_probes) >= _NUM_ATTEMPTS
 
 
 def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -230,6 +239,7 @@ class TcpTransport:
 
         Raises:
             ConnectFailed: Nobody answered.
+            ResourceExhausted: This process has no descriptor left for it.
             AuthenticationFailed: One side has keys and the other has none, or both have none off loopback.
         """
         host, port, is_tls = _split_uri(uri)
@@ -242,6 +252,8 @@ class TcpTransport:
         try:
             sock = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
         except (OSError, ValueError, OverflowError) as error:  # the latter two: that is no port
+            if isinstance(error, OSError):
+                check_exhausted(error)
             raise ConnectFailed(f"nobody answers at {uri}: {error}") from error
         return _make_connection(sock, self._options, self._client, uri, server_side=False)
 
