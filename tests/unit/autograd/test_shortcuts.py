@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,18 +36,83 @@ def connected(trio: list[Agent]) -> None:
                 agent.call(other.info.name, layer, (torch.ones(3),))
 
 
+class AfterOffers(torch.autograd.Function):
+    """Its backward lasts until all workers have the caller's offers: the gradient from here might be there first."""
+
+    have_arrived: Callable[[], bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        wait_until(AfterOffers.have_arrived, 20.0, "the offers of a")
+        return gradient
+
+
+def layer_after_offers(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = AfterOffers.apply(layer(x))  # type: ignore[no-untyped-call]
+    return result
+
+
+def has_heard_from(sender: Agent, agent: Agent, ctx: int) -> bool:
+    """Whether a worker has handled a message of the pass that is under way from another one."""
+    passes = list(context_of(agent, ctx).passes.values())
+    return any(sender.info.id in current.snapshot(agent.info.name, str).peers for current in passes)
+
+
 @pytest.mark.parametrize(
     ("way", "gradients"),
     [("b", "ab ba"), ("bc", "ac cb ba"), ("bb", "ab ba"), ("bcbc", "ac cb bc cb ba"), ("bbcc", "ac cb ba")],
 )
 def test_gradients_go_straight_to_the_worker_before(
-    trio: list[Agent], letters: list[Letter], way: str, gradients: str
+    trio: list[Agent], letters: list[Letter], monkeypatch: pytest.MonkeyPatch, way: str, gradients: str
 ) -> None:
     x = torch.ones(3, requires_grad=True)
+    others = [agent for agent in trio if agent.info.name in way]
     with gw.autograd.context() as ctx:
-        ctx.backward(call_in_turn(way, x).sum(), timeout=20)
-        compare([agent for agent in trio if agent.info.name in way], ctx, x, len(way))
+        loss = rpc.rpc_sync(way[-1], layer_after_offers, args=(call_in_turn(way[:-1], x),)).sum()
+
+        def have_arrived() -> bool:
+            return all(has_heard_from(trio[0], other, ctx) for other in others)
+
+        monkeypatch.setattr(AfterOffers, "have_arrived", have_arrived, raising=False)
+        ctx.backward(loss, timeout=40)
+        compare(others, ctx, x, len(way))
     assert ways_of_gradients(letters) == gradients.split()
+    wait_until(lambda: not num_contexts(trio))
+
+
+def hold_first_message(agent: Agent, to: str, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Keeps back the first message of a pass to a worker until this one writes there again; returns what is kept."""
+    send, held, num_held = agent.notices.send, list[Callable[[], None]](), itertools.count()
+
+    def send_late(peer: str, name: str, *args: Any, **options: Any) -> None:
+        if peer == to and name == "autograd.propagate" and next(num_held) == 0:
+            held.append(partial(send, peer, name, *args, **options))
+            return
+        while peer == to and held:
+            held.pop()()
+        send(peer, name, *args, **options)
+
+    monkeypatch.setattr(agent.notices, "send", send_late)
+    return held
+
+
+@pytest.mark.parametrize(("way", "gradients"), [("bcbc", "ac cb ba ac cb ba"), ("bbcc", "ac cb ba ab ba")])
+def test_offer_that_comes_after_the_answer_changes_nothing(
+    trio: list[Agent], letters: list[Letter], monkeypatch: pytest.MonkeyPatch, way: str, gradients: str
+) -> None:
+    """The gradient from c makes b join first: b answers the caller, which passes that on."""
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = call_in_turn(way, x).sum()
+        held = hold_first_message(trio[0], "b", monkeypatch)
+        ctx.backward(loss, timeout=20)
+        compare(trio[1:], ctx, x, len(way))
+    assert ways_of_gradients(letters) == gradients.split()
+    assert not held
     wait_until(lambda: not num_contexts(trio))
 
 
