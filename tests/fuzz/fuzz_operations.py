@@ -153,14 +153,14 @@ class Attack:
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
         self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
-        self._control = {name: handler for name, (handler, _) in hostile.server._control.items()}
+        self._control = dict(hostile.server._control)
         self._notices = {name.removeprefix("~"): kind for name, kind in hostile.notices._kinds.items()}
         self._notes = [item.name for item in hostile.interceptors]
         self._keeper = hostile.server._keeper[0] if hostile.server._keeper is not None else ""
         hostile.interceptors[:] = [Liar(name, self.grammar) for name in self._notes]
         for name in ("autograd.probe", "autograd.explain"):
-            _, kind = hostile.server._control[f"~{name}"]
-            hostile.server.register_control(name, lambda _, *args: self.grammar.value(), *get_args(kind))
+            kinds = get_args(hostile.server._control_kinds[f"~{name}"])
+            hostile.server.register_control(name, lambda _, *args: self.grammar.value(), *kinds)
         for name in self._notices:
             if name.startswith("autograd."):  # it does not say what has become of contexts that it made up
                 hostile.notices.register(name, lambda *_: None, Any)
