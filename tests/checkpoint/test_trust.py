@@ -15,7 +15,6 @@ from gradwire import checkpoint, rpc
 from gradwire.checkpoint import owners
 from gradwire.checkpoint.objects import Part
 from gradwire.errors import (
-    CallCancelled,
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
@@ -152,7 +151,7 @@ def test_nothing_is_read_for_a_worker_that_has_given_up(
     (allowed / FILE).touch()
     os.truncate(allowed / FILE, 1 << 40)
     server = agents[1].server
-    with pytest.raises((RpcTimeout, CallCancelled)):  # both workers see the deadline; the answer may come first
+    with pytest.raises(RpcTimeout):
         rpc.rpc_sync("b", owners.CHECK, args=(str(allowed), order(tensors={"x": tensor(shape=[1 << 40])})), timeout=0.3)
     wait_until(lambda: server.is_idle, 10.0, "that worker b has stopped reading")
 

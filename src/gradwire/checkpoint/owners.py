@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ from gradwire.checkpoint.directory import Directory, check_file_name, file_name
 from gradwire.checkpoint.folder import Folder
 from gradwire.checkpoint.objects import Part
 from gradwire.errors import (
-    CallCancelled,
     CannotSave,
     CheckpointDamaged,
     CheckpointMismatch,
@@ -47,8 +45,8 @@ from gradwire.errors import (
     NotInitialized,
 )
 from gradwire.optim import LocalOptimizer
+from gradwire.rpc.api import current_agent
 from gradwire.rpc.functions import expose
-from gradwire.rpc.incoming import current_request
 from gradwire.rref import RRef, references
 from gradwire.rref.operations import check_exposed
 from gradwire.shard import ShardedTensor
@@ -373,13 +371,13 @@ def _serve_fill(directory: Any, order: Any, sent: Any) -> None:
 
 
 def _check_wanted(_: int) -> None:
-    """
+    """Stop reading for a worker that does not wait any more: a file can be as large as it likes.
+
     Raises:
-        CallCancelled: The worker that asked does not wait any more; a file can be as large as it likes.
+        RpcTimeout: The call's deadline has passed.
+        CallCancelled: The worker that asked has given up.
     """
-    request = current_request()
-    if request is not None and (request.is_dropped or time.monotonic() > request.deadline):
-        raise CallCancelled("the worker that asked for this has given up")
+    current_agent().server.time_left(0.0)
 
 
 def _generation(generation: Any) -> str:
