@@ -385,6 +385,10 @@ class Honest:
         found: dict[str, Any] = self._agent.call("v", "fuzz.state", timeout_s=ANSWER_S)
         return found
 
+    def collect(self) -> None:
+        """Has the victim collect garbage."""
+        self._agent.call("v", "fuzz.collect", timeout_s=ANSWER_S)
+
     def check(self) -> Iterator[str]:
         """What is not as it was."""
         become(self._agent)
@@ -458,6 +462,7 @@ def _check_end(attack: Attack, honest: Honest) -> None:
     kept = ("contexts", "passes", "rounds of gatherings", "values", "references")
 
     def left() -> dict[str, int]:
+        honest.collect()
         found = honest.ask()
         return {name: found[name] for name in kept if found[name] > honest.before[name]}
 

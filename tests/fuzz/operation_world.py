@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -112,6 +113,12 @@ def state() -> dict[str, Any]:
     request = current_request()
     assert request is not None
     return state_of(request.source.server.agent)
+
+
+@rpc.expose(name="fuzz.collect")
+def collect() -> None:
+    """Collect garbage: errors and their frames know what was sent, and Python may leave them for long."""
+    gc.collect()
 
 
 def state_of(agent: Agent) -> dict[str, Any]:

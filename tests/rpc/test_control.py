@@ -14,7 +14,7 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, RpcTimeout
-from gradwire.rpc import Agent
+from gradwire.rpc import Agent, incoming
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.fields import CallId
 from gradwire.testing import wait_until
@@ -154,16 +154,29 @@ def test_a_call_id_cannot_be_used_twice_at_once(agent: Agent, calls: StreamConne
     handlers.gate.set()
 
 
-def test_control_operations_that_wait_are_bounded(agent: Agent, control: StreamConnection) -> None:
+def test_control_operations_that_wait_are_bounded(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for a worker that does not come."""
+    monkeypatch.setattr(incoming, "_MAX_CONTROL", 8)
     group = ["a", "b", "mallory"]
-    for number in range(1, 21):
-        send_control(control, number, "~gather", group, objects.NONE, b"", [], 0.0)
-    answers = [frame.message for frame in receive_frames(control, 12)]
-    assert all(isinstance(item, Failure) and "in flight" in item.error.message for item in answers)
-    assert len(agent.gathering._rounds) == 8
-    control.close()
+    with contextlib.closing(connect(agent, "control")) as control:
+        for number in range(1, 21):
+            send_control(control, number, "~gather", group, objects.NONE, b"", [], 0.0)
+        answers = [frame.message for frame in receive_frames(control, 12)]
+        assert all(isinstance(item, Failure) and "in flight" in item.error.message for item in answers)
+        assert len(agent.gathering._rounds) == 8
     wait_until(lambda: agent.gathering._rounds == [], LIMIT_S)
+
+
+def test_a_worker_that_waits_at_a_barrier_can_give_up_calls(make_agents: MakeAgents) -> None:
+    """However few calls may be in flight: what waits at the barrier is none of them."""
+    a, b = make_agents("a", "b", trust="data", limits=Limits(calls_in_flight=1))
+    deadline = time.monotonic() + LIMIT_S
+    b.reactor.run_soon(lambda: b.gathering.all_gather(None, None, deadline))
+    wait_until(lambda: len(a.gathering._rounds) == 1, LIMIT_S)
+    with pytest.raises(RpcTimeout, match="phase: run"):
+        b.call("a", handlers.exposed_gate, timeout_s=0.3)
+    handlers.gate.set()
+    a.gathering.all_gather(None, None, deadline)
 
 
 def test_gatherings_of_one_worker_are_bounded(make_agents: MakeAgents) -> None:

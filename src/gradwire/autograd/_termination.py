@@ -29,7 +29,8 @@ class Termination:
 
     def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
         """A participant is done; whether everybody is, and the pass is right. Repeats do no harm."""
-        self._absent.setdefault(worker, set()).update(absent)
+        if absent:
+            self._absent.setdefault(worker, set()).update(absent)
         if worker not in self._peers:
             self._peers[worker] = frozenset(peers)
             self._reachable = self._reach()
@@ -55,6 +56,8 @@ class Termination:
     @property
     def mistaken(self) -> set[int]:
         """Lost workers that somebody took to have no part, while others had to do with them: the pass must fail."""
+        if not self._absent:
+            return set()
         return self._reachable & set().union(*(self._absent.get(worker, ()) for worker in self._reachable))
 
     @property

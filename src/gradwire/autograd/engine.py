@@ -356,7 +356,8 @@ class DistEngine:
                 return
             is_complete = current.termination.reported(worker, report.peers, report.absent)
             mistaken = current.termination.mistaken
-            failed = next((item for rank, item in current.early.items() if current.termination.is_named(rank)), None)
+            named = [rank for rank in current.early if current.termination.is_named(rank)]
+            failed = current.early[named[0]] if named else None
             if is_complete and failed is None:
                 current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
             others = current.followers()

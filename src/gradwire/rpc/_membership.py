@@ -34,13 +34,14 @@ class Membership:
         """A worker is connected: whatever was known of its end no longer counts.
 
         Returns:
-            Its earlier incarnation, if that must have ended meanwhile.
+            Its earlier incarnation, if that must have ended meanwhile and this was not told: it is to be told now.
         """
         name, known = address.info.name, self.newest(address.info.name)
         if self._ended.get(name, -1) >= address.incarnation:  # it is back
             self._ended[name] = address.incarnation - 1
         self._newest[name] = max(known, address.incarnation)
-        if known and known < address.incarnation:
+        earlier = known and known < address.incarnation
+        if earlier and self.on_ended(msgspec.structs.replace(address, incarnation=known)):
             return msgspec.structs.replace(address, incarnation=known)
         return None
 

@@ -249,17 +249,20 @@ class Agent:
         with self._lock:
             older = self._membership.on_seen(address)
         self.gathering.on_returned(address.info.name)
-        if older is not None:
-            self.on_worker_ended(older, "it was restarted", was_orderly=False)
+        if older is not None and not self.is_closed:
+            self._tell_end(older, "it was restarted", was_orderly=False)
         for callback in list(self._connected_callbacks):
             callback(address)
 
     def on_worker_ended(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
         """A worker is gone: everything that waits for it fails, and the layers above are told, once."""
-        name = address.info.name
         with self._lock:
             if self.is_closed or not self._membership.on_ended(address):
                 return
+        self._tell_end(address, reason, was_orderly=was_orderly)
+
+    def _tell_end(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
+        name = address.info.name
         if not was_orderly:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
         peer = self.peers.known(name)

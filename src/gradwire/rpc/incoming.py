@@ -43,6 +43,7 @@ _NEVER = float("inf")
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _MAX_REASON_BYTES = 1024
 _MAX_GIVEN_UP = 8  # calls that one worker gave up and that still run here, for each that it may have in flight
+_MAX_CONTROL = 1024  # operations of one worker that wait for others; callers do not count them, unlike calls
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
 
 
@@ -173,6 +174,8 @@ class Incoming:
             self.info = self.peer.info
             self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
+            if self.lane == "control":
+                self._max_in_flight = _MAX_CONTROL
             self._agent.on_connected(self.peer)
             self.server.make_room_for(self)
             self.connection.decoder.accept = _SERVER_ACCEPTS

@@ -254,8 +254,9 @@ class LendingArena:
             self._offered.remove(slot)  # the receiver could not map it, or does not read
             self._retire(slot)
         idle = self._idle_slots(since)
-        if self._bytes_mapped + capacity - sum(slot.capacity for slot in idle) > self._limit_bytes:
-            return self._fits(capacity)
+        can_be_had = self._limit_bytes - self._bytes_mapped + sum(slot.capacity for slot in idle)
+        if capacity > can_be_had or len(self._offered) >= _MAX_OFFERED:
+            return False  # retiring slots would not help
         for slot in idle:
             if self._fits(capacity):
                 break

@@ -21,8 +21,9 @@ def test_each_end_is_told_once() -> None:
 def test_a_newer_incarnation_ends_the_older_one() -> None:
     membership = Membership()
     membership.on_seen(incarnation(5))
-    assert membership.on_seen(incarnation(7)) == incarnation(5)
-    assert membership.on_ended(incarnation(5))
+    assert membership.on_seen(incarnation(7)) == incarnation(5)  # told from now on, whatever becomes of the newer one
+    assert membership.on_seen(incarnation(7)) is None
+    assert not membership.on_ended(incarnation(5))
     assert not membership.has_ended("w")
     assert not membership.is_current(incarnation(6))
     assert membership.on_ended(incarnation(7))
