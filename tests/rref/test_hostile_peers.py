@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from gradwire import rpc
@@ -157,7 +156,7 @@ def test_questions_of_a_worker_that_takes_no_answers_end_its_connection(
     monkeypatch.setattr("gradwire.rref._outbox._MAX_BACKLOG", 1000)
     a, b = make_agents(2, trust="data")
     forger = Forger(b, a)
-    b.notices.register("rref", lambda *_: None, msgspec.Raw)  # acknowledges nothing
+    b.notices.register("rref", lambda *_: None, Any)  # acknowledges nothing
     outbox = references.of(a)._decisions.outbox
     for _ in range(10):
         forger.send(*(Ask(own(a), invented(b, item), False) for item in range(500)))

@@ -29,8 +29,8 @@ from gradwire.rpc.gil import GilMeter
 
 _log = logging.getLogger("gradwire")
 
-_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-_DISARMED = select.EPOLLRDHUP | select.EPOLLONESHOT  # the end of a connection is told in any case
+_ARMED = select.EPOLLIN | select.EPOLLONESHOT
+_DISARMED = select.EPOLLRDHUP | select.EPOLLONESHOT  # the end of a connection is reported in any case
 _TICK_S = 0.002
 _SWEEP_S = 1.0
 _AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
