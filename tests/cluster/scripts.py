@@ -17,6 +17,8 @@ from cluster.processes import processes_with
 from gradwire.testing import wait_until
 
 _SOURCE = str(Path(gradwire.__file__).parents[1])
+_END_S = 60.0
+"""Ending an interpreter that has imported torch takes 0.7 s of a processor; others may want the processor, too."""
 
 
 class Script:
@@ -55,9 +57,9 @@ class Script:
         try:
             if self.process.poll() is None:
                 self.process.kill()
-            self.process.communicate(timeout=10)
-            wait_until(lambda: not processes_with(self.mark), what=f"the end of {processes_with(self.mark)}")
-            wait_until(lambda: not os.listdir(self.temp), what=f"the removal of {os.listdir(self.temp)}")
+            self.process.communicate(timeout=_END_S)
+            wait_until(lambda: not processes_with(self.mark), _END_S, f"the end of {processes_with(self.mark)}")
+            wait_until(lambda: not os.listdir(self.temp), _END_S, f"the removal of {os.listdir(self.temp)}")
         finally:
             shutil.rmtree(self.temp, ignore_errors=True)
 

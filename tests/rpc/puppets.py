@@ -29,10 +29,12 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent
 SOURCES = TESTS.parent / "src"
 _START_S = 60.0
+_END_S = 60.0
+"""Ending an interpreter that has imported torch takes 0.7 s of a processor; others may want the processor, too."""
 _SOURCE = "<puppet>"  # the file that tracebacks and frames name for what a test sent
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
     """Whether the condition becomes true in time."""
     pause, deadline = threading.Event(), time.monotonic() + timeout_s
     while not condition():
@@ -134,12 +136,12 @@ class Puppet:
         """Ends the process without a word and waits until it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        assert wait_until(lambda: not is_alive(self.pid))
+        assert wait_until(lambda: not is_alive(self.pid), _END_S)
 
     def leave(self) -> None:
         """Lets the process end in the ordinary way, and waits until it has."""
         self._connection.send(None)
-        assert wait_until(lambda: not is_alive(self.pid)), f"puppet {self.pid} does not end"
+        assert wait_until(lambda: not is_alive(self.pid), _END_S), f"puppet {self.pid} does not end"
 
     def close(self) -> None:
         self.kill()
@@ -175,7 +177,7 @@ class Nursery:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(_END_S)
 
 
 # -- in the nursery and in the puppets -----------------------------------------------------------------------------

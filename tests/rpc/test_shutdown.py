@@ -115,7 +115,7 @@ def test_close_from_inside_a_call(pair: list[Agent]) -> None:
     """A worker that is told to end by a call ends."""
     pair[0].submit("b", _close_b)
     assert wait_until(lambda: pair[1].is_closed)
-    assert pair[1].wait_closed(5.0)
+    assert pair[1].wait_closed(20.0)
 
 
 def _close_b() -> None:

@@ -6,7 +6,6 @@ those it has exchanged messages with. Who has reported waits for the root's word
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable
@@ -240,17 +239,31 @@ class Endings:
     def tell(self, rank: int, name: str, note: Any) -> bool:
         """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
         try:
+            return self._send(rank, name, note, time.monotonic() + _TELL_S)
+        except RpcTimeout:
+            self._agent.reactor.run_soon(functools.partial(self._tell_late, rank, name, note))
+            return True
+
+    def _tell_late(self, rank: int, name: str, note: Any) -> None:
+        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+        self.send(rank, name, note)
+
+    def send(self, rank: int, name: str, note: Any) -> bool:
+        """Sends a notice, in as much time as a call has; False if the worker cannot be reached."""
+        try:
+            return self._send(rank, name, note, None)
+        except RpcTimeout:
+            return False
+
+    def _send(self, rank: int, name: str, note: Any, deadline: float | None) -> bool:
+        """Sends a notice; False if the worker is gone."""
+        try:
             to = self._name_of(rank)
             if self._agent.notices.is_out_of_reach(to):
                 return False
-            self._agent.notices.send(to, name, note, (), time.monotonic() + _TELL_S)
+            self._agent.notices.send(to, name, note, (), deadline)
         except RpcTimeout:
-            self._agent.reactor.run_soon(functools.partial(self._tell_late, to, name, note))
+            raise
         except (RpcError, TransportError):
             return False
         return True
-
-    def _tell_late(self, to: str, name: str, note: Any) -> None:
-        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
-        with contextlib.suppress(RpcError, TransportError):
-            self._agent.notices.send(to, name, note)

@@ -6,7 +6,7 @@ PropagateGradients   the gradient (or none) for messages that were sent in the f
 ReportDone           to the root: everything here is done
 AbortPass            something failed: to the root, and from there to everybody
 CommitPass           from the root: the gradients of the pass join the context
-ReleaseContext       the context is over
+ReleaseContext       the context is over, or is where this comes from because its maker is out of reach
 HoldsContext         to the worker that made a context: the one that brought it here is gone, so tell me of its end
 """
 
@@ -127,10 +127,17 @@ class CommitPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A context is over; `where` says who ended it."""
+    """A context is over.
+
+    Attributes:
+        context_id: Which.
+        where: Says who ended it.
+        is_suspected: Whether the sender ended it only because it cannot reach the worker that made it, which may live.
+    """
 
     context_id: Id
     where: Where
+    is_suspected: bool = False
 
 
 class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -74,7 +74,9 @@ class DistAutograd:
         """Ends a context, here and on every worker it has touched; False if it was not here."""
         return self._release(context_id, where_text(f"on worker {self.worker} at {find_call_site()}"), set())
 
-    def _release(self, context_id: int, where: str, told: set[int], worker: int | None = None) -> bool:
+    def _release(
+        self, context_id: int, where: str, told: set[int], worker: int | None = None, *, is_suspected: bool = False
+    ) -> bool:
         context = self.container.release(context_id, where, worker)
         if context is None:
             return False
@@ -82,7 +84,8 @@ class DistAutograd:
             self.engine.endings.release(current, where)
         others = context.known_workers - told
         if others:
-            self.engine.endings.tell_all(others, "autograd.release", ReleaseContext(context.context_id, where))
+            note = ReleaseContext(context.context_id, where, is_suspected)
+            self.engine.endings.tell_all(others, "autograd.release", note)
         return True
 
     def _on_release(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
@@ -90,6 +93,9 @@ class DistAutograd:
         context = self.container.find(message.context_id)
         if context is not None and not context.knows(sender.id):
             self.engine.num_refused += 1
+            return
+        if context is not None and message.is_suspected:  # the maker may live, and be in reach from here
+            self._ask_soon(message.context_id)
             return
         self._release(message.context_id, where_text(message.where), {sender.id}, sender.id)
 
@@ -127,7 +133,7 @@ class DistAutograd:
 
         def act() -> None:
             for context_id in orphans:
-                self._release(context_id, where, {rank})
+                self._release(context_id, where, {rank}, is_suspected=True)
             for context_id in brought:
                 self._ask_to_be_told(context_id)
 
@@ -148,9 +154,9 @@ class DistAutograd:
 
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)
-        if not self.engine.endings.tell(creator, "autograd.holds", HoldsContext(context_id)):
+        if not self.engine.endings.send(creator, "autograd.holds", HoldsContext(context_id)):
             where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
-            self._release(context_id, where, {creator})
+            self._release(context_id, where, {creator}, is_suspected=True)
 
     def _on_holds(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
         context_id = read_note(note, HoldsContext).context_id

@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import ambient, worker
 from gradwire.autograd.messages import HoldsContext, ReleaseContext
-from gradwire.errors import UnknownContext
+from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
 from unit.autograd.layers import context_of, entered, gate, here, layer, num_contexts, through
@@ -69,6 +69,27 @@ def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: 
     wait_until(lambda: not num_contexts([c]), 20.0, "that c gives it up")
     with pytest.raises(UnknownContext, match="released because worker"):
         context_of(c, context_id)
+
+
+@pytest.mark.parametrize("error", [ConnectFailed("no route"), RpcTimeout("no answer", "a", "connect")])
+def test_context_ends_when_its_maker_is_suspected_and_out_of_reach_here_too(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The one that suspects it is not believed; but one that cannot ask would keep the context for ever."""
+    a, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    context_id = worker.of(a).container.new_context().context_id
+    with ambient.inside(context_id):
+        rpc.rpc_sync("b", through, args=(x, ["c"]))
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(c.peers.peer("a"), "lane", refuse)
+    b.notices.send("c", "autograd.release", ReleaseContext(context_id, "by b, which cannot reach a", True))
+    wait_until(lambda: not num_contexts([c]), 20.0, "that c gives it up")
+    wait_until(lambda: worker.of(a).release(context_id), 20.0)
+    wait_until(lambda: not num_contexts(trio), 20.0, "that b is told of the end by a")
 
 
 def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> None:

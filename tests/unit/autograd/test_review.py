@@ -16,12 +16,13 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import anomalies, worker
 from gradwire.autograd._backward_state import ComponentPhase
-from gradwire.autograd.messages import AbortPass, pass_id_of
+from gradwire.autograd.messages import AbortPass, HoldsContext, pass_id_of
 from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
 from gradwire.testing import wait_until
+from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo
 from unit.autograd import layers
 from unit.autograd.layers import context_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
@@ -365,18 +366,25 @@ def test_who_takes_the_root_for_dead_drops_only_its_own_gradients(
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", through, args=(x, ["c"])).sum()
+        on_b, on_c, asked = context_of(b, ctx), context_of(c, ctx), list[str]()
+
+        def note_and_answer(sender: WorkerInfo, *args: Any) -> None:
+            asked.append(sender.name)
+            worker.of(a)._on_holds(sender, *args)
 
         def lose_root(_: BackwardPass) -> None:
-            engine = worker.of(c).engine
-            engine.lost.add(a.info.id)
-            engine._without_worker(pass_of(c, ctx), a.info.id, "a", "its link was cut")
-            assert pass_of(b, ctx).is_undecided
+            c.on_worker_ended(a.address, "its link was cut", was_orderly=False)
+            wait_until(lambda: not on_c.passes, QUICK_S, "that c drops the pass")
+            wait_until(lambda: asked or on_b.released, QUICK_S, "that b asks whether a lives")
 
+        a.notices.register("autograd.holds", note_and_answer, HoldsContext)
         before_commit(a, monkeypatch, lose_root)
         ctx.backward(loss, timeout=LIMIT_S)
-        assert layers.weight in worker.of(b).gradients_of(context_of(b, ctx), QUICK_S)
-        assert not context_of(c, ctx).gradients
-        worker.of(c).engine.lost.discard(a.info.id)
+        assert torch.allclose(ctx.gradients()[x], expected(2)[0])
+        assert layers.weight in worker.of(b).gradients_of(on_b, LIMIT_S)
+        assert not on_c.gradients
+        assert asked == ["b"]
+    wait_until(lambda: not num_contexts(trio), LIMIT_S, "that b is told of the end by a")
 
 
 def test_failure_that_meets_the_report_leaves_the_end_to_the_root(
