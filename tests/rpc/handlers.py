@@ -77,6 +77,14 @@ def hold_gil(seconds: float) -> int:
     return count
 
 
+def spin_until_gate() -> bool:
+    """Never leaves Python code until the gate opens."""
+    end = time.monotonic() + 60.0
+    while not gate.is_set() and time.monotonic() < end:
+        pass
+    return gate.is_set()
+
+
 def fail(kind: type[BaseException], *args: Any) -> None:
     raise kind(*args)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradwire.rpc.worker import start_worker
 from gradwire.rref import references
 from gradwire.rref.api import RRef, create
 from gradwire.testing import wait_until
+from gradwire.types import WorkerAddress
 from rpc.puppets import Puppet, PuppetError
 from rref import tasks
 
@@ -42,8 +44,20 @@ def share(agent: Agent, value: Any) -> RRef[Any]:
     return RRef._of(known, owned)
 
 
-def wait_noticed(agent: Agent, name: str) -> None:
-    wait_until(lambda: agent.has_ended(name), 10.0, f"that {agent.info.name} takes {name} for dead")
+class Ends:
+    """Notes which workers have told their layers of the end of which others."""
+
+    def __init__(self, *agents: Agent) -> None:
+        self._told: set[tuple[str, str]] = set()
+        for agent in agents:
+            agent.on_worker_lost(functools.partial(self._note, agent.info.name))
+
+    def _note(self, worker: str, address: WorkerAddress, reason: str) -> None:
+        self._told.add((worker, address.info.name))
+
+    def wait(self, *pairs: tuple[str, str]) -> None:
+        """Waits until each first one takes the second one for dead."""
+        wait_until(lambda: self._told.issuperset(pairs), 10.0, f"that it is noticed: {pairs}")
 
 
 def wait_nothing_left(*agents: Agent) -> None:
@@ -61,9 +75,9 @@ def test_new_references_work_at_once_in_both_directions(make_agents: MakeAgents)
     old = [make_there(a, "b"), make_there(b, "a")]
     for rref in old:
         assert rref._ask("gradwire.rref.fetch", (), -1.0).tolist() == [1.0] * 3
+    ends = Ends(a, b)
     reset_connections(a)
-    for agent, name in ((a, "b"), (b, "a")):
-        wait_noticed(agent, name)
+    ends.wait(("a", "b"), ("b", "a"))
     for agent, name in ((a, "b"), (b, "a")):
         new = make_there(agent, name, 2.0)
         assert new.to_here().tolist() == [2.0] * 3
@@ -77,6 +91,28 @@ def test_new_references_work_at_once_in_both_directions(make_agents: MakeAgents)
     wait_nothing_left(a, b)
 
 
+def test_connection_waits_until_the_end_before_it_has_been_told(make_agents: MakeAgents) -> None:
+    """Or what is made over the new connection would be lost with the old one."""
+    a, b = make_agents(2)
+    assert make_there(a, "b").to_here().tolist() == [1.0] * 3
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def tell_slowly(*_: Any) -> None:
+        begun.set()
+        assert may_go_on.wait(20.0)
+
+    a._lost_callbacks.insert(0, tell_slowly)
+    made: list[RRef[Any]] = []
+    reset_connections(b)
+    assert begun.wait(10.0)
+    thread = threading.Thread(target=lambda: made.append(make_there(a, "b", 2.0)), name="maker")
+    thread.start()
+    wait_until(lambda: a._told._waiters, 10.0, "that a new connection waits")
+    may_go_on.set()
+    thread.join(20.0)
+    assert made.pop().to_here().tolist() == [2.0] * 3
+
+
 def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAgents) -> None:
     """Its call was cancelled by its deadline, and what says so was under way when the connection ended."""
     a, b = make_agents(2)
@@ -84,10 +120,10 @@ def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAg
     known = references.of(a)
     rref = create(known, "b", tasks.wait_gate, (), None, 0.1)
     wait_until(lambda: rref._state.is_done, 10.0, "that the call is given up")
+    ends = Ends(a, b)
     reset_connections(a)
     tasks.gate.set()
-    wait_noticed(a, "b")
-    wait_noticed(b, "a")
+    ends.wait(("a", "b"), ("b", "a"))
     a.call("b", os.getpid)
     rref.close()
     wait_nothing_left(a, b)
@@ -197,9 +233,10 @@ def test_nothing_is_kept_for_an_earlier_life_of_a_worker_that_was_restarted(make
     held = [make_there(b, "a") for _ in range(3)] + [make_there(a, "b")]
     assert [rref.to_here().tolist() for rref in held] == [[1.0] * 3] * 4
     known, earlier = references.of(a)._decisions, (b.info.id, b.address.incarnation)
+    ends = Ends(a)
     reset_connections(b)
     b.close()
-    wait_noticed(a, "b")
+    ends.wait(("a", "b"))
     wait_until(lambda: known.ownership.num_remembered > 0, 10.0, "that what b held is struck off")
     assert earlier in known.outbox._channels
     with contextlib.closing(start_worker(b.info, b.config, a.directory, after=earlier[1])) as again:

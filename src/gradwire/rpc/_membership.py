@@ -17,6 +17,7 @@ class Membership:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._ended: dict[str, int] = {}  # the newest incarnation whose end was told, by name
+        self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
 
     def is_current(self, address: WorkerAddress) -> bool:
         """Whether no newer incarnation of that worker has been seen."""
@@ -29,6 +30,10 @@ class Membership:
     def has_ended(self, name: str) -> bool:
         """Whether the end of a worker's newest incarnation was noticed."""
         return self._ended.get(name, -1) >= self.newest(name)
+
+    def num_ends(self, name: str) -> int:
+        """How many ends of a worker were told. A connection that was made before the last of them is part of it."""
+        return self._num_ends.get(name, 0)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
         """A worker is connected: whatever was known of its end no longer counts.
@@ -45,10 +50,17 @@ class Membership:
             return msgspec.structs.replace(address, incarnation=known)
         return None
 
-    def on_ended(self, address: WorkerAddress) -> bool:
-        """A worker's end was noticed: True the first time."""
+    def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
+        """A worker's end was noticed: True the first time.
+
+        Args:
+            address: The worker.
+            num_ends: What `num_ends` was when the connection was made whose end tells; None if no connection does. The
+                worker may have been taken for dead and be back by the time that the last of its old connections ends.
+        """
         name = address.info.name
-        if self._ended.get(name, -1) >= address.incarnation:
+        if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
             return False
         self._ended[name] = address.incarnation
+        self._num_ends[name] = self.num_ends(name) + 1
         return True

@@ -41,6 +41,7 @@ from gradwire.types import Trust, WorkerAddress, WorkerInfo
 from gradwire.wire.messages import Goodbye
 
 _log = logging.getLogger("gradwire")
+_TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been told
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,9 @@ class Agent:
         self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
-        self._lock = threading.Lock()  # guards _membership, is_closed and _is_closing
+        self._lock = threading.Lock()  # guards _membership, _telling, is_closed and _is_closing
+        self._told = threading.Condition(self._lock)  # notified when the end of a worker has been told
+        self._telling: dict[str, int] = {}  # workers whose end is being told, and the threads that do it
         self.is_closed = False
         self._is_closing = False  # or has closed; not after Ctrl-C has cut that off
         self._closed = threading.Event()  # set when close() has ended
@@ -244,22 +247,47 @@ class Agent:
         """Whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)
 
-    def on_connected(self, address: WorkerAddress) -> None:
-        """A worker is connected to us or we to it; an older incarnation of it has no say any more."""
-        with self._lock:
+    def on_connected(self, address: WorkerAddress) -> int:
+        """A worker is connected to us or we to it; an older incarnation of it has no say any more.
+
+        Returns:
+            What the end of this connection has to be told with, as `num_ends`.
+        """
+        name, own = address.info.name, threading.get_ident()
+        with self._told:
+            # What is told of an earlier end comes before what is told of this connection.
+            self._told.wait_for(lambda: self._telling.get(name, own) == own, _TELL_S)
             older = self._membership.on_seen(address)
+            num_ends = self._membership.num_ends(name)
         self.gathering.on_returned(address.info.name)
         if older is not None and not self.is_closed:
             self._tell_end(older, "it was restarted", was_orderly=False)
         for callback in list(self._connected_callbacks):
             callback(address)
+        return num_ends
 
-    def on_worker_ended(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
-        """A worker is gone: everything that waits for it fails, and the layers above are told, once."""
-        with self._lock:
-            if self.is_closed or not self._membership.on_ended(address):
+    def on_worker_ended(
+        self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
+    ) -> None:
+        """A worker is gone: everything that waits for it fails, and the layers above are told, once.
+
+        Args:
+            address: The worker.
+            reason: How this was noticed.
+            was_orderly: Whether it has said goodbye.
+            num_ends: What `on_connected` returned for the connection whose end tells; None if no connection does.
+        """
+        name = address.info.name
+        with self._told:
+            if self.is_closed or not self._membership.on_ended(address, num_ends):
                 return
-        self._tell_end(address, reason, was_orderly=was_orderly)
+            self._telling[name] = threading.get_ident()
+        try:
+            self._tell_end(address, reason, was_orderly=was_orderly)
+        finally:
+            with self._told:
+                self._telling.pop(name, None)
+                self._told.notify_all()
 
     def _tell_end(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
         name = address.info.name

@@ -139,6 +139,7 @@ class Incoming:
         self.info: WorkerInfo  # who calls; since the handshake
         self.lane = ""
         self._is_welcome = False  # the caller knows that it is let in; one that gave up before is not dead
+        self._num_ends = 0  # of the peer, when it was let in
         self.shares_main = False
         self.requests: dict[int, Request] = {}
         self._max_in_flight = self._agent.config.limits.calls_in_flight
@@ -176,7 +177,7 @@ class Incoming:
             self._handshake = None
             if self.lane == "control":
                 self._max_in_flight = _MAX_CONTROL
-            self._agent.on_connected(self.peer)
+            self._num_ends = self._agent.on_connected(self.peer)
             self.server.make_room_for(self)
             self.connection.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_frame
@@ -249,7 +250,8 @@ class Incoming:
             _log.info("%s: %s closed a connection: %s", self._agent.info.name, self.info.name, self._goodbye)
         elif self.lane == "control" and self._is_welcome:
             reason = "it has shut down" if self._goodbye else "it died or was killed (its connection ended)"
-            self._agent.on_worker_ended(self.peer, reason, was_orderly=self._goodbye is not None)
+            was_orderly = self._goodbye is not None
+            self._agent.on_worker_ended(self.peer, reason, was_orderly=was_orderly, num_ends=self._num_ends)
 
     # -- what a request needs of its source -----------------------------------------------------------------------
 

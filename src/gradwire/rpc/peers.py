@@ -54,6 +54,7 @@ class OpenLane:
         kind: What it carries.
         connection: Handshaken.
         address: Who answered the handshake.
+        num_ends: What `Agent.on_connected` returned for it.
         is_on_this_machine: What was written is read, even if the connection ends right after.
     """
 
@@ -63,12 +64,14 @@ class OpenLane:
         kind: Lane,
         connection: StreamConnection,
         address: WorkerAddress,
+        num_ends: int,
         is_on_this_machine: bool = False,
     ) -> None:
         self.peer = peer
         self.kind = kind
         self.connection = connection
         self.address = address
+        self.num_ends = num_ends
         self.is_on_this_machine = is_on_this_machine
         self.shares_main = peer.agent.address.shares_main(address)
         self.calls = CallTable()
@@ -258,8 +261,8 @@ class Peer:
                 answer = handshake.on_message(frame.message, connection.certified_names() if is_challenge else None)
             connection.decoder.accept = _LANE_ACCEPTS
             assert handshake.peer is not None
-            agent.on_connected(handshake.peer)
-            return OpenLane(self, kind, connection, handshake.peer, not uri.startswith("tcp:"))
+            num_ends = agent.on_connected(handshake.peer)
+            return OpenLane(self, kind, connection, handshake.peer, num_ends, not uri.startswith("tcp:"))
         except BaseException:
             _give_up(connection)
             raise
@@ -283,7 +286,8 @@ class Peer:
             "it has shut down" if ended.goodbye else "its connection ended without a goodbye: it died or was killed"
         )
         if ended.kind == "control":  # a worker that dies loses both; one that gives up on a reply only the other
-            self.agent.on_worker_ended(ended.address, reason, was_orderly=ended.goodbye is not None)
+            was_orderly = ended.goodbye is not None
+            self.agent.on_worker_ended(ended.address, reason, was_orderly=was_orderly, num_ends=ended.num_ends)
         self._fail(ended, reason)
 
     def forget_lane(self, ended: OpenLane) -> None:

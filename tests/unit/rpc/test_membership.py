@@ -39,9 +39,20 @@ def test_a_worker_that_was_taken_for_dead_may_be_back_and_end_again() -> None:
     assert membership.on_ended(incarnation(5))
 
 
+def test_old_connection_that_ends_late_does_not_end_a_worker_that_is_back() -> None:
+    membership = Membership()
+    membership.on_seen(incarnation(5))
+    old = membership.num_ends("w")
+    assert membership.on_ended(incarnation(5), old)  # one of its two connections
+    membership.on_seen(incarnation(5))
+    assert not membership.on_ended(incarnation(5), old)  # the other one
+    assert not membership.has_ended("w")
+    assert membership.on_ended(incarnation(5), membership.num_ends("w"))
+
+
 def test_restarts_do_not_add_up() -> None:
     membership = Membership()
     for number in range(1, 1001):
         membership.on_seen(incarnation(number))
         membership.on_ended(incarnation(number))
-    assert len(membership._ended) == len(membership._newest) == 1
+    assert len(membership._ended) == len(membership._newest) == len(membership._num_ends) == 1
