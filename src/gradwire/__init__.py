@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradwire import autograd, config, errors, nn, rpc, runtime
+from gradwire import autograd, config, errors, rpc, runtime
 from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
-    from gradwire import checkpoint, optim, shard
+    from gradwire import checkpoint, nn, optim, shard
     from gradwire.cluster import Cluster
 
 __version__ = "0.1.0.dev0"

@@ -1,8 +1,8 @@
 """The composition root: what a complete worker is made of.
 
-`gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd, optimizers) join every
-worker by adding a function to `gradwire.rpc.worker.attachments` here, so that rpc need not know them; and names that people
-look for in `gradwire.rpc`, but that those layers define, are put there.
+`gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd) join every worker by
+adding a function to `gradwire.rpc.worker.attachments` here, so that rpc need not know them. They are imported when the
+first worker starts: a launcher or a data loader imports gradwire as well, and never becomes a worker.
 
 Packages that many programs do not use are imported when they are used: by the program (`gradwire.__getattr__`), by another
 worker that calls one of their functions or sends one of their objects, or by `torch.load`.
@@ -15,44 +15,54 @@ from typing import Any
 
 import torch
 
-import gradwire.autograd.autocast
-import gradwire.autograd.references
-import gradwire.autograd.worker
-import gradwire.rref.creation
-import gradwire.rref.references
-from gradwire import rpc, rref
+from gradwire.rpc.agent import Agent
 from gradwire.rpc.worker import attachments, start_worker
 from gradwire.wire.objects import set_home
 
 __all__ = ["DEFERRED", "attachments", "import_all", "start_worker"]
 
-DEFERRED = ("checkpoint", "optim", "shard")
+DEFERRED = ("checkpoint", "nn", "optim", "rref", "shard")
 """Packages that are imported when they are used."""
+
+_LAYERS = (
+    "gradwire.autograd.worker",
+    "gradwire.autograd.autocast",
+    "gradwire.rref.references",
+    "gradwire.rref.creation",
+)
+"""Modules that join a new worker with their `attach`, in this order."""
+
+_WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.references")
+"""Modules that a worker needs besides, and that are imported when one starts."""
 
 
 def import_all() -> None:
     """Import the packages that `import gradwire` leaves out; for a process whose forks all profit from it."""
-    for name in DEFERRED:
-        importlib.import_module(f"gradwire.{name}")
+    for name in (*(f"gradwire.{name}" for name in DEFERRED), *_LAYERS, *_WORKER_PARTS):
+        importlib.import_module(name)
+
+
+def _attach_layers(agent: Agent) -> None:
+    for name in _WORKER_PARTS:
+        importlib.import_module(name)
+    for name in _LAYERS:
+        importlib.import_module(name).attach(agent)
 
 
 def _load_sharded_tensor(*args: Any) -> Any:
     return importlib.import_module("gradwire.shard.travel").load_pickled(*args)
 
 
-for _attach in (
-    gradwire.autograd.worker.attach,
-    gradwire.autograd.autocast.attach,
-    gradwire.rref.references.attach,
-    gradwire.rref.creation.attach,
-):
-    if _attach not in attachments:
-        attachments.append(_attach)
-for _name in ("RRef", "PyRRef", "remote"):
-    setattr(rpc, _name, getattr(rref, _name))
+if _attach_layers not in attachments:
+    attachments.append(_attach_layers)
 for _name, _module in {
     "gradwire.checkpoint": "gradwire.checkpoint.owners",
+    "gradwire.nn": "gradwire.nn.operations",
     "gradwire.optim": "gradwire.optim.operations",
+    "gradwire.rref": "gradwire.rref.operations",
+    "gradwire.rref.backward": "gradwire.autograd.references",
+    "gradwire.RemoteModule": "gradwire.nn.remote_module",
+    "gradwire.RRef": "gradwire.rref.api",
     "gradwire.ShardedTensor": "gradwire.shard.travel",
 }.items():
     set_home(_name, _module)

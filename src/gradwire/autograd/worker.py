@@ -7,15 +7,13 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradwire.autograd.container import DistAutogradContainer
 from gradwire.autograd.context import DistAutogradContext, find_call_site
-from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.gradients import GradientTable
-from gradwire.autograd.interceptor import AutogradInterceptor
 from gradwire.autograd.messages import HoldsContext, ReleaseContext, where_text
 from gradwire.errors import RpcTimeout
 from gradwire.rpc._ids import creator_of
@@ -24,6 +22,9 @@ from gradwire.rpc.api import current_agent
 from gradwire.rpc.incoming import current_request, while_waiting
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import read_note
+
+if TYPE_CHECKING:
+    from gradwire.autograd.engine import DistEngine
 
 _EXTENSION = "autograd"
 _SLICE_S = 0.2
@@ -51,9 +52,13 @@ class DistAutograd:
     """
 
     def __init__(self, agent: Agent) -> None:
+        # Half of the package, and needed by workers alone: not by a launcher or a data loader that imports gradwire.
+        from gradwire.autograd.engine import DistEngine
+        from gradwire.autograd.interceptor import AutogradInterceptor
+
         self._agent = agent
         self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation, agent.config.limits)
-        self.engine = DistEngine(agent, self.container)
+        self.engine: DistEngine = DistEngine(agent, self.container)
         agent.interceptors.append(AutogradInterceptor(self.container, self.engine, self._ask_soon))
         agent.notices.register("autograd.release", self._on_release, ReleaseContext)
         agent.notices.register("autograd.holds", self._on_holds, HoldsContext)

@@ -9,7 +9,8 @@ rpc.shutdown()
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from gradwire.rpc import backend_registry, functions
 from gradwire.rpc.agent import Agent, AgentStatistics
@@ -52,7 +53,7 @@ from gradwire.rpc.options import (
 )
 from gradwire.types import WorkerInfo
 
-if TYPE_CHECKING:  # defined by a layer above, and put here by `gradwire.runtime`
+if TYPE_CHECKING:  # defined by a layer above, and imported when they are used
     from gradwire.rref import PyRRef, RRef, remote
 
 __all__ = [
@@ -99,3 +100,14 @@ __all__ = [
     "shutdown",
     "start_serving",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PyRRef", "RRef", "remote"):
+        value = globals()[name] = getattr(importlib.import_module("gradwire.rref"), name)
+        return value
+    raise AttributeError(f"module 'gradwire.rpc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
