@@ -29,27 +29,59 @@ print(json.dumps({
     "fds": [before[2], sorted(os.listdir("/proc/self/fd"))],
     "modules": sorted(modules),
     "dir": dir(gradwire),
-    "used": [gradwire.Cluster.__module__, gradwire.checkpoint.__name__, gradwire.cluster.__name__, gradwire.optim.__name__,
-        gradwire.shard.__name__],
+    "used": [gradwire.Cluster.__module__, *(getattr(gradwire, name).__name__ for name in
+        ("checkpoint", "cluster", "nn", "optim", "rref", "shard"))],
+    "names": [gradwire.nn.RemoteModule.__module__, gradwire.rpc.RRef.__module__, gradwire.rpc.remote.__module__],
+    "rpc": sorted(set(gradwire.rpc.__all__) - set(dir(gradwire.rpc))),
 }))
 """
 
 
 HEAVY = (
     "cryptography",
+    "jinja2",
+    "networkx",
+    "pandas",
+    "psutil",
     "rich",
     "safetensors",
+    "scipy",
     "sympy",
     "torch._dynamo",
+    "torch._export",
+    "torch._functorch",
     "torch._inductor",
     "torch.distributed._shard",
     "torch.distributed.checkpoint",
+    "torch.distributed.elastic",
     "torch.distributed.fsdp",
     "torch.distributed.nn",
     "torch.distributed.optim",
     "torch.distributed.tensor",
+    "torch.fx.experimental",
+    "torch.onnx",
+    "torch.testing",
 )
-DEFERRED = ("gradwire.checkpoint", "gradwire.cluster", "gradwire.optim", "gradwire.shard")
+DEFERRED = (
+    "gradwire.checkpoint",
+    "gradwire.cluster",
+    "gradwire.nn",
+    "gradwire.optim",
+    "gradwire.rref",
+    "gradwire.shard",
+)
+# What only a worker needs: imported when one starts.
+WORKER_ONLY = (
+    "gradwire.autograd.engine",
+    "gradwire.autograd.guards",
+    "gradwire.autograd.interceptor",
+    "gradwire.autograd.passes",
+    "gradwire.autograd.references",
+    "gradwire.autograd.runs",
+    "gradwire.autograd.sharing",
+)
+LIBRARIES = {"cloudpickle", "gradwire", "msgspec"}
+MAX_OWN_MODULES = 100
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +120,35 @@ def test_neither_tests_nor_optional_parts_come_along(outcome: dict[str, Any]) ->
 
 
 def test_libraries_and_packages_that_many_programs_do_not_use_stay_out(outcome: dict[str, Any]) -> None:
-    assert [name for name in outcome["modules"] if name.startswith((*HEAVY, *DEFERRED))] == []
+    assert loaded(outcome, (*HEAVY, *DEFERRED)) == []
+
+
+def test_what_only_a_worker_needs_stays_out(outcome: dict[str, Any]) -> None:
+    assert loaded(outcome, WORKER_ONLY) == []
+
+
+def test_few_modules_are_loaded(outcome: dict[str, Any]) -> None:
+    """Launchers and data loaders import gradwire, too: what they do without is imported where it is used."""
+    outside = {name.partition(".")[0] for name in outcome["modules"]} - set(sys.stdlib_module_names)
+    assert outside <= LIBRARIES
+    assert len([name for name in outcome["modules"] if name.startswith("gradwire")]) <= MAX_OWN_MODULES
 
 
 def test_compat_brings_nothing_but_itself() -> None:
     """Every rank of a program under compat pays for it."""
     found = run(PROGRAM.replace("import gradwire\n", "import gradwire.compat\ngradwire.compat.install()\n"))
     assert "gradwire.compat._rpc" in found["modules"]
-    assert [name for name in found["modules"] if name.startswith((*HEAVY, *DEFERRED))] == []
+    others = tuple(name for name in DEFERRED if name != "gradwire.rref")
+    assert loaded(found, (*HEAVY, *others)) == []
 
 
 def test_packages_are_imported_when_they_are_used(outcome: dict[str, Any]) -> None:
     assert outcome["used"] == ["gradwire.cluster.api", *DEFERRED]
-    assert set(outcome["dir"]) > {"Cluster", "optim", "rpc"}
+    assert outcome["names"] == ["gradwire.nn.remote_module", "gradwire.rref.api", "gradwire.rref.api"]
+    assert outcome["rpc"] == [], "dir() shows public names before they are imported"
+    assert set(outcome["dir"]) > {"Cluster", "nn", "optim", "rpc"}
+
+
+def loaded(outcome: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Modules of these packages that the import has brought."""
+    return [module for module in outcome["modules"] if f"{module}.".startswith(tuple(f"{name}." for name in names))]

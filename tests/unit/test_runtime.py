@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,10 +53,7 @@ def outcome() -> dict[str, Any]:
     ]
     assert {"gradwire.optim.make", "gradwire.checkpoint.write", "gradwire.nn.make"} <= set(names[0])
     assert {"gradwire.ShardedTensor", "gradwire.RemoteModule", "gradwire.RRef"} <= set(names[1])
-    command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = run(PROGRAM, json.dumps(names))
     return found
 
 
@@ -70,3 +69,77 @@ def test_nothing_else_is_imported_for_a_name(outcome: dict[str, Any]) -> None:
 
 def test_torch_load_takes_a_sharded_tensor(outcome: dict[str, Any]) -> None:
     assert "initialize default process group" in outcome["loading"]
+
+
+START_WORKERS = """
+import json, secrets, sys
+import gradwire
+from gradwire.config import WorkerConfig
+from gradwire.rpc.directory import StaticDirectory
+
+def own_modules():
+    return {name for name in sys.modules if name.startswith("gradwire")}
+
+if sys.argv[1] == "import_all":
+    gradwire.runtime.import_all()
+known = own_modules()
+config = WorkerConfig(transports=("unix",), token=secrets.token_bytes(16))
+directory = StaticDirectory()
+agents = [gradwire.runtime.start_worker(gradwire.WorkerInfo(name, i), config, directory) for i, name in enumerate("ab")]
+late = own_modules() - known
+for agent in agents:
+    agent.close()
+print(json.dumps(sorted(late)))
+"""
+
+
+@pytest.mark.parametrize("before", ["import_all", "nothing"])
+def test_import_all_leaves_nothing_to_import_for_a_worker_that_starts(before: str) -> None:
+    """A process that forks workers imports everything once, for all of them."""
+    late = run(START_WORKERS, before)
+    if before == "import_all":
+        assert late == []
+    else:
+        assert {"gradwire.autograd.engine", "gradwire.rref.references"} <= set(late), "otherwise this shows nothing"
+
+
+OWNER = """
+import json, sys
+import gradwire
+from gradwire import rpc
+
+had = "gradwire.nn" in sys.modules
+rpc.init_rpc("owner", rank=1, world_size=2, rpc_backend_options=rpc.RpcOptions(init_method=f"file://{sys.argv[1]}"))
+rpc.shutdown()
+print(json.dumps([had, "gradwire.nn" in sys.modules]))
+"""
+USER = """
+import json, sys
+import gradwire, torch
+from gradwire import rpc
+
+rpc.init_rpc("user", rank=0, world_size=2, rpc_backend_options=rpc.RpcOptions(init_method=f"file://{sys.argv[1]}"))
+module = gradwire.nn.RemoteModule("owner/cpu", torch.nn.Linear, args=(2, 3))
+shape = list(module(torch.ones(1, 2)).shape)
+rref = rpc.remote("owner", torch.ones, args=(2,))
+value = rref.to_here().tolist()
+del module, rref  # a shutdown waits for references
+rpc.shutdown()
+print(json.dumps([shape, value]))
+"""
+
+
+def test_a_worker_serves_operations_of_a_package_that_it_has_not_imported(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        owner, user = pool.map(run, (OWNER, USER), [str(tmp_path / "meeting")] * 2)
+    assert owner == [False, True]
+    assert user == [[1, 3], [1.0, 1.0]]
+
+
+def run(program: str, *args: str) -> Any:
+    """Runs a program in a fresh process; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
