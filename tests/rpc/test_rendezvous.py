@@ -420,3 +420,27 @@ def test_programs_that_end_one_after_the_other_print_nothing(
             puppet.leave()
     printed = {rank: (tmp_path / str(rank)).read_text() for rank in range(4)}
     assert not any(printed.values()), printed
+
+
+_SLOW_JOIN = """
+import gradwire.rpc.incoming as incoming
+send = incoming.Incoming.reply
+def reply(self, request, value):
+    if request.function == "~join":
+        agent = self.server.agent
+        wait_until(lambda: agent.is_closed)
+        agent.wait_closed(0.3)  # as if this thread got no processor time
+    send(self, request, value)
+incoming.Incoming.reply = reply
+"""
+
+
+def test_a_rank_zero_that_leaves_at_once_has_let_the_others_in(make_puppets: Make, meeting: str) -> None:
+    """Its own answer is there before that of the rank which came last is written."""
+    puppets = make_puppets(2)
+    puppets[0].do("from gradwire.testing import wait_until")
+    puppets[0].do(_SLOW_JOIN)
+    for rank, puppet in enumerate(puppets):
+        puppet.start(f"{init_source(rank, 2, meeting, init_timeout=8.0)}; rpc.shutdown(graceful=False)")
+    for puppet in puppets:
+        puppet.result(30.0)

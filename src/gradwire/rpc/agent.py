@@ -41,6 +41,8 @@ from gradwire.types import Trust, WorkerAddress, WorkerInfo
 from gradwire.wire.messages import Goodbye
 
 _log = logging.getLogger("gradwire")
+_ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
+_LAST_ANSWERS_S = 1.0  # until a worker that has said goodbye has closed all its connections
 _TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been told
 
 
@@ -295,6 +297,8 @@ class Agent:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
         peer = self.peers.known(name)
         if peer is not None:
+            if was_orderly:
+                peer.read_last_answers(address.incarnation, time.monotonic() + _LAST_ANSWERS_S)
             peer.end_lanes(address.incarnation, reason)
         self.server.end_incoming(name, address.incarnation)
         for callback in list(self._lost_callbacks):
@@ -369,6 +373,8 @@ class Agent:
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()
+        # First: any connection that ends tells a worker that this one has left.
+        self.server.wait_answered(time.monotonic() + _ANSWER_S)
         self.caller.close(_say_goodbye)
         self.server.close(_say_goodbye)
         self.reactor.close()

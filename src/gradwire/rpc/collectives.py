@@ -186,8 +186,9 @@ class Gathering:
             for gathering in [item for item in self._rounds if name in item.names]:
                 self._rounds.remove(gathering)
                 failed.extend(answer for _, answer in gathering.answers.values())
-        for answer in failed:
-            answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
+        with self._agent.server.answering():  # one of them may be this worker's own, and it may leave at once
+            for answer in failed:
+                answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
     def on_returned(self, name: str) -> None:
         """A worker that was lost is back; the agent says so already. What is still told of its end comes too late."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import (
@@ -43,6 +45,7 @@ _log = logging.getLogger("gradwire")
 _LANE_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _ANSWERS = (Reply, Failure)
 _MAX_REASON_BYTES = 1024
+_LOOK_S = 0.002
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
@@ -297,10 +300,24 @@ class Peer:
 
     def end_lanes(self, incarnation: int, reason: str) -> None:
         """The worker (up to that incarnation) is gone: ends its lanes here."""
-        for open_lane in list(self.lanes.values()):
-            if open_lane.address.incarnation <= incarnation:
-                self._fail(open_lane, reason)
-                open_lane.reader.end(ConnectionClosed(reason))
+        for open_lane in self._lanes_to(incarnation):
+            self._fail(open_lane, reason)
+            open_lane.reader.end(ConnectionClosed(reason))
+
+    def read_last_answers(self, incarnation: int, deadline: float) -> None:
+        """Take the answers that a worker (up to that incarnation) sent before it left; it closes its connections itself.
+
+        Its goodbye may have been read on another connection than the one that its answers lie in.
+        """
+        pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
+        for open_lane in self._lanes_to(incarnation):
+            reader, calls = open_lane.reader, open_lane.calls
+            while calls and not reader.has_ended and time.monotonic() < deadline:
+                if not reader.read_until(partial(operator.not_, calls), deadline):  # another thread reads
+                    pause.wait(_LOOK_S)
+
+    def _lanes_to(self, incarnation: int) -> list[OpenLane]:
+        return [item for item in list(self.lanes.values()) if item.address.incarnation <= incarnation]
 
     def _fail(self, open_lane: OpenLane, reason: str) -> None:
         self.agent.caller.fail_all(open_lane.calls, lambda call: self.lost(reason, call))

@@ -61,7 +61,7 @@ class Host:
         self._directory = directory
         self._lock = threading.Lock()  # guards the two fields below
         self._joined: dict[int, WorkerAddress] = {}
-        self._answers: dict[int, InterruptibleFuture[Any]] = {}  # owed, by rank; rank 0 itself comes first
+        self._answers: dict[int, InterruptibleFuture[Any]] = {}  # owed, by rank
         agent.server.register_control("join", self._on_join, EncodedAddress, WorldSize)
 
     def join(self) -> InterruptibleFuture[Any]:
@@ -119,8 +119,9 @@ class Host:
                 return
             ready, self._answers = list(self._answers.values()), {}
             addresses = [encode_address(item) for item in self._joined.values()]
-        for answer in reversed(ready):  # rank 0 itself came first and is told last: it might leave at once
-            answer.set_result(addresses)
+        with self._agent.server.answering():  # one of them is rank 0's own, and it may leave at once
+            for answer in ready:
+                answer.set_result(addresses)
 
 
 class Meeting:

@@ -48,6 +48,7 @@ _failures = logging.getLogger("gradwire.failures")  # what user functions raise;
 _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
+_ANSWER_LOOK_S = 0.002
 
 Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
 
@@ -73,6 +74,8 @@ class Server:
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
         self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
+        # What ends with an answer, and the thread that does it, by a key of its own; single operations only.
+        self._answering: dict[object, int] = {}
 
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
         """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
@@ -297,28 +300,48 @@ class Server:
             )
 
         def answer(done: Any) -> None:
-            try:
-                request.source.reply(request, torch._C.Future.wait(done))
-            except BaseException as error:
-                request.source.fail(request, error)
+            with self.answering():
+                try:
+                    request.source.reply(request, torch._C.Future.wait(done))
+                except BaseException as error:
+                    request.source.fail(request, error)
 
         future.add_done_callback(answer)
 
     def run_control(self, request: Request) -> None:
         """Runs a control handler in the thread that read the request."""
+        with self.answering():
+            try:
+                handler = self._control.get(request.function)
+                if handler is None:
+                    raise NotExposed(f"no control operation {request.function!r}")
+                kind = self._control_kinds[request.function]
+                frame, request.frame = request.frame, None
+                value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
+                if isinstance(value, torch._C.Future):
+                    self._answer_later(request, value)
+                else:
+                    request.source.reply(request, value)
+            except BaseException as error:
+                request.source.fail(request, error)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Surround what ends with answers to other workers: `close` lets it end first.
+
+        An operation that completes several futures for several workers surrounds them all. The first of them may wake a
+        thread of this worker that leaves at once.
+        """
+        key = object()
+        self._answering[key] = threading.get_ident()
         try:
-            handler = self._control.get(request.function)
-            if handler is None:
-                raise NotExposed(f"no control operation {request.function!r}")
-            kind = self._control_kinds[request.function]
-            frame, request.frame = request.frame, None
-            value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
-            if isinstance(value, torch._C.Future):
-                self._answer_later(request, value)
-            else:
-                request.source.reply(request, value)
-        except BaseException as error:
-            request.source.fail(request, error)
+            yield
+        finally:
+            self._answering.pop(key, None)
+
+    def _answers_due(self) -> list[object]:
+        own = threading.get_ident()  # the calling thread cannot wait for itself
+        return [key for key, thread in list(self._answering.items()) if thread != own]
 
     def drop(self, request: Request) -> str:
         """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
@@ -402,7 +425,8 @@ class Server:
         """Whether no function runs, waits or is queued, and no answer is owed."""
         slots = self._slots
         owed = sum(len(item.requests) for item in list(self._incoming) if item.lane == "calls")
-        return not (slots.num_running or slots.num_queued or slots.num_waiting or owed)
+        # Looked at last: a request is taken off its list while its answer is being sent.
+        return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
 
     @property
     def has_visitors(self) -> bool:
@@ -445,6 +469,12 @@ class Server:
         for incoming in list(self._incoming):
             say_goodbye(incoming.connection)
             incoming.reader.end(ConnectionClosed("shutdown"))
+
+    def wait_answered(self, deadline: float) -> None:
+        """Return when the answers that are due now have been sent, or the deadline has passed."""
+        due, pause = self._answers_due(), threading.Event()  # never set: a wait that Ctrl-C interrupts
+        while any(key in self._answering for key in due) and time.monotonic() < deadline:
+            pause.wait(_ANSWER_LOOK_S)
 
 
 def cpu_ticks(thread: int) -> int:

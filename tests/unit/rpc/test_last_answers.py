@@ -1,0 +1,116 @@
+"""A worker that leaves without waiting for the others still sends the answers that it owes, and they are read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from conftest import MakeAgents
+from gradwire.errors import WorkerLost
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.incoming import Incoming, Request
+from gradwire.testing import wait_until
+
+_MOMENT_S = 0.3  # closing takes a few milliseconds where it does not wait
+
+
+class HeldReplies:
+    """Holds the replies of one worker back until `release`, as if their threads got no processor time."""
+
+    def __init__(self, agent: Agent, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_go = threading.Event(), threading.Event()
+        send = Incoming.reply
+
+        def reply(incoming: Incoming, request: Request, value: Any) -> None:
+            if incoming.server.agent is agent and request.function == function:
+                self.has_begun.set()
+                assert self.may_go.wait(20.0)
+            send(incoming, request, value)
+
+        monkeypatch.setattr(Incoming, "reply", reply)
+
+
+def ask(agent: Agent, to: str, operation: str) -> list[PendingCall]:
+    """Start a control operation; the list holds it as soon as it has ended."""
+    ended: list[PendingCall] = []
+    agent.control(to, operation, (), 0.0, ended.append)
+    return ended
+
+
+def close_held(agent: Agent, held: HeldReplies) -> None:
+    """Close a worker whose replies are held back, which it has to wait for."""
+    closer = threading.Thread(target=agent.close)
+    closer.start()
+    try:
+        wait_until(lambda: agent.is_closed, 10.0, "that the worker begins to close")
+        has_closed = agent.wait_closed(_MOMENT_S)
+    finally:
+        held.may_go.set()
+        closer.join(20.0)
+    assert not has_closed, "the worker has closed before it sent its answer"
+
+
+def test_a_worker_that_closes_sends_the_answer_of_a_control_operation_first(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_agents(2)
+    a.server.register_control("decide", lambda source: 7)
+    held = HeldReplies(a, "~decide", monkeypatch)
+    ended = ask(b, "a", "decide")
+    assert held.has_begun.wait(10.0)
+    close_held(a, held)
+    wait_until(lambda: ended, 10.0, "that the answer is read")
+    assert ended[0].error is None
+    assert ended[0].value == 7
+
+
+def test_a_collector_that_leaves_after_a_gathering_sends_its_answers_first(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its own values as soon as the last worker has come, and that worker's answer is still to be written."""
+    a, b = make_agents(2)
+    held = HeldReplies(a, "~gather", monkeypatch)
+    values: dict[str, Any] = {}
+
+    def gather(agent: Agent) -> None:
+        try:
+            values[agent.info.name] = agent.gathering.all_gather(agent.info.id, ["a", "b"], float("inf"))
+        except WorkerLost as error:
+            values[agent.info.name] = error
+
+    threads = [threading.Thread(target=gather, args=(agent,)) for agent in (a, b)]
+    threads[0].start()
+    wait_until(lambda: a.gathering._rounds, 10.0, "that the collector waits")
+    threads[1].start()
+    assert held.has_begun.wait(10.0)
+    threads[0].join(10.0)
+    close_held(a, held)
+    threads[1].join(10.0)
+    assert values == {"a": {"a": 0, "b": 1}, "b": {"a": 0, "b": 1}}
+
+
+def test_a_goodbye_does_not_overtake_an_answer_on_another_connection(make_agents: MakeAgents) -> None:
+    """The answer lies unread in the connection that b opened, while b reads the goodbye in the one that a opened."""
+    a, b = make_agents(2)
+    a.server.register_control("decide", lambda source: 7)
+    b.server.register_control("nothing", lambda source: None)
+    ended = ask(a, "b", "nothing")
+    wait_until(lambda: ended, 10.0, "that a has a connection to b")
+    ended = ask(b, "a", "decide")
+    wait_until(lambda: ended, 10.0, "that b has a connection to a")
+    lane = b.peers.peer("a").lanes["control"]
+    wait_until(lambda: lane.reader._armed, 10.0, "that no thread reads the connection")
+    b.reactor.remove(lane.connection.fileno())  # no event tells b of what comes
+    (there,) = [item for item in a.server._incoming if item.lane == "control"]
+    num_sent = there.connection.bytes_sent
+    ended = ask(b, "a", "decide")
+    wait_until(lambda: there.connection.bytes_sent > num_sent, 10.0, "that a has answered")
+    assert not ended
+    a.close()
+    wait_until(lambda: ended, 10.0, "that the call ends")
+    assert ended[0].error is None
+    assert ended[0].value == 7
+    wait_until(lambda: b.has_ended("a"), 10.0, "that b knows the end of a")
