@@ -103,7 +103,8 @@ def _bag_steps(case: BagCase, rank: int) -> tuple[Step, Step]:
 
 
 def _reshard_steps(rank: int, num_bytes: int) -> tuple[Step, Step]:
-    from gradwire.shard import ChunkShardingSpec, moving, sharded_tensor
+    from gradwire.shard import ChunkShardingSpec, sharded_tensor
+    from gradwire.shard import redistribute as moving
 
     side = int((num_bytes // 4) ** 0.5)
     share = side // NUM_RANKS

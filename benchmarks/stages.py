@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works wi
 
 from gradwire.config import GIB, KIB, Limits
 from gradwire.rpc.codec import Codec
-from gradwire.transports.arena import BorrowedSlots
+from gradwire.transports.shared_memory import BorrowedSlots
 from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.unix import UnixChannel
 from gradwire.types import WorkerInfo

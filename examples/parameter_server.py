@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.autograd.sharing import Mode
 from gradwire.nn import RemoteModule
+from gradwire.params.snapshots import Mode
 
 NUM_TRAINERS = 4
 BATCH_SIZE = 64

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._template_process import close_idle_template, prepare_template
+from gradwire.cluster._forkserver import close_idle_template, prepare_template
 from gradwire.testing import LeakCheck, wait_until
 
 

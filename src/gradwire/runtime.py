@@ -1,7 +1,7 @@
 """The composition root: what a complete worker is made of.
 
 `gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd) join every worker by
-adding a function to `gradwire.rpc.worker.attachments` here, so that rpc need not know them. They are imported when the
+adding a function to `gradwire.rpc.agent.attachments` here, so that rpc need not know them. They are imported when the
 first worker starts: a launcher or a data loader imports gradwire as well, and never becomes a worker.
 
 Packages that many programs do not use are imported when they are used: by the program (`gradwire.__getattr__`), by another
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from gradwire.rpc.agent import Agent
-from gradwire.rpc.worker import attachments, start_worker
-from gradwire.wire.objects import set_home
+from gradwire.rpc.agent import Agent, attachments, start_worker
+from gradwire.wire.serialization import set_home
 
 __all__ = ["DEFERRED", "attachments", "import_all", "start_worker"]
 
@@ -27,12 +26,12 @@ DEFERRED = ("checkpoint", "nn", "optim", "rref", "shard")
 _LAYERS = (
     "gradwire.autograd.worker",
     "gradwire.autograd.autocast",
-    "gradwire.rref.references",
-    "gradwire.rref.creation",
+    "gradwire.rref.context",
+    "gradwire.rref.owner",
 )
 """Modules that join a new worker with their `attach`, in this order."""
 
-_WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.references")
+_WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.rref_backward")
 """Modules that a worker needs besides, and that are imported when one starts."""
 
 
@@ -50,21 +49,21 @@ def _attach_layers(agent: Agent) -> None:
 
 
 def _load_sharded_tensor(*args: Any) -> Any:
-    return importlib.import_module("gradwire.shard.travel").load_pickled(*args)
+    return importlib.import_module("gradwire.shard.serialization").load_pickled(*args)
 
 
 if _attach_layers not in attachments:
     attachments.append(_attach_layers)
 for _name, _module in {
-    "gradwire.checkpoint": "gradwire.checkpoint.owners",
-    "gradwire.nn": "gradwire.nn.operations",
-    "gradwire.optim": "gradwire.optim.operations",
-    "gradwire.rref": "gradwire.rref.operations",
-    "gradwire.rref.backward": "gradwire.autograd.references",
+    "gradwire.checkpoint": "gradwire.checkpoint.owner",
+    "gradwire.nn": "gradwire.nn.owner",
+    "gradwire.optim": "gradwire.optim.local",
+    "gradwire.rref": "gradwire.rref.owner",
+    "gradwire.rref.backward": "gradwire.autograd.rref_backward",
     "gradwire.RemoteModule": "gradwire.nn.remote_module",
     "gradwire.RRef": "gradwire.rref.api",
-    "gradwire.ShardedTensor": "gradwire.shard.travel",
+    "gradwire.ShardedTensor": "gradwire.shard.serialization",
 }.items():
     set_home(_name, _module)
 # So that torch.load takes a sharded tensor without weights_only=False.
-torch.serialization.add_safe_globals([(_load_sharded_tensor, "gradwire.shard.travel.load_pickled")])
+torch.serialization.add_safe_globals([(_load_sharded_tensor, "gradwire.shard.serialization.load_pickled")])

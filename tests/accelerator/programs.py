@@ -11,10 +11,12 @@ import torch
 
 import gradwire as gw
 from accelerator import device
-from gradwire.autograd import ambient, guards, sharing
+from gradwire.autograd import current_context as ambient
 from gradwire.autograd.api import _retrieve_context
-from gradwire.autograd.saving import saving
 from gradwire.errors import BackwardFailed
+from gradwire.params import rwlock as guards
+from gradwire.params import snapshots as sharing
+from gradwire.params.saved_tensors import saving
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 import gradwire
-from gradwire.cluster._worker import CALLS_SERVED
+from gradwire.cluster._worker_main import CALLS_SERVED
 from gradwire.rpc import functions
-from gradwire.rref import _actions, delivery
+from gradwire.rref import _messages as _actions
+from gradwire.rref import context as delivery
 from gradwire.testing import local_agents
-from gradwire.wire import _registry
+from gradwire.wire import plain as _registry
 from gradwire.wire.messages import MESSAGE_TYPES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trust.md"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._template_process import close_idle_template
+from gradwire.cluster._forkserver import close_idle_template
 from gradwire.cluster.api import Cluster
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 

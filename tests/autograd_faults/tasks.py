@@ -11,7 +11,8 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import container, worker
+from gradwire.autograd import context as container
+from gradwire.autograd import worker
 from gradwire.testing import wait_until
 
 weight = torch.nn.Parameter(torch.tensor([0.5, -0.25, 0.125], dtype=torch.float64))

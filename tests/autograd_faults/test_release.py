@@ -24,7 +24,7 @@ from autograd_faults.worlds import (
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, UnknownContext
-from gradwire.rpc.notices import Notices
+from gradwire.rpc.oneway import Notices
 from gradwire.testing import wait_until
 
 MODES = pytest.mark.parametrize("mode", ["smart", "fast"])

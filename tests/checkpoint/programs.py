@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradwire import autograd, checkpoint, rpc
-from gradwire.checkpoint import _points
+from gradwire.checkpoint import _failpoints as _points
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gradwire import checkpoint, rpc
-from gradwire.checkpoint import owners
-from gradwire.checkpoint.objects import Part
+from gradwire.checkpoint import owner as owners
+from gradwire.checkpoint.stateful import Part
 from gradwire.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -23,7 +23,7 @@ from gradwire.errors import (
     RpcTimeout,
 )
 from gradwire.rpc import functions
-from gradwire.rref import references
+from gradwire.rref import context as references
 from gradwire.rref.api import create
 from gradwire.testing import wait_until
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.processes import children_of
-from gradwire.cluster._template_process import close_idle_template
+from gradwire.cluster._forkserver import close_idle_template
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._template_process import borrow_template, close_idle_template, prepare_template, return_template
+from gradwire.cluster._forkserver import borrow_template, close_idle_template, prepare_template, return_template
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.local import LocalLauncher

@@ -8,8 +8,8 @@ import sys
 import pytest
 import rich.console
 
-from gradwire.cluster import _progress
-from gradwire.cluster._progress import DelayedProgress
+from gradwire.cluster import progress as _progress
+from gradwire.cluster.progress import DelayedProgress
 
 
 class _Terminal(io.StringIO):

@@ -10,7 +10,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from gradwire.cluster._status import ClusterStatus, WorkerStatus, describe_exit, rss_of
+from gradwire.cluster.status import ClusterStatus, WorkerStatus, describe_exit, rss_of
 
 _RUNNING = WorkerStatus(
     name="worker0",

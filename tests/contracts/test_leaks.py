@@ -16,7 +16,7 @@ import pytest
 
 import conftest
 from gradwire.testing import LeakCheck, LeakFound, wait_until
-from gradwire.transports.arena import LendingArena, is_available
+from gradwire.transports.shared_memory import LendingArena, is_available
 
 Leak = Callable[[], contextlib.AbstractContextManager[object]]
 

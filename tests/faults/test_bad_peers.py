@@ -13,7 +13,7 @@ import pytest
 from gradwire.config import Limits
 from gradwire.errors import GradwireError
 from gradwire.rpc import Agent
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from rpc.fixtures import MakeAgents
 from rpc.puppets import wait_until
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gradwire.errors import AuthenticationFailed
-from gradwire.rpc.directory import StaticDirectory
-from gradwire.rpc.peers import Peer
+from gradwire.rpc.peers import Peer, StaticDirectory
 from rpc.fixtures import MakeAgents, init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 

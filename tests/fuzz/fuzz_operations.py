@@ -34,13 +34,14 @@ from fuzz import operation_world
 from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
-from gradwire.autograd import ambient, worker
+from gradwire.autograd import current_context as ambient
+from gradwire.autograd import worker
 from gradwire.errors import GradwireError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import functions, set_current_agent
-from gradwire.rpc._calls import CallHolder, PendingCall
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.rpc.pending_calls import CallHolder, PendingCall
 from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
 

@@ -35,8 +35,9 @@ else:
 
 from gradwire.autograd.messages import AbortPass, PropagateGradients, RecordedCall
 from gradwire.errors import CannotSend, DecodeError
-from gradwire.wire import objects, tensors
-from gradwire.wire.failures import rebuild_exception
+from gradwire.wire import serialization as objects
+from gradwire.wire import tensors
+from gradwire.wire.exceptions import rebuild_exception
 from gradwire.wire.framing import PREFIX_BYTES, Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, Reply, read_note
 

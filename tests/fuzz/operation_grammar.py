@@ -17,10 +17,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from gradwire.checkpoint import owners as checkpoint_owners
+from gradwire.checkpoint import owner as checkpoint_owners
 from gradwire.optim.local import LocalOptimizer
-from gradwire.rref.creation import Creates
-from gradwire.wire import _registry
+from gradwire.rref.owner import Creates
+from gradwire.wire import plain as _registry
 from gradwire.wire.messages import _note_decoders
 
 KEEPERS: Final[dict[str, Any]] = {"rref": Creates}

@@ -28,17 +28,17 @@ import msgspec
 import torch
 from torch import nn
 
-import gradwire.checkpoint.owners
-import gradwire.optim.operations
-import gradwire.shard.travel
+import gradwire.checkpoint.owner
+import gradwire.optim.local
+import gradwire.shard.serialization
 from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.config import MIB, Limits, WorkerConfig
 from gradwire.errors import GradwireError
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.directory import StaticDirectory
-from gradwire.rpc.incoming import current_request
-from gradwire.rref import references
+from gradwire.rpc.connection import current_request
+from gradwire.rpc.peers import StaticDirectory
+from gradwire.rref import context as references
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerAddress, WorkerInfo
 
@@ -269,9 +269,9 @@ def make_world(own_process: bool = False) -> Iterator[World]:
 
 @contextlib.contextmanager
 def _allowed(folder: str) -> Iterator[None]:
-    allowed = gradwire.checkpoint.owners._allowed
+    allowed = gradwire.checkpoint.owner._allowed
     before = list(allowed)
-    gradwire.checkpoint.owners.allow_directory(folder)
+    gradwire.checkpoint.owner.allow_directory(folder)
     try:
         yield
     finally:

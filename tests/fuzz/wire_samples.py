@@ -15,7 +15,8 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire import objects, tensors
+from gradwire.wire import serialization as objects
+from gradwire.wire import tensors
 from gradwire.wire.framing import encode
 from gradwire.wire.messages import (
     MESSAGE_TYPES,

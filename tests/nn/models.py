@@ -11,9 +11,9 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import sharing
 from gradwire.nn import RemoteModule
-from gradwire.rref import references
+from gradwire.params import snapshots as sharing
+from gradwire.rref import context as references
 
 Gradients = dict[str, torch.Tensor]
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradwire as gw
-from gradwire.autograd import sharing
 from gradwire.cluster.api import Cluster
 from gradwire.nn import RemoteModule
-from gradwire.rref import references
+from gradwire.params import snapshots as sharing
+from gradwire.rref import context as references
 from gradwire.testing import wait_until
 from nn.models import Net, gradients_of, make_input, step, weights_of
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import sharing
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed
 from gradwire.nn import RemoteModule
+from gradwire.params import snapshots as sharing
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, weights_of
 

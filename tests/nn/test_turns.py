@@ -12,12 +12,14 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import reading, sharing
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.reading import Call
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
-from gradwire.nn import RemoteModule, operations
+from gradwire.nn import RemoteModule
+from gradwire.nn import owner as operations
+from gradwire.params import rwlock as reading
+from gradwire.params import snapshots as sharing
+from gradwire.params.rwlock import Call
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, take_steps, weights_of
 

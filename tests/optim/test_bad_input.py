@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire import optim, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import CannotSend, ConfigurationError, OptimizerError, OptimizerNotMade, UnknownContext
-from gradwire.optim.operations import OPERATE
+from gradwire.optim.local import OPERATE
 from gradwire.rpc import RRef
 from optim.programs import Distributed, batches, make, make_weight
 

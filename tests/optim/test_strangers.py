@@ -19,9 +19,9 @@ from gradwire.errors import (
     OptimizerStepFailed,
     RRefError,
 )
-from gradwire.optim.operations import MAKE, OPERATE
+from gradwire.optim.local import MAKE, OPERATE
 from gradwire.rpc import functions
-from gradwire.rref import references
+from gradwire.rref import context as references
 from gradwire.rref.api import create
 
 MakeAgents = Callable[..., list[rpc.Agent]]

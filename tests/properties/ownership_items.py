@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gradwire.rref import _actions as act
+from gradwire.rref import _messages as act
 
 CHILDREN = 100  # the number of a fork is that of its parent, times this, plus a count: so it tells whom it comes from
 

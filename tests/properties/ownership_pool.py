@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from gradwire.rref._actions import LocalAction, Worker
-from gradwire.rref._exchange import Exchange
-from gradwire.rref._outbox import Batch, Channel
-from gradwire.rref._ownership import Ownership
+from gradwire.rref._messages import LocalAction, Worker
+from gradwire.rref._ownership import Exchange, Ownership
+from gradwire.rref.reliable import Batch, Channel
 
 
 def frozen(thing: Any) -> Any:

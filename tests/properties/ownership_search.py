@@ -7,8 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.rref._exchange import Exchange
-from gradwire.rref._ownership import Ownership
+from gradwire.rref._ownership import Exchange, Ownership
 from properties.ownership_items import Move, Violation
 from properties.ownership_world import World
 

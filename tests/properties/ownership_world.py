@@ -22,10 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.rref import _actions as act
-from gradwire.rref._exchange import Exchange
-from gradwire.rref._outbox import Batch
-from gradwire.rref._ownership import ForkPhase, Ownership
+from gradwire.rref import _messages as act
+from gradwire.rref._ownership import Exchange, ForkPhase, Ownership
+from gradwire.rref.reliable import Batch
 from properties.ownership_items import (
     CHILDREN,
     Carry,

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from gradwire.rref._actions import Accept, Action, Confirm, Delete, LocalAction, Worker
-from gradwire.rref._exchange import Exchange
-from gradwire.rref._mourning import Mourning
-from gradwire.rref._outbox import Batch, Outbox
-from gradwire.rref._ownership import Ownership
+from gradwire.rref._messages import Accept, Action, Confirm, Delete, LocalAction, Worker
+from gradwire.rref._ownership import Exchange, Mourning, Ownership
+from gradwire.rref.reliable import Batch, Outbox
 from properties.ownership_items import Carry, Violation
 from properties.ownership_search import Bounds, first_world, search
 from properties.ownership_world import World

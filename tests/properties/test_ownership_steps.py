@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from gradwire.rref._actions import Ask
+from gradwire.rref._messages import Ask
 from gradwire.rref._ownership import Ownership
 from properties.ownership_items import Move, Post
 from properties.ownership_world import World

@@ -17,8 +17,9 @@ from fuzz import fuzz_wire
 from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import DecodeError
-from gradwire.wire import objects, tensors
-from gradwire.wire.failures import clean, describe_exception, rebuild_exception
+from gradwire.wire import serialization as objects
+from gradwire.wire import tensors
+from gradwire.wire.exceptions import clean, describe_exception, rebuild_exception
 from gradwire.wire.framing import Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, TensorMeta
 

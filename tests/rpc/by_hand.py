@@ -9,7 +9,7 @@ from gradwire.rpc import Agent
 from gradwire.transports.handshake import CallerHandshake, Identity
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire import objects
+from gradwire.wire import serialization as objects
 from gradwire.wire.messages import Call, Challenge, Failure, Goodbye, Message, Refused, Reply, Welcome
 
 

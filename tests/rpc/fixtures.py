@@ -11,7 +11,7 @@ import pytest
 
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent, set_current_agent
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerInfo
 from rpc import handlers

@@ -14,13 +14,14 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, RpcTimeout
-from gradwire.rpc import Agent, incoming
-from gradwire.rpc._calls import PendingCall
-from gradwire.rpc.fields import CallId
+from gradwire.rpc import Agent
+from gradwire.rpc import connection as incoming
+from gradwire.rpc.functions import CallId
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.testing import wait_until
-from gradwire.testing._pairs import receive_frames
+from gradwire.testing.transports import receive_frames
 from gradwire.transports.stream import StreamConnection
-from gradwire.wire import objects
+from gradwire.wire import serialization as objects
 from gradwire.wire.messages import Call, Failure, Goodbye, Reply
 from rpc import handlers
 from rpc.by_hand import connect, receive, send_control

@@ -10,7 +10,7 @@ import pytest
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, DuplicateWorker, IdentityTaken
 from gradwire.rpc import Agent
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.transports.tls import make_keys
 from gradwire.types import WorkerAddress, WorkerInfo
 from rpc.by_hand import connect

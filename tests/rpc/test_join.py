@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from gradwire.cluster._survey import ask_calls_served
+from gradwire.cluster.status import ask_calls_served
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent
-from gradwire.rpc.meeting_point import open_meeting_point
-from gradwire.rpc.rendezvous import Host
-from gradwire.rpc.store_directory import StoreDirectory
+from gradwire.rpc.rendezvous import Host, StoreDirectory, open_meeting_point
 from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire.addresses import encode_address
-from gradwire.wire.messages import Failure
+from gradwire.wire.messages import Failure, encode_address
 from rpc.by_hand import connect, receive, send_control
 from rpc.fixtures import MakeAgents
 

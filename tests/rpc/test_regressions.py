@@ -28,12 +28,11 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.rpc import Agent
-from gradwire.rpc._slots import Slots
+from gradwire.rpc.connection import LocalSource
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.local import LocalSource
-from gradwire.rpc.meeting_point import MeetingPoint
-from gradwire.rpc.store_directory import StoreDirectory
-from gradwire.testing._pairs import write_raw
+from gradwire.rpc.rendezvous import MeetingPoint, StoreDirectory
+from gradwire.rpc.server import Slots
+from gradwire.testing.transports import write_raw
 from gradwire.transports.stream import StreamConnection
 from rpc import handlers
 from rpc.fixtures import MakeAgents

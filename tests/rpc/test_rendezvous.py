@@ -301,7 +301,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_restart_older(make_puppets: M
     assert puppets[0].do("rpc.rpc_sync(1, h.pid)") == puppets[1].pid
     puppets[1].kill()
     (again,) = make_puppets(1)
-    again.do("import gradwire.rpc.worker as w\nw.make_incarnation = lambda: 1")
+    again.do("import gradwire.rpc.agent as w\nw.make_incarnation = lambda: 1")
     again.do(init_source(1, 2, meeting))
     assert puppets[0].do("rpc.rpc_sync(1, h.pid)") == again.pid
 
@@ -423,7 +423,7 @@ def test_programs_that_end_one_after_the_other_print_nothing(
 
 
 _SLOW_JOIN = """
-import gradwire.rpc.incoming as incoming
+import gradwire.rpc.connection as incoming
 send = incoming.Incoming.reply
 def reply(self, request, value):
     if request.function == "~join":

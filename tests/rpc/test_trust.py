@@ -14,9 +14,9 @@ import torch
 
 from gradwire.errors import AuthenticationFailed, CannotSend, NotExposed
 from gradwire.rpc import Agent
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.transports.stream import StreamConnection
-from gradwire.wire import objects
+from gradwire.wire import serialization as objects
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Failure
 from rpc import handlers

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._template_process import close_idle_template
+from gradwire.cluster._forkserver import close_idle_template
 from gradwire.cluster.api import Cluster
-from gradwire.rref import delivery
+from gradwire.rref import context as delivery
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 from rref.tasks import wait_clean
 

@@ -13,7 +13,7 @@ import torch
 
 from gradwire import rpc
 from gradwire.rpc import RRef
-from gradwire.rref import references
+from gradwire.rref import context as references
 from gradwire.testing import wait_until
 
 KEPT: dict[str, Any] = {}

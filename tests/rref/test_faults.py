@@ -14,13 +14,16 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.cluster.api import Cluster, Worker
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
-from gradwire.rref import references
+from gradwire.rref import context as references
 from gradwire.testing import wait_until
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError
 from rref import tasks
 
-SETUP = "from gradwire.rpc import RRef\nimport torch\nfrom gradwire.rref import references\nfrom rref import tasks"
+SETUP = (
+    "import torch\nfrom gradwire.rpc import RRef\nfrom gradwire.rref import context as references\n"
+    + "from rref import tasks"
+)
 Workers = Callable[..., list[Puppet]]
 
 

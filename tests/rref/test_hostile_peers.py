@@ -11,16 +11,18 @@ import pytest
 
 from gradwire import rpc
 from gradwire.errors import DecodeError, RRefError, WorkerLost
-from gradwire.rpc._calls import CallHolder
-from gradwire.rpc._ids import COUNTER_BITS
-from gradwire.rref import _holdings, operations, references
-from gradwire.rref._actions import Adopt, Ask, Confirm, Delete, Message, Mourn, Worker
-from gradwire.rref._outbox import MAX_MESSAGES, Batch
+from gradwire.rpc.pending_calls import CallHolder
+from gradwire.rref import _ownership as _holdings
+from gradwire.rref import context as references
+from gradwire.rref import owner as operations
+from gradwire.rref._messages import Adopt, Ask, Confirm, Delete, Message, Mourn, Worker
 from gradwire.rref.api import RRef, create
-from gradwire.rref.creation import NOTE, Creates
+from gradwire.rref.owner import NOTE, Creates
+from gradwire.rref.reliable import MAX_MESSAGES, Batch
 from gradwire.rref.values import Owned
 from gradwire.testing import wait_until
-from gradwire.wire import _registry
+from gradwire.types import COUNTER_BITS
+from gradwire.wire import plain as _registry
 
 MakeAgents = Callable[..., list[rpc.Agent]]
 kept: list[RRef[Any]] = []
@@ -153,7 +155,7 @@ def test_flood_of_deletions_holds_up_no_other_worker(make_agents: MakeAgents) ->
 def test_questions_of_a_worker_that_takes_no_answers_end_its_connection(
     make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.rref._outbox._MAX_BACKLOG", 1000)
+    monkeypatch.setattr("gradwire.rref.reliable._MAX_BACKLOG", 1000)
     a, b = make_agents(2, trust="data")
     forger = Forger(b, a)
     b.notices.register("rref", lambda *_: None, Any)  # acknowledges nothing

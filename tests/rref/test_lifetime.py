@@ -16,8 +16,8 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.trips import Passage
-from gradwire.rref import references
+from gradwire.rpc.codec import Passage
+from gradwire.rref import context as references
 from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
 from rref import tasks

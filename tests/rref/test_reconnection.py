@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
-from gradwire.rpc.agent import Agent
-from gradwire.rpc.worker import start_worker
-from gradwire.rref import references
+from gradwire.rpc.agent import Agent, start_worker
+from gradwire.rref import context as references
 from gradwire.rref.api import RRef, create
 from gradwire.testing import wait_until
 from gradwire.types import WorkerAddress

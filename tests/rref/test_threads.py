@@ -1,4 +1,4 @@
-"""Calls that run side by side and use one leaf tensor. In torch 2.13 that alone can stop a process: see `rref/leaves.py`."""
+"""Calls that run side by side and use one leaf tensor. In torch 2.13 that alone can stop a process: see `rref/values.py`."""
 
 from __future__ import annotations
 

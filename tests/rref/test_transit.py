@@ -11,8 +11,10 @@ import pytest
 
 from gradwire.config import Limits
 from gradwire.rpc.agent import Agent
-from gradwire.rref import delivery, operations, references
-from gradwire.rref._actions import Action
+from gradwire.rref import context as delivery
+from gradwire.rref import context as references
+from gradwire.rref import owner as operations
+from gradwire.rref._messages import Action
 from gradwire.rref._ownership import Ownership
 from gradwire.rref.api import RRef, create
 from gradwire.testing import local_agents, wait_until

@@ -9,11 +9,13 @@ import torch
 
 from gradwire import rpc
 from gradwire.errors import DecodeError, NotExposed, RpcTimeout, RRefError
-from gradwire.rpc._ids import COUNTER_BITS
-from gradwire.rref import _holdings, operations, references
+from gradwire.rref import _ownership as _holdings
+from gradwire.rref import context as references
+from gradwire.rref import owner as operations
 from gradwire.rref.api import RRef, create
 from gradwire.rref.values import Owned, describe
-from gradwire.testing.waiting import wait_until
+from gradwire.testing.agents import wait_until
+from gradwire.types import COUNTER_BITS
 
 MakeAgents = Callable[..., list[rpc.Agent]]
 

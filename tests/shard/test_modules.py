@@ -23,10 +23,10 @@ from gradwire.shard import (
     TensorProperties,
     api,
     load_with_process_group,
-    scattering,
     shard_module,
     shard_parameter,
 )
+from gradwire.shard import creation as scattering
 from shard.worlds import World, Worlds
 
 ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])

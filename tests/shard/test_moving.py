@@ -8,10 +8,9 @@ import random
 import pytest
 import torch
 
-from gradwire.shard import moving
-from gradwire.shard._geometry import Box
-from gradwire.shard.layouts import Layout
-from gradwire.shard.moving import move, traffic
+from gradwire.shard import redistribute as moving
+from gradwire.shard.layout import Box, Layout
+from gradwire.shard.redistribute import move, traffic
 from shard.groups import Ranks
 
 SIZE = (7, 6)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional, init
 
 from gradwire.shard import ShardedTensor, dispatch
-from gradwire.shard.ops import elementwise
+from gradwire.shard.ops import pointwise as elementwise
 from shard.worlds import GroupWorld, World, Worlds
 
 ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
@@ -381,7 +381,7 @@ TESTED = """
 
 
 def test_every_function_has_a_test() -> None:
-    modules = ("gradwire.shard.ops.copying", "gradwire.shard.ops.initialization")
+    modules = ("gradwire.shard.ops.conversion", "gradwire.shard.ops.conversion")
     registered = {
         getattr(getattr(function, "__self__", None), "__name__", "")
         if function.__name__ in ("__get__", "__set__")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradwire.shard import ShardedTensor, dispatch
-from gradwire.shard.ops import elementwise
-from gradwire.shard.ops._operands import FUNCTIONS
+from gradwire.shard.ops import pointwise as elementwise
+from gradwire.shard.ops.pointwise import FUNCTIONS
 from shard.worlds import World, Worlds
 
 SIZE = (7, 5)
@@ -78,7 +78,7 @@ KEYS = [
     key
     for key in FUNCTIONS
     if getattr(dispatch._own.get(FUNCTIONS[key]), "__module__", "")
-    in ("gradwire.shard.ops.elementwise", "gradwire.shard.ops._operands")
+    in ("gradwire.shard.ops.pointwise", "gradwire.shard.ops.pointwise")
 ]
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.autograd.norms import clamped, norm_of
 from gradwire.errors import ConfigurationError, OptimizerError
+from gradwire.params.grads import clamped, norm_of
 from gradwire.shard import (
     ShardedOptimizer,
     ShardedTensor,
@@ -21,7 +21,7 @@ from gradwire.shard import (
     clip_grad_value_,
     named_params_with_sharded_tensor,
 )
-from gradwire.shard.layouts import whole
+from gradwire.shard.layout import whole
 from gradwire.shard.sharding_spec import ShardingSpec
 from shard.worlds import World, Worlds
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.errors import CannotSend
-from gradwire.rref import references
+from gradwire.rref import context as references
 from gradwire.shard import ShardedTensor
-from gradwire.testing.waiting import wait_until
+from gradwire.testing.agents import wait_until
 from shard.worlds import GroupWorld, WorkerWorld, World, Worlds
 
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)

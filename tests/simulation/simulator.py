@@ -18,8 +18,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.autograd._backward_state import Mode
-from gradwire.autograd._termination import PassSnapshot, is_stalled
+from gradwire.autograd._backward_state import Mode, PassSnapshot, is_stalled
 from simulation.messages import Lost, Message, Propagate
 from simulation.programs import RandomProgram
 from simulation.recording import Node, Recording, Steps

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.autograd._backward_state import BackwardState, Mode
-from gradwire.autograd._termination import Termination
+from gradwire.autograd._backward_state import BackwardState, Mode, Termination
 from simulation import simulator
 from simulation.local_engine import AbstractGraph, LocalRun
 from simulation.programs import RandomProgram

@@ -17,12 +17,14 @@ from gradwire.autograd._backward_state import (
     ComponentPhase,
     Introduction,
     Mode,
+    PassSnapshot,
     Report,
     Route,
     RunComponent,
     Tell,
+    Termination,
+    WaitingSend,
 )
-from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend
 from simulation.local_engine import AbstractGraph, Gradients, LocalRun, NodeFailed
 from simulation.messages import Abort, Commit, Done, Lost, Message, Propagate
 from simulation.recording import Node, Recording

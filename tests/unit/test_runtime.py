@@ -13,14 +13,14 @@ import pytest
 
 from gradwire import runtime
 from gradwire.rpc import functions
-from gradwire.wire import _registry
+from gradwire.wire import plain as _registry
 
 PROGRAM = """
 import io, json, sys
 import gradwire, torch
 from gradwire.rpc.functions import exposed_function
-from gradwire.wire import _registry
-from gradwire.wire.objects import import_home
+from gradwire.wire import plain as _registry
+from gradwire.wire.serialization import import_home
 
 functions, classes = json.loads(sys.argv[1])
 left_out = [name for name in gradwire.runtime.DEFERRED if f"gradwire.{name}" not in sys.modules]
@@ -30,7 +30,7 @@ lost += [name for name in classes if name not in _registry.BY_NAME and not (impo
 
 class Pickled:
     def __reduce__(self):
-        return gradwire.shard.travel.load_pickled, (1, 2, 3, 4, 5)
+        return gradwire.shard.serialization.load_pickled, (1, 2, 3, 4, 5)
 
 buffer = io.BytesIO()
 torch.save(Pickled(), buffer)
@@ -75,7 +75,7 @@ START_WORKERS = """
 import json, secrets, sys
 import gradwire
 from gradwire.config import WorkerConfig
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 
 def own_modules():
     return {name for name in sys.modules if name.startswith("gradwire")}
@@ -100,7 +100,7 @@ def test_import_all_leaves_nothing_to_import_for_a_worker_that_starts(before: st
     if before == "import_all":
         assert late == []
     else:
-        assert {"gradwire.autograd.engine", "gradwire.rref.references"} <= set(late), "otherwise this shows nothing"
+        assert {"gradwire.autograd.engine", "gradwire.rref.context"} <= set(late), "otherwise this shows nothing"
 
 
 OWNER = """

@@ -19,7 +19,7 @@ from gradwire.autograd.api import (
     is_available,
 )
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.probing import Explanation
+from gradwire.autograd.explanation import Explanation
 from gradwire.autograd.worker import AutogradStatistics
 
 __all__ = [

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from gradwire.autograd import ambient, worker
+from gradwire.autograd import current_context as ambient
+from gradwire.autograd import worker
+from gradwire.autograd.backward_pass import FollowsBackward, FollowUp, check_roots
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.follow_ups import FollowsBackward, FollowUp
+from gradwire.autograd.explanation import Explanation
 from gradwire.autograd.messages import PassOptions
-from gradwire.autograd.probing import Explanation
-from gradwire.autograd.roots import check_roots
 from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import is_available as rpc_is_available
 

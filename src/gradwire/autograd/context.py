@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 import torch
 
 from gradwire.autograd.functions import Gradients, make_recv, make_send
-from gradwire.errors import AutogradError, UnknownContext
-from gradwire.rpc._ids import creator_of
+from gradwire.config import Limits
+from gradwire.errors import AutogradError, LimitExceeded, UnknownContext
+from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
 
 if TYPE_CHECKING:
-    from gradwire.autograd.guards import Group
-    from gradwire.autograd.passes import BackwardPass
+    from gradwire.autograd.backward_pass import BackwardPass
+    from gradwire.params.rwlock import Group
+
+    pass
+
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -262,3 +268,257 @@ class DistAutogradContext:
     def _known_worker_ids(self) -> set[int]:
         with self.lock:
             return set(self.known_workers)
+
+
+CONTEXT_BYTES: Final = 4096
+MESSAGE_BYTES: Final = 2048
+PASS_BYTES: Final = 8192
+PASS_BYTES_PER_MESSAGE: Final = 256
+"""A pass looks at every message of its context."""
+ENDED_PASS_BYTES: Final = 256
+"""Stays until the context is released: late messages must not begin the pass again."""
+
+
+class Quotas:
+    """What each worker has used of its budget.
+
+    Args:
+        own: This worker's rank, whose own messages are not counted.
+        limit_bytes: The budget of every other worker.
+    """
+
+    def __init__(self, own: int, limit_bytes: int) -> None:
+        self._own = own
+        self._limit = limit_bytes
+        self._lock = threading.Lock()  # guards the table below and the `charges` of all contexts
+        self._used: dict[int, int] = {}
+
+    def charge(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
+        """Count memory that a worker's message is about to take, until the context is released.
+
+        Raises:
+            LimitExceeded: The worker has used up its budget.
+        """
+        if worker == self._own:
+            return
+        with self._lock:
+            if context.charges is None:  # released: nothing is kept
+                return
+            used = self._used.get(worker, 0) + num_bytes
+            if used > self._limit:
+                raise LimitExceeded(
+                    f"the autograd contexts, messages and backward passes of worker {worker} would take more than "
+                    f"{self._limit} bytes here (Limits.autograd_bytes). Release contexts that are no longer needed, or "
+                    f"raise that limit on rank {self._own}"
+                )
+            self._used[worker] = used
+            context.charges[worker] = context.charges.get(worker, 0) + num_bytes
+
+    def charge_pass(self, worker: int, context: DistAutogradContext) -> Callable[[], None]:
+        """Count a pass that a worker begins here; returns what to call at its end.
+
+        Raises:
+            LimitExceeded: The worker has used up its budget.
+        """
+        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
+        self.charge(worker, context, num_bytes + ENDED_PASS_BYTES)
+        return functools.partial(self.refund, worker, context, num_bytes)
+
+    def refund(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
+        """Give back part of what was charged, because it ended before its context."""
+        if worker == self._own:
+            return
+        with self._lock:
+            if context.charges is not None:
+                context.charges[worker] -= num_bytes
+                self._give_back(worker, num_bytes)
+
+    def settle(self, context: DistAutogradContext) -> None:
+        """Give back all that was charged for a context, which was released."""
+        with self._lock:
+            charges, context.charges = context.charges, None
+            for worker, num_bytes in (charges or {}).items():
+                self._give_back(worker, num_bytes)
+
+    def used_by(self, worker: int) -> int:
+        """Return how many bytes of its budget a worker has used."""
+        with self._lock:
+            return self._used.get(worker, 0)
+
+    def _give_back(self, worker: int, num_bytes: int) -> None:
+        self._used[worker] -= num_bytes
+        if not self._used[worker]:
+            del self._used[worker]
+
+
+MAX_WORKER = (1 << 16) - 1
+_NUM_SHARDS = 16
+_MEMORY = 16_384  # of each worker: contexts it released that are remembered, so that a late message does not revive one
+
+
+class IdSource:
+    """Gives out ids of one kind.
+
+    Args:
+        worker: This worker's rank.
+        first: The counter's first value.
+
+    Raises:
+        AutogradError: The rank does not fit into 16 bits.
+    """
+
+    def __init__(self, worker: int, first: int = 0) -> None:
+        if not 0 <= worker <= MAX_WORKER:
+            raise AutogradError(f"the rank of a worker must be between 0 and {MAX_WORKER}, not {worker}")
+        self._base = worker << COUNTER_BITS
+        self._next = max(1, first)
+        self._lock = threading.Lock()  # guards _next
+
+    def next(self) -> int:
+        """An id never given out before.
+
+        Raises:
+            AutogradError: There are none left.
+        """
+        with self._lock:
+            counter, self._next = self._next, self._next + 1
+        if counter > MAX_COUNTER:
+            raise AutogradError("We have run out of autograd context and message ids: all 48 bits are used up")
+        return self._base | counter
+
+
+class _Shard:
+    """Some of the contexts."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # guards everything below
+        self.contexts: dict[int, DistAutogradContext] = {}
+        self.released: dict[int, str] = {}
+        self._released_by: dict[int, collections.deque[int]] = {}
+
+    def remember(self, context_id: int, where: str, worker: int) -> None:
+        """Remember that a context is over; under `lock`. What one worker says pushes out its own oldest words alone."""
+        if context_id in self.released:
+            return
+        latest = self._released_by.setdefault(worker, collections.deque())
+        latest.append(context_id)
+        self.released[context_id] = where
+        if len(latest) > _MEMORY // _NUM_SHARDS:
+            del self.released[latest.popleft()]
+
+
+class DistAutogradContainer:
+    """The contexts of one worker, by id.
+
+    Args:
+        worker: Its rank.
+        incarnation: Of the worker.
+        limits: What it keeps for other workers.
+    """
+
+    def __init__(self, worker: int, incarnation: int, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
+        self.worker = worker
+        self.quotas = Quotas(worker, limits.autograd_bytes)
+        self._message_ids = IdSource(worker, first_counter(incarnation))
+        self._shards = [_Shard() for _ in range(_NUM_SHARDS)]
+        self.new_message_id = self._message_ids.next
+
+    def __repr__(self) -> str:
+        return f"<DistAutogradContainer of worker {self.worker}, {len(self)} contexts>"
+
+    def __len__(self) -> int:
+        return sum(len(shard.contexts) for shard in self._shards)
+
+    def __iter__(self) -> Iterator[DistAutogradContext]:
+        for shard in self._shards:
+            with shard.lock:
+                found = list(shard.contexts.values())
+            yield from found
+
+    @property
+    def max_id(self) -> int:
+        """The highest id that this worker can give out."""
+        return (self.worker << COUNTER_BITS) | MAX_COUNTER
+
+    def _shard(self, context_id: int) -> _Shard:
+        return self._shards[context_id % _NUM_SHARDS]
+
+    def new_context(self) -> DistAutogradContext:
+        """Makes a context."""
+        while True:
+            context = DistAutogradContext(make_secret_id(self.worker))
+            shard = self._shard(context.context_id)
+            with shard.lock:
+                if context.context_id not in shard.released and context.context_id not in shard.contexts:
+                    shard.contexts[context.context_id] = context
+                    return context
+
+    def find(self, context_id: int) -> DistAutogradContext | None:
+        """The context of that id, if it is here."""
+        return self._shard(context_id).contexts.get(context_id)
+
+    def retrieve(self, context_id: int) -> DistAutogradContext:
+        """The context of that id.
+
+        Raises:
+            UnknownContext: It was released, or was never here.
+        """
+        context = self.find(context_id)
+        if context is None:
+            where = self.where_released(context_id)
+            raise UnknownContext(
+                f"Could not find autograd context with id: {context_id}. "
+                + (
+                    f"It was released {where}"
+                    if where
+                    else f"Worker {self.worker} has never had to do with it; pass the id that autograd.context() gave"
+                )
+            )
+        return context
+
+    def get_or_create(self, context_id: int, sender: int) -> DistAutogradContext | None:
+        """The context of that id, made here if another worker made it; None if it was released.
+
+        Args:
+            context_id: The context.
+            sender: Rank of the worker whose message is about it.
+
+        Raises:
+            LimitExceeded: That worker has brought too much here already.
+        """
+        shard = self._shard(context_id)
+        found = shard.contexts.get(context_id)
+        if found is not None:
+            return found
+        with shard.lock:
+            found = shard.contexts.get(context_id)
+            if found is not None or context_id in shard.released or creator_of(context_id) == self.worker:
+                return found
+            made = DistAutogradContext(context_id)
+            self.quotas.charge(sender, made, CONTEXT_BYTES)
+            made.known_workers.add(sender)
+            shard.contexts[context_id] = made
+            return made
+
+    def release(self, context_id: int, where: str, worker: int | None = None) -> DistAutogradContext | None:
+        """Forgets a context, and remembers that it must not come back; None if it was not here.
+
+        Args:
+            context_id: The context.
+            where: Where it was released.
+            worker: Rank of the worker that says so; this one if not given.
+        """
+        shard = self._shard(context_id)
+        with shard.lock:
+            context = shard.contexts.pop(context_id, None)
+            shard.remember(context_id, where, self.worker if worker is None else worker)
+        if context is not None:
+            self.quotas.settle(context)
+            context.on_released(where)
+        return context
+
+    def where_released(self, context_id: int) -> str | None:
+        """Who released a context, and where; None if nobody did, as far as is remembered."""
+        shard = self._shard(context_id)
+        with shard.lock:
+            return shard.released.get(context_id)

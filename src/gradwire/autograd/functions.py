@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.autograd.carried import Carried
+from gradwire._torch import Carried
 from gradwire.errors import AutogradError
 
 Gradients = Sequence[torch.Tensor | None]
@@ -176,7 +176,7 @@ def _run_here(what: str) -> LocalRun:
 def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Records a send, whatever the grad mode; the result's `grad_fn` is its node."""
     if torch.is_grad_enabled():
-        # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it (rref/leaves.py).
+        # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it (rref/values.py).
         held = [item.view_as(item) for item in tensors if item.is_leaf and item.layout is torch.strided]
         output: torch.Tensor = _apply_send(message_id, *tensors)
         del held

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd import ambient, anomalies, sharing
-from gradwire.autograd.container import DistAutogradContainer
-from gradwire.autograd.context import RESULT
+from gradwire.autograd import anomaly_mode as anomalies
+from gradwire.autograd import current_context as ambient
+from gradwire.autograd.context import MESSAGE_BYTES, RESULT, DistAutogradContainer
 from gradwire.autograd.engine import DistEngine
 from gradwire.autograd.messages import NO_ID, RecordedCall
-from gradwire.autograd.quotas import MESSAGE_BYTES
 from gradwire.errors import CannotSend, DecodeError, UnknownContext
-from gradwire.rpc._ids import creator_of
-from gradwire.rpc.incoming import Request, current_request
+from gradwire.params import snapshots as sharing
+from gradwire.rpc.connection import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.types import creator_of
 
 _NOTHING = contextlib.nullcontext()
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from gradwire.autograd._backward_state import Introduction, Report
-from gradwire.rpc._ids import Id, Rank
-from gradwire.wire.failures import clean
+from gradwire.types import Id, Rank
+from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.autograd.container import DistAutogradContainer
-from gradwire.autograd.context import DistAutogradContext, find_call_site
-from gradwire.autograd.gradients import GradientTable
+from gradwire.autograd.context import DistAutogradContainer, DistAutogradContext, find_call_site
+from gradwire.autograd.local_engine import GradientTable
 from gradwire.autograd.messages import HoldsContext, ReleaseContext, where_text
 from gradwire.errors import RpcTimeout
-from gradwire.rpc._ids import creator_of
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
-from gradwire.rpc.incoming import current_request, while_waiting
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.rpc.connection import current_request, while_waiting
+from gradwire.types import WorkerAddress, WorkerInfo, creator_of
 from gradwire.wire.messages import read_note
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ checkpoint.read("run1")["model"]                                           # a p
 
 from __future__ import annotations
 
-from gradwire.checkpoint.api import inspect, load, read, save, verify
-from gradwire.checkpoint.owners import allow_directory
-from gradwire.checkpoint.summary import SavedEntry, SavedFile, Summary
+from gradwire.checkpoint.api import SavedEntry, SavedFile, Summary, inspect, load, read, save, verify
+from gradwire.checkpoint.owner import allow_directory
 
 __all__ = ["SavedEntry", "SavedFile", "Summary", "allow_directory", "inspect", "load", "read", "save", "verify"]

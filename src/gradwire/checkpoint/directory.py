@@ -22,18 +22,134 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gradwire.checkpoint import _points
-from gradwire.checkpoint._index import FILE_NAME, Index, dump, parse
-from gradwire.checkpoint.folder import INDEX_NAME, READERS_LOCK, WRITER_LOCK, Folder
+from gradwire.checkpoint import _failpoints as _points
+from gradwire.checkpoint.index import FILE_NAME, GENERATION, Index, dump, parse
 from gradwire.errors import CheckpointBusy, CheckpointError, CheckpointMissing, CheckpointWriteFailed
+
+INDEX_NAME: Final = "index.json"
+WRITER_LOCK: Final = ".gradwire-writer"
+READERS_LOCK: Final = ".gradwire-readers"
+
+_OF_ONE_SAVE: Final = re.compile(rf"{FILE_NAME.pattern}|{GENERATION.pattern}\.(?:begin|index)")
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def is_of_one_save(name: str) -> bool:
+    """Return whether a file of that name belongs to one save, and goes with it."""
+    return _OF_ONE_SAVE.fullmatch(name) is not None
+
+
+class Folder:
+    """An open directory. Close it, or use it in a ``with`` statement.
+
+    Args:
+        path: Where.
+        root: A directory that `path` must be in: below it, no component may be a link.
+
+    Raises:
+        OSError: There is no such directory.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path = path
+        self._descriptor = os.open(path, _DIRECTORY) if root is None else _open_below(root, path.relative_to(root))
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """Return a descriptor of a file.
+
+        Raises:
+            OSError: It is not there, a link, or not a regular file.
+            CheckpointError: No file of a checkpoint has that name.
+        """
+        descriptor = os.open(_checked(name), flags | _FILE, 0o666, dir_fd=self._descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
+        return descriptor
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Open a file to be read inside the block, as `open_file` does."""
+        descriptor = self.open_file(name)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def make_file(self, name: str) -> int:
+        """Return a descriptor of a new file, to be written.
+
+        Raises:
+            FileExistsError: There is something of that name.
+        """
+        return self.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a regular file of that name."""
+        try:
+            found = os.stat(_checked(name), dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISREG(found.st_mode)
+
+    def names(self) -> list[str]:
+        """Return the names of all files that belong to one save."""
+        return [name for name in os.listdir(self._descriptor) if is_of_one_save(name)]
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or the link in its place."""
+        os.unlink(_checked(name), dir_fd=self._descriptor)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file another name, in the place of what had it."""
+        os.rename(_checked(name), _checked(new_name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def sync(self) -> None:
+        """Put the names of files on disk."""
+        os.fsync(self._descriptor)
+
+
+def _open_below(root: Path, below: Path) -> int:
+    descriptor = os.open(root, _DIRECTORY)
+    for part in below.parts:
+        try:
+            inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
+
+
+def _checked(name: str) -> str:
+    if not is_of_one_save(name) and name not in (INDEX_NAME, WRITER_LOCK, READERS_LOCK):
+        raise CheckpointError(f"{name!r:.200} is not the name of a file of a checkpoint", name[:200])
+    return name
+
 
 _LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
 _POLL_S: Final = 0.01

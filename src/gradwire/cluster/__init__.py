@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.cluster._status import ClusterStatus, WorkerStatus
 from gradwire.cluster.api import Cluster, Worker
+from gradwire.cluster.status import ClusterStatus, WorkerStatus
 
 __all__ = ["Cluster", "ClusterStatus", "Worker", "WorkerStatus"]

@@ -13,12 +13,17 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import selectors
 import socket
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from gradwire.cluster._control import (
     Leave,
@@ -27,14 +32,257 @@ from gradwire.cluster._control import (
     ToWorker,
     WorkerExited,
     WorkerForked,
+    make_pair,
     receive_message,
     send_message,
 )
-from gradwire.cluster._handle import LocalHandle
-from gradwire.cluster._output import Stream
-from gradwire.cluster._status import describe_exit
-from gradwire.cluster._template_process import TemplateProcess
-from gradwire.cluster.launcher import WorkerState
+from gradwire.cluster._forkserver import TemplateProcess
+from gradwire.cluster.launcher import OnLost, WorkerState
+from gradwire.cluster.status import describe_exit, rss_of
+from gradwire.types import WorkerInfo
+
+Stream = Literal["stdout", "stderr"]
+
+_MAX_LINE_BYTES = 1 << 16
+_KEPT_LINES = 200
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # cyan first; red is left to errors
+_CURSOR_UP = b"\x1b[A"
+_CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")  # all control sequences but those for colours, which end in "m"
+_FIRST_REFRESH_S = 1.0
+_LONGEST_REFRESH_S = 10.0
+
+
+class LineBuffer:
+    """Bytes in, whole lines out.
+
+    Attributes:
+        progress: The state of a line that rewrites itself and has not ended; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.progress = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Returns the lines that this data completes, without their ends.
+
+        A line longer than 64 KiB comes in pieces, so that a worker which never ends a line costs no memory.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        whole = []
+        for line in lines:
+            if line.rstrip(b"\r").endswith(_CURSOR_UP):  # one of several bars below each other: it will be rewritten
+                self.progress = _as_shown(line)
+            else:
+                self.progress = ""
+                whole.append(line)
+        if b"\r" in self._rest:
+            _, begin, state = self._rest.rstrip(b"\r").rpartition(b"\r")  # what was there before is gone for good
+            self._rest = begin + state + (b"\r" if self._rest.endswith(b"\r") else b"")
+            self.progress = _as_shown(state).rstrip()
+        while len(self._rest) > _MAX_LINE_BYTES:
+            whole.append(self._rest[:_MAX_LINE_BYTES])
+            self._rest = self._rest[_MAX_LINE_BYTES:]
+        return [_as_shown(line) for line in whole]
+
+    def finish(self) -> list[str]:
+        """Returns what has no line end and never will."""
+        rest, self._rest, self.progress = self._rest, b"", ""
+        shown = _as_shown(rest)
+        return [shown] if (shown.strip() if b"\r" in rest else shown) else []  # a bar may have been wiped out
+
+
+def _as_shown(line: bytes) -> str:
+    """A line as a terminal would leave it: a progress bar that rewrites itself is its last state."""
+    return _CURSOR_MOVES.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+
+
+class _Progress:
+    """When the state of a stream's progress bar is shown."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+        self.due_at: float | None = None
+        self._interval_s = _FIRST_REFRESH_S
+
+    def on_state(self, state: str, now: float) -> None:
+        """The bar has this state, which is empty if there is no bar."""
+        if state in ("", self.shown):
+            self.due_at = None
+        elif self.due_at is None:
+            self.due_at = now + self._interval_s
+
+    def on_shown(self, state: str) -> None:
+        self.shown, self.due_at = state, None
+        self._interval_s = min(2 * self._interval_s, _LONGEST_REFRESH_S)
+
+
+class WorkerOutput:
+    """The two streams of one worker. Used by the supervisor's thread alone, but for `kept`."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name = name
+        self._colour = _COLOURS[rank % len(_COLOURS)]
+        self._buffers: dict[Stream, LineBuffer] = {"stdout": LineBuffer(), "stderr": LineBuffer()}
+        self._progress: dict[Stream, _Progress] = {"stdout": _Progress(), "stderr": _Progress()}
+        self._kept: deque[tuple[Stream, str]] | None = deque(maxlen=_KEPT_LINES)
+
+    def feed(self, stream: Stream, data: bytes, now: float) -> None:
+        """Takes what arrived from the worker; empty data means that its stream has ended."""
+        buffer, progress = self._buffers[stream], self._progress[stream]
+        lines = buffer.feed(data) if data else buffer.finish()
+        if self._kept is not None:
+            self._kept.extend((stream, line) for line in lines)
+            return
+        if lines:
+            self._write(stream, lines[1:] if lines[0].rstrip() == progress.shown != "" else lines)
+            self._progress[stream] = progress = _Progress()
+        progress.on_state(buffer.progress, now)
+
+    @property
+    def refresh_at(self) -> float | None:
+        """When to call `refresh`; None if there is nothing to show."""
+        return min((item.due_at for item in self._progress.values() if item.due_at is not None), default=None)
+
+    def refresh(self, now: float) -> None:
+        """Writes the states of progress bars for which it is time."""
+        for stream, progress in self._progress.items():
+            if progress.due_at is not None and progress.due_at <= now:
+                progress.on_shown(self._buffers[stream].progress)
+                self._write(stream, [progress.shown])
+
+    def release(self) -> None:
+        """Writes what was kept back, and from now on every line as it comes."""
+        kept, self._kept = self._kept or (), None
+        for stream, line in kept:
+            self._write(stream, [line])
+
+    def kept(self) -> str:
+        """What was printed so far by a worker that did not get ready."""
+        return "\n".join(line for _, line in self._kept or ())
+
+    def _write(self, stream: Stream, lines: Iterable[str]) -> None:
+        target = sys.stdout if stream == "stdout" else sys.stderr  # looked up each time: people redirect them
+        if target is None:
+            return
+        # The program may have closed its output, or its reader may be gone: no reason to stop supervising.
+        with contextlib.suppress(OSError, ValueError):
+            prefix = self._prefix(target.isatty())
+            text = "".join(f"{prefix}{line}\n" for line in lines)
+            if text:
+                target.write(text)
+                target.flush()
+
+    def _prefix(self, is_terminal: bool) -> str:
+        if is_terminal and not os.environ.get("NO_COLOR"):
+            return f"\x1b[{self._colour}m[{self._name}]\x1b[0m "
+        return f"[{self._name}] "
+
+
+@dataclass(slots=True)
+class WorkerChannels:
+    """The driver's ends: two pipes to read and the lifeline."""
+
+    lifeline: socket.socket
+    pipes: dict[Stream, int] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Closes all of them. May be called again."""
+        self.lifeline.close()
+        while self.pipes:
+            os.close(self.pipes.popitem()[1])
+
+
+def make_channels() -> tuple[WorkerChannels, tuple[int, int, int]]:
+    """Makes the channels for one worker.
+
+    Returns:
+        The driver's ends, and the worker's (stdout, stderr, lifeline), which the caller closes once they are sent.
+    """
+    with contextlib.ExitStack() as undo:
+        ours, theirs = make_pair()
+        ours.setblocking(False)  # the supervisor serves many workers and must not wait for one
+        channels = WorkerChannels(ours)
+        undo.callback(channels.close)
+        undo.callback(theirs.close)
+        writers: list[int] = []
+        for stream in ("stdout", "stderr"):
+            channels.pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
+            undo.callback(os.close, writer)
+            os.set_blocking(channels.pipes[stream], False)
+            writers.append(writer)
+        undo.pop_all()
+    return channels, (writers[0], writers[1], theirs.detach())
+
+
+class LocalHandle:
+    """A worker process, as a `WorkerHandle`. One method for each event; the supervisor's condition guards it."""
+
+    def __init__(self, info: WorkerInfo, ticket: int, channels: WorkerChannels, on_lost: OnLost) -> None:
+        self._info = info
+        self._pid: int | None = None
+        self._state = WorkerState.STARTING
+        self._exit_reason: str | None = None
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
+        self.ticket = ticket
+        self.channels = channels
+        self.on_lost = on_lost
+        self.output = WorkerOutput(info.name, info.id)
+
+    def __repr__(self) -> str:
+        return f"<LocalHandle {self._info.name} pid={self._pid} {self._state.value}>"
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Name and rank."""
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None while there is none yet."""
+        return self._pid
+
+    @property
+    def state(self) -> WorkerState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def exit_reason(self) -> str | None:
+        """How the process ended; None while it runs."""
+        return self._exit_reason
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was started, until it ended."""
+        return (self._ended_at or time.monotonic()) - self._started_at
+
+    def rss_bytes(self) -> int | None:
+        """Memory the process has resident now, or None when it is gone."""
+        return None if self._pid is None or self._state.is_over else rss_of(self._pid)
+
+    def on_forked(self, pid: int) -> None:
+        """The template has made the process."""
+        self._pid = pid
+
+    def on_listening(self) -> None:
+        """The worker can be called."""
+        if self._state is WorkerState.STARTING:
+            self._state = WorkerState.RUNNING
+
+    def on_end_expected(self) -> None:
+        """The driver wants it to end; its end is no loss from now on."""
+        if not self._state.is_over:
+            self._state = WorkerState.LEAVING
+
+    def on_exited(self, reason: str) -> None:
+        """The process is gone."""
+        if not self._state.is_over:
+            self._state = WorkerState.ENDED if self._state is WorkerState.LEAVING else WorkerState.LOST
+            self._exit_reason = reason
+            self._ended_at = time.monotonic()
+
 
 _log = logging.getLogger("gradwire")
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from gradwire.cluster._assembly import CLUSTER, start_local
-from gradwire.cluster._mapping import MapRun
-from gradwire.cluster._status import ClusterStatus, WorkerStatus
-from gradwire.cluster._survey import ask_calls_served
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
+from gradwire.cluster.local import CLUSTER, start_local
+from gradwire.cluster.map import MapRun
 from gradwire.cluster.options import LocalOptions
+from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
 from gradwire.config import Limits
 from gradwire.errors import NotInitialized, WorkerLost
 from gradwire.nn import RemoteModule

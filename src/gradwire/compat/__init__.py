@@ -16,8 +16,8 @@ import importlib
 import threading
 from collections.abc import Iterator
 
-from gradwire.compat import _printing
-from gradwire.compat._patching import Patch
+from gradwire.compat import start as _printing
+from gradwire.compat.patching import Patch
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
@@ -37,9 +37,7 @@ def install() -> None:
     global _patch, _depth
     with _lock:
         if _patch is None:
-            tables = importlib.import_module(
-                "gradwire.compat._tables"
-            )  # imports the parts of gradwire behind the names
+            tables = importlib.import_module("gradwire.compat.tables")  # imports the parts of gradwire behind the names
             _patch = tables.make_patch()
             _printing.start()
         _depth += 1

@@ -7,7 +7,6 @@ encoder.remote_parameters()                             # for a DistributedOptim
 
 from __future__ import annotations
 
-from gradwire.nn.hooks import OwnerHook
-from gradwire.nn.remote_module import RemoteModule
+from gradwire.nn.remote_module import OwnerHook, RemoteModule
 
 __all__ = ["OwnerHook", "RemoteModule"]

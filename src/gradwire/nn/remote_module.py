@@ -13,28 +13,262 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from gradwire.autograd import sharing
+from gradwire.autograd import current_context as ambient
 from gradwire.errors import ConfigurationError, RRefError
-from gradwire.nn import operations
-from gradwire.nn.changes import OwnedElsewhere, name_of
-from gradwire.nn.hooks import OwnerHook
-from gradwire.nn.placement import parse_placement
-from gradwire.nn.untrained import ParametersElsewhere, is_unrecorded, warn_when_differentiated
-from gradwire.rpc import trips
+from gradwire.nn import owner as operations
+from gradwire.nn.owner import parse_placement
+from gradwire.params import snapshots as sharing
+from gradwire.rpc import codec as trips
+from gradwire.rpc.functions import exposed_name
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
-from gradwire.rpc.peer_table import To
+from gradwire.rpc.peers import To
 from gradwire.rref import RRef, remote
-from gradwire.rref.proxy import Proxy
-from gradwire.wire.failures import clean
-from gradwire.wire.objects import register_plain_type
+from gradwire.rref import context as references
+from gradwire.rref.api import Proxy
+from gradwire.wire.exceptions import clean
+from gradwire.wire.serialization import register_plain_type
+
+SelfElsewhere = TypeVar("SelfElsewhere", bound="OwnedElsewhere")
+
+
+class OwnedElsewhere(nn.Module):
+    """A handle on a module of another worker.
+
+    Attributes:
+        module_rref: The reference to the module.
+    """
+
+    module_rref: RRef[nn.Module]
+
+    def _ask(self, function: str, *args: Any) -> Any:
+        """A question to the owner that has no part in any graph."""
+        with torch.no_grad():
+            return self.module_rref._ask(function, args, UNSET_RPC_TIMEOUT)
+
+    def _change(self: SelfElsewhere, name: str, *args: Any, **kwargs: Any) -> SelfElsewhere:
+        self._ask(operations.CHANGE, name, args, kwargs)
+        return self
+
+    def train(self: SelfElsewhere, mode: bool = True) -> SelfElsewhere:
+        """Sets the mode there and here; `eval` and the mode of an outer module come here, too."""
+        self._change("train", mode)
+        self.training = mode
+        return self
+
+    def to(self: SelfElsewhere, *args: Any, **kwargs: Any) -> SelfElsewhere:
+        """Moves or converts the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
+        return self._change("to", *args, **kwargs)
+
+    def cpu(self: SelfElsewhere) -> SelfElsewhere:
+        """As ``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self: SelfElsewhere, device: Any = None) -> SelfElsewhere:
+        """As ``to("cuda")``."""
+        return self.to(
+            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        )
+
+    def type(self: SelfElsewhere, dst_type: Any) -> SelfElsewhere:
+        """Converts all parameters and buffers."""
+        return self._change("type", dst_type)
+
+    def float(self: SelfElsewhere) -> SelfElsewhere:
+        """As ``to(torch.float32)``."""
+        return self.to(torch.float32)
+
+    def double(self: SelfElsewhere) -> SelfElsewhere:
+        """As ``to(torch.float64)``."""
+        return self.to(torch.float64)
+
+    def half(self: SelfElsewhere) -> SelfElsewhere:
+        """As ``to(torch.float16)``."""
+        return self.to(torch.float16)
+
+    def bfloat16(self: SelfElsewhere) -> SelfElsewhere:
+        """As ``to(torch.bfloat16)``."""
+        return self.to(torch.bfloat16)
+
+    def requires_grad_(self: SelfElsewhere, requires_grad: bool = True) -> SelfElsewhere:
+        """Whether the parameters are to get gradients."""
+        return self._change("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
+        self._change("zero_grad", set_to_none)
+
+    def apply(self: SelfElsewhere, fn: Callable[[nn.Module], Any] | str) -> SelfElsewhere:
+        """Calls a function on the owner, with every part of the module and then the module itself.
+
+        Args:
+            fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
+        """
+        self._ask(operations.APPLY, name_of(fn))
+        return self
+
+    def _apply(self: SelfElsewhere, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SelfElsewhere:
+        """What an outer module's `to` and `double` do to its parts: nothing to this one, which is on another worker."""
+        return self
+
+
+def name_of(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
+    """What names a function or class to the owner: with ``trust="data"`` its exposed name.
+
+    Raises:
+        ConfigurationError: It has none, and code may not be sent.
+    """
+    if isinstance(function, str) or references.here().agent.trust == "code":
+        return function
+    name = exposed_name(function)
+    if name is None:
+        raise ConfigurationError(
+            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
+        )
+    return name
+
+
+class OwnerHook:
+    """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
+
+    Args:
+        handle: Reference to the handle there.
+    """
+
+    def __init__(self, handle: RRef[Any]) -> None:
+        self._handle: RRef[Any] | None = handle
+
+    def __repr__(self) -> str:
+        return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
+
+    def remove(self) -> None:
+        """Takes the hook away. May be called again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with torch.no_grad():
+                handle._ask(operations.UNHOOK, (), UNSET_RPC_TIMEOUT)
+
+    def __enter__(self) -> OwnerHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_takers: set[CodeType] = set()  # what reads the parameters that an optimizer is to train
+
+
+def takes_parameters(function: F) -> F:
+    """Mark a function that reads parameters in order to train them."""
+    _takers.add(inspect.unwrap(function).__code__)
+    return function
+
+
+takes_parameters(torch.optim.Optimizer.__init__)
+takes_parameters(torch.optim.Optimizer.add_param_group)
+
+
+class ParametersElsewhere(dict[str, Any]):
+    """The table of parameters of a handle: it has none, and warns if an optimizer looks for some.
+
+    Args:
+        module: What to call the module.
+    """
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self._module = module
+
+    def items(self) -> Any:
+        """Return nothing; that is what the `parameters` of an outer module ask for."""
+        taker = _find_taker(sys._getframe(1))
+        if taker is not None:
+            warn_user(
+                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
+                f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
+                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
+                f"them, pass it the parameters of the other parts only",
+                taker,
+            )
+        return super().items()
+
+
+def _find_taker(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code not in _takers:
+        frame = frame.f_back
+    return frame
+
+
+def warn_when_differentiated(result: Any, module: str) -> Any:
+    """Let tensors that a module has computed elsewhere warn when a backward pass ends at them.
+
+    Args:
+        result: What the module returned outside of a context; tuples, lists and dicts are looked into.
+        module: What to call it.
+
+    Returns:
+        The result.
+    """
+    if isinstance(result, torch.Tensor):
+        if result.requires_grad and result.is_leaf:
+            result.register_hook(_EndOfBackward(module))  # type: ignore[no-untyped-call]
+    elif isinstance(result, tuple | list):
+        for item in result:
+            warn_when_differentiated(item, module)
+    elif isinstance(result, dict):
+        for item in result.values():
+            warn_when_differentiated(item, module)
+    return result
+
+
+def is_unrecorded() -> bool:
+    """Whether a call made now has no part in a distributed backward, although gradients are wanted."""
+    return torch.is_grad_enabled() and not ambient.current_context_id()
+
+
+class _EndOfBackward:
+    """A hook on a tensor that came from another worker outside of a context."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        warn_user(
+            f"backward ends at what {self._module} returned outside of a context: no gradient goes to that worker, and its "
+            f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
+            f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
+            sys._getframe(1),
+        )
+
+
+def warn_user(text: str, frame: FrameType | None) -> None:
+    """Warn of a line of the user's code: the innermost one that led to the frame, outside of torch and gradwire."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    if frame is None:  # in a thread of torch's engine
+        warnings.warn(text, stacklevel=1)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__", "<unknown>")
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry)
+
 
 Self = TypeVar("Self", bound="RemoteModule")
 
@@ -49,7 +283,7 @@ class RemoteModule(OwnedElsewhere):
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        concurrency: How contexts share the parameters; see `gradwire.autograd.sharing`. ``"snapshot"``: each has exact
+        concurrency: How contexts share the parameters; see `gradwire.params.snapshots`. ``"snapshot"``: each has exact
             gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: not exact.
 
     What goes wrong while the module is made is raised by its first use.

@@ -13,28 +13,270 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 
-from gradwire.autograd.follow_ups import FollowUp
+from gradwire.autograd import worker
+from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
-from gradwire.autograd.norms import clip_factor, total_norm
-from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
-from gradwire.nn.untrained import warn_user
-from gradwire.optim import states
-from gradwire.optim._options import RESERVED, OptionLog
-from gradwire.optim.contexts import Contexts, check_contexts, is_over
-from gradwire.optim.edits import CLAMP, SCALE, Edit, EditLog
-from gradwire.optim.local import LocalOptimizer
-from gradwire.optim.owners import Answers, Owner, ask_all
-from gradwire.optim.parameters import Group, GroupReader, Named
-from gradwire.optim.parts import PartOf, ShardedParameter, divide_states, fold_groups, join_states, prepare_step
-from gradwire.optim.placing import Recipe, place
+from gradwire.errors import ConfigurationError, DecodeError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
+from gradwire.nn.remote_module import warn_user
+from gradwire.optim import state_dict as states
+from gradwire.optim.grad_transforms import CLAMP, SCALE, Edit, EditLog
+from gradwire.optim.local import MAKE, OPERATE, LocalOptimizer, OwnedGroup, read_answer
+from gradwire.optim.parameters import (
+    Group,
+    GroupReader,
+    Named,
+    PartOf,
+    ShardedParameter,
+    by_owner,
+    divide_states,
+    fold_groups,
+    join_states,
+    prepare_step,
+)
+from gradwire.optim.state_dict import RESERVED, OptionLog
+from gradwire.params.grads import clip_factor, total_norm
+from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
-from gradwire.rref import RRef
+from gradwire.rref import RRef, remote
+from gradwire.shard.sharded_optim import whole_matrix_problem
 from gradwire.shard.torch_optimizer import is_watched
+
+
+@dataclass(slots=True)
+class Owner:
+    """One worker that has parameters.
+
+    Attributes:
+        name: Its name.
+        optimizer: What it does for the optimizer.
+        is_behind: Whether it may have missed a change of options.
+        rank: Its rank.
+        is_here: Whether that is the worker that runs this.
+    """
+
+    name: str
+    optimizer: RRef[LocalOptimizer]
+    is_behind: bool = False
+    rank: int = field(init=False)
+    is_here: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
+
+    def start(self, operation: str, args: Sequence[Any], timeout_s: float) -> CallFuture[Any]:
+        """Begins an operation on another worker."""
+        return self.optimizer._submit(OPERATE, (operation, *args), timeout_s)
+
+    def run(self, operation: str, args: Sequence[Any], timeout_s: float) -> Any:
+        """Does an operation, here or there, and waits for it."""
+        if self.is_here:
+            return getattr(self.optimizer.local_value(), operation)(*args)
+        return self.optimizer._ask(OPERATE, (operation, *args), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What came back, by the worker's name."""
+
+    values: dict[str, Any]
+    failed: dict[str, Exception]
+
+    def add(self, others: Answers) -> None:
+        """Takes in what others have answered."""
+        self.values.update(others.values)
+        self.failed.update(others.failed)
+
+    def take(self, name: str, future: CallFuture[Any]) -> None:
+        """Waits for an answer."""
+        try:
+            self.values[name] = future.wait()
+        except Exception as error:
+            self.failed[name] = error
+
+    def read(self, operation: str) -> None:
+        """Counts owners that have answered something else as failed."""
+        for name, answer in list(self.values.items()):
+            try:
+                self.values[name] = read_answer(operation, answer)
+            except DecodeError as error:
+                del self.values[name]
+                self.failed[name] = error
+
+    def explain(self) -> str:
+        """One line for each failure."""
+        return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
+
+
+def ask_all(
+    owners: Iterable[Owner], operation: str, args_for: Callable[[Owner], Sequence[Any]], timeout_s: float
+) -> Answers:
+    """Asks all owners at the same time, and waits for all.
+
+    The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
+    them, comes last.
+    """
+    answers = Answers({}, {})
+    *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
+    if last is None:
+        return answers
+    started: list[tuple[Owner, CallFuture[Any]]] = []
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    try:
+        for owner in others:
+            try:
+                started.append((owner, owner.start(operation, args_for(owner), timeout_s)))
+            except Exception as error:
+                answers.failed[owner.name] = error
+        try:
+            answers.values[last.name] = last.run(operation, args_for(last), timeout_s)
+        except Exception as error:
+            answers.failed[last.name] = error
+        for owner, future in started:
+            answers.take(owner.name, future)
+        answers.read(operation)
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an optimizer is made.
+
+    Attributes:
+        optimizer_class: Its class.
+        args: More arguments for it.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ConfigurationError: It is no class of optimizers, or one that cannot be split over workers.
+    """
+
+    optimizer_class: type[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        found: Any = self.optimizer_class
+        if not (isinstance(found, type) and callable(getattr(found, "step", None))):
+            raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {found!r}")
+        if issubclass(self.optimizer_class, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
+                "over workers; use it in one process, or choose another optimizer"
+            )
+
+    def check_sharded(self) -> None:
+        """Looks whether the class may step parts of parameters.
+
+        Raises:
+            ConfigurationError: It may not.
+        """
+        problem = whole_matrix_problem(self.optimizer_class)
+        if problem:
+            raise ConfigurationError(problem)
+
+    def call(self, groups: list[OwnedGroup]) -> tuple[Any, ...]:
+        """What a new owner is sent. Torch's classes go by name; others are sent themselves, which needs trust in code."""
+        name = self.optimizer_class.__name__
+        is_known = getattr(torch.optim, name, None) is self.optimizer_class
+        return name if is_known else self.optimizer_class, groups, self.args, self.kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What the owners have made.
+
+    Attributes:
+        made: Owners that are new.
+        defaults: Of their optimizers.
+        options: Of the new groups, by number.
+    """
+
+    made: dict[str, Owner]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def place(recipe: Recipe, owners: dict[str, Owner], groups: Sequence[Group], first: int) -> Placed:
+    """Has all owners make their parts of new groups, side by side.
+
+    Args:
+        recipe: For workers that own no parameters so far.
+        owners: Those that do.
+        groups: The new groups.
+        first: The number of the first of them.
+
+    Raises:
+        ConfigurationError: The class cannot step parts of parameters, and some are sharded.
+        OptimizerNotMade: One or more could not, and nobody has.
+    """
+    if any(group.parts for group in groups):
+        recipe.check_sharded()
+    parts = {
+        name: [_owned(first + number, groups[number], entries) for number, entries in found.items()]
+        for name, found in by_owner(groups).items()
+    }
+    placed, answers = Placed({}), Answers({}, {})
+    with torch.no_grad():
+        for name in [name for name in parts if name not in owners]:
+            try:
+                placed.made[name] = Owner(name, remote(name, MAKE, recipe.call(parts[name])))
+            except Exception as error:
+                answers.failed[name] = error
+    old = [owners[name] for name in parts if name in owners]
+    answers.add(ask_all(old, "add_groups", lambda owner: (parts[owner.name],), UNSET_RPC_TIMEOUT))
+    answers.add(ask_all(placed.made.values(), "describe", lambda _: (), UNSET_RPC_TIMEOUT))
+    if answers.failed:
+        grown = [owner for owner in old if owner.name in answers.values]
+        ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
+        what = recipe.optimizer_class.__name__
+        text = f"{what} could not be made on every worker that owns parameters: {answers.explain()}"
+        raise OptimizerNotMade(text, answers.failed) from next(iter(answers.failed.values()))
+    for defaults, options in answers.values.values():
+        placed.defaults.update(defaults)
+        placed.options.update({number: found for number, found in options.items() if number >= first})
+    return placed
+
+
+def _owned(number: int, group: Group, entries: Sequence[Named]) -> OwnedGroup:
+    return number, [name for name, _ in entries], [rref for _, rref in entries], group.options
+
+
+Contexts = int | Iterable[int]
+
+
+def check_contexts(contexts: Any) -> tuple[int, ...]:
+    """The ids of contexts that are alive here.
+
+    Raises:
+        ConfigurationError: These are no ids, or one is there twice.
+        UnknownContext: One was released, or never existed here.
+    """
+    found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
+    for item in found or (None,):
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ConfigurationError(
+                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
+            )
+    if len(set(found)) != len(found):
+        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
+    retrieve = worker.here().container.retrieve
+    return tuple([retrieve(item).context_id for item in found])
+
+
+def is_over(context_id: int) -> bool:
+    """Whether a context was released."""
+    return worker.here().container.find(context_id) is None
+
 
 _SHOWN_PROBLEMS = 10  # in an error
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from gradwire.errors import ConfigurationError, OptimizerError
-from gradwire.optim.contexts import Contexts, check_contexts
-from gradwire.optim.distributed import DistributedOptimizer
-from gradwire.optim.edits import SCALE
+from gradwire.optim.distributed import Contexts, DistributedOptimizer, check_contexts
+from gradwire.optim.grad_transforms import SCALE
 
 
 class GradScaler:

@@ -14,10 +14,8 @@ from typing import Any
 
 from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcTimeout
 from gradwire.rpc import backend_registry
-from gradwire.rpc.agent import Agent
+from gradwire.rpc.agent import Agent, start_worker
 from gradwire.rpc.futures import CallFuture
-from gradwire.rpc.gil import GilMeter
-from gradwire.rpc.meeting_point import MeetingPointLost, agree_on_token, open_meeting_point
 from gradwire.rpc.options import (
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -25,10 +23,9 @@ from gradwire.rpc.options import (
     RpcBackendOptions,
     RpcOptions,
 )
-from gradwire.rpc.peer_table import To
-from gradwire.rpc.rendezvous import Meeting
-from gradwire.rpc.store_directory import StoreDirectory
-from gradwire.rpc.worker import start_worker
+from gradwire.rpc.peers import To
+from gradwire.rpc.reactor import GilMeter
+from gradwire.rpc.rendezvous import Meeting, MeetingPointLost, StoreDirectory, agree_on_token, open_meeting_point
 from gradwire.types import WorkerInfo
 
 ShutDown = Callable[[bool, float], None]

@@ -2,22 +2,96 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, NotExposed
-from gradwire.rpc import trips
 from gradwire.rpc.functions import exposed_function, exposed_name
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.trips import Trip
 from gradwire.types import Trust, WorkerInfo
-from gradwire.wire import objects, tensors
+from gradwire.wire import serialization as objects
+from gradwire.wire import tensors
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Reply, read_note, read_plain
+
+EVERYBODY = ""
+"""Stands for the peer of a message to several workers at once."""
+
+
+class Carrier(Protocol):
+    """Whoever puts things on trips."""
+
+    def on_not_sent(self, cargo: dict[Any, Any]) -> None:
+        """The message with these will never arrive."""
+
+    def on_arrived(self, cargo: dict[Any, Any]) -> None:
+        """A message with these was unpacked."""
+
+
+class Passage:
+    """What the sender of a message knows of it.
+
+    Attributes:
+        call_id: The call that it is, if that has not ended: it may still have to leave, or be on its way. Else 0.
+    """
+
+    __slots__ = ("call_id",)
+
+    def __init__(self) -> None:
+        self.call_id = 0
+
+
+class Trip:
+    """One message on its way.
+
+    Attributes:
+        carrier: Of the worker that packs or unpacks; None if it has none.
+        peer: Name of the other worker.
+        cargo: What the carrier put on it, or took from it.
+        passage: Outlives the trip, for whoever wonders what has become of the cargo.
+    """
+
+    __slots__ = ("cargo", "carrier", "passage", "peer")
+
+    def __init__(self, carrier: Carrier | None, peer: str) -> None:
+        self.carrier = carrier
+        self.peer = peer
+        self.cargo: dict[Any, Any] | None = None
+        self.passage = Passage()
+
+    def on_not_sent(self) -> None:
+        """The message will never arrive."""
+        cargo, self.cargo = self.cargo, None
+        if cargo and self.carrier is not None:
+            self.carrier.on_not_sent(cargo)
+
+    def on_arrived(self) -> None:
+        """The message was unpacked."""
+        if self.cargo and self.carrier is not None:
+            self.carrier.on_arrived(self.cargo)
+
+
+class _Local(threading.local):
+    departing: Trip | None = None  # of the message that the current thread packs
+    arriving: Trip | None = None  # of the message that it unpacks
+
+
+current = _Local()
+
+
+def departing() -> Trip | None:
+    """The trip of the message that the current thread packs, if it does."""
+    return current.departing
+
+
+def arriving() -> Trip | None:
+    """The trip of the message that the current thread unpacks, if it does."""
+    return current.arriving
 
 
 class Codec:
@@ -33,7 +107,7 @@ class Codec:
         self._trust = trust
         self._limits = limits
         self._interceptors = interceptors
-        self.carrier: trips.Carrier | None = None
+        self.carrier: Carrier | None = None
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -137,7 +211,7 @@ class Codec:
         bare = objects.pack_bare(value)  # tensors need not know where they go
         if bare is not None:
             return bare
-        here, outer = trips.current, trips.current.departing
+        here, outer = current, current.departing
         here.departing = trip = Trip(self.carrier, to)
         try:
             packed = objects.pack_other(value, self._trust, self._limits, shares_main)
@@ -152,7 +226,7 @@ class Codec:
         """A value that came from the worker of that name."""
         if codec in objects.BARE:
             return objects.unpack_bare(codec, body, values)
-        here, outer = trips.current, trips.current.arriving
+        here, outer = current, current.arriving
         here.arriving = trip = Trip(self.carrier, sender)
         try:
             return objects.unpack(codec, body, values, self._trust, self._limits)

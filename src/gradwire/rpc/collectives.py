@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
-from gradwire.rpc._calls import PendingCall
-from gradwire.rpc.fields import Codec, Group, Seconds, WorkerName
+from gradwire.rpc.codec import EVERYBODY
+from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.trips import EVERYBODY
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
 
 if TYPE_CHECKING:

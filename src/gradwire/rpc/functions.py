@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from msgspec import Meta
 
 from gradwire.errors import ConfigurationError
-from gradwire.wire.objects import import_home, register_plain_class
+from gradwire.wire.serialization import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,3 +94,22 @@ class Later:
 def is_async_execution(function: Callable[..., Any]) -> bool:
     """Whether the function was marked with `async_execution`."""
     return hasattr(function, _ASYNC_MARK)
+
+
+CallId = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+WorkerName = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""Long enough for any `Limits.name_bytes` that makes sense."""
+
+Group = Annotated[list[WorkerName], Meta(min_length=1, max_length=65_536)]
+"""Names of workers; there cannot be more ranks."""
+
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+
+Codec = Annotated[int, Meta(ge=0, le=5)]
+"""How a packed value is encoded; see `gradwire.wire.serialization`."""
+
+EncodedAddress = Annotated[bytes, Meta(max_length=32_768)]
+"""For `gradwire.wire.messages.decode_address`."""
+
+WorldSize = Annotated[int, Meta(ge=1, le=65_536)]

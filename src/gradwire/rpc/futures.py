@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
-from gradwire.rpc._calls import PendingCall
-from gradwire.rpc.incoming import while_waiting
+from gradwire.rpc.connection import while_waiting
+from gradwire.rpc.pending_calls import PendingCall
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop

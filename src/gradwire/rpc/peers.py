@@ -11,35 +11,41 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from gradwire.errors import (
     AuthenticationFailed,
     CallCancelled,
     ConnectFailed,
     ConnectionClosed,
+    ConnectionLost,
     DecodeError,
+    IdentityTaken,
     NotInitialized,
     ResourceExhausted,
     RpcTimeout,
     TransportError,
+    UnknownWorker,
     WorkerLost,
 )
-from gradwire.rpc._calls import CallTable, PendingCall
-from gradwire.rpc.bell import Bell
+from gradwire.rpc.pending_calls import CallTable, PendingCall
+from gradwire.rpc.reactor import Bell
 from gradwire.rpc.reader import Reader
 from gradwire.transports import registry
 from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
 from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerAddress
-from gradwire.wire import failures
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire import exceptions as failures
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Challenge, Failure, Goodbye, Lane, Message, Reply
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
+
 
 _log = logging.getLogger("gradwire")
 _LANE_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
@@ -335,3 +341,304 @@ class Peer:
         for open_lane in list(self.lanes.values()):
             say_goodbye(open_lane.connection)
             open_lane.reader.end(ConnectionClosed("shutdown"))
+
+
+To = str | int | WorkerInfo
+
+
+class PeerTable:
+    """One worker's peers."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()  # guards _peers
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._peers.values()))
+
+    def name_of(self, to: To) -> str:
+        """The name of a worker that is given by name, rank or `WorkerInfo`.
+
+        Raises:
+            UnknownWorker: There is no worker of that rank, or it is none of the three.
+        """
+        if isinstance(to, str):
+            return to
+        if isinstance(to, WorkerInfo):
+            return to.name
+        if isinstance(to, int):
+            return self._agent.directory.find(to).info.name
+        name = getattr(to, "name", None)
+        if isinstance(name, str):
+            return name
+        raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
+
+    def peer(self, name: str) -> Peer:
+        """The other worker of that name.
+
+        Raises:
+            UnknownWorker: There is none.
+        """
+        peer = self._peers.get(name)
+        if peer is None:
+            self._agent.directory.find(name)
+            with self._lock:
+                peer = self._peers.setdefault(name, Peer(self._agent, name))
+        return peer
+
+    def known(self, name: str) -> Peer | None:
+        """The other worker of that name, if anything was ever to be sent to it."""
+        return self._peers.get(name)
+
+    def lanes(self) -> list[OpenLane]:
+        """All open connections for calls and control."""
+        return [lane for peer in self for lane in list(peer.lanes.values())]
+
+    def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
+        """The address of the incarnation that is connected, or becomes so now.
+
+        Raises:
+            UnknownWorker: There is none of that name.
+            WorkerLost, RpcTimeout: It cannot be reached.
+        """
+        if name == self._agent.info.name:
+            return self._agent.address
+        peer = self._peers.get(name) or self.peer(name)
+        lane = peer.lanes.get("calls") or peer.lane("calls", time.monotonic() + timeout_s)
+        return lane.address
+
+    def is_connected(self, worker: int, incarnation: int) -> bool:
+        """Whether anything may still come from that worker."""
+        addresses = [lane.address for lane in self.lanes()] + self._agent.server.visitors()
+        return any(item.info.id == worker and item.incarnation == incarnation for item in addresses)
+
+
+class Membership:
+    """What this worker knows about the lives of the others."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._ended: dict[str, int] = {}  # the newest incarnation whose end was told, by name
+        self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
+
+    def is_current(self, address: WorkerAddress) -> bool:
+        """Whether no newer incarnation of that worker has been seen."""
+        return address.incarnation >= self.newest(address.info.name)
+
+    def newest(self, name: str) -> int:
+        """The highest incarnation seen; 0 for none."""
+        return self._newest.get(name, 0)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the end of a worker's newest incarnation was noticed."""
+        return self._ended.get(name, -1) >= self.newest(name)
+
+    def num_ends(self, name: str) -> int:
+        """How many ends of a worker were told. A connection that was made before the last of them is part of it."""
+        return self._num_ends.get(name, 0)
+
+    def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
+        """A worker is connected: whatever was known of its end no longer counts.
+
+        Returns:
+            Its earlier incarnation, if that must have ended meanwhile and this was not told: it is to be told now.
+        """
+        name, known = address.info.name, self.newest(address.info.name)
+        if self._ended.get(name, -1) >= address.incarnation:  # it is back
+            self._ended[name] = address.incarnation - 1
+        self._newest[name] = max(known, address.incarnation)
+        earlier = known and known < address.incarnation
+        if earlier and self.on_ended(msgspec.structs.replace(address, incarnation=known)):
+            return msgspec.structs.replace(address, incarnation=known)
+        return None
+
+    def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
+        """A worker's end was noticed: True the first time.
+
+        Args:
+            address: The worker.
+            num_ends: What `num_ends` was when the connection was made whose end tells; None if no connection does. The
+                worker may have been taken for dead and be back by the time that the last of its old connections ends.
+        """
+        name = address.info.name
+        if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
+            return False
+        self._ended[name] = address.incarnation
+        self._num_ends[name] = self.num_ends(name) + 1
+        return True
+
+
+_LOOK_S = 1.0  # between two looks at a connection
+_RETURN_S = 1.0  # between the end of a worker's connection and the look whether it has a control lane
+_NEVER = float("inf")
+
+
+class Liveness:
+    """Looks after the connections of one worker, with both halves: those that it opened and those of others."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        # Workers that may have no control lane, by name, and when to look; single operations only.
+        self._doubtful: dict[str, tuple[float, WorkerAddress]] = {}
+
+    def connections_opened(self) -> None:
+        """Look at new connections soon; call it when they are listed."""
+        self._agent.reactor.expect(time.monotonic() + _LOOK_S)
+
+    def connection_ended(self, address: WorkerAddress) -> None:
+        """See to it that the worker has a control lane; call it when the connection is not listed any more."""
+        if self._agent.is_closed:
+            return
+        # Not put off by the next one that ends: a worker could go on with that.
+        known = self._doubtful.get(address.info.name)
+        when = known[0] if known is not None else time.monotonic() + _RETURN_S
+        self._doubtful[address.info.name] = when, address
+        self._agent.reactor.expect(when)
+
+    def sweep(self, now: float) -> float:
+        """End connections whose machine is gone, and reach for workers without a control lane.
+
+        Returns:
+            When to look again.
+        """
+        wanted, agent = _NEVER, self._agent
+        for reader in [*(lane.reader for lane in agent.peers.lanes()), *agent.server.readers()]:
+            if reader.connection.can_vanish:
+                wanted = now + _LOOK_S
+                if reader.connection.is_vanished():
+                    vanished = ConnectionLost("the other machine does not acknowledge anything")
+                    agent.reactor.run_soon(partial(reader.end, vanished))
+        for name, (when, address) in list(self._doubtful.items()):
+            if when > now:
+                wanted = min(wanted, when)
+                continue
+            self._doubtful.pop(name, None)  # before looking: what ends later is listed again
+            if not self._is_settled(name):
+                agent.reactor.run_soon(partial(self._reach, address))
+        return wanted
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether a worker has ended, or its end will be noticed."""
+        peer = self._agent.peers.known(name)
+        has_lane = peer is not None and "control" in peer.lanes
+        return has_lane or self._agent.has_ended(name) or self._agent.server.has_control_lane_of(name)
+
+    def _reach(self, address: WorkerAddress) -> None:
+        """Open a control lane to a worker; the one that it had has ended, and it has not, as far as is known."""
+        agent, name = self._agent, address.info.name
+        try:
+            agent.peers.peer(name).lane("control", time.monotonic() + agent.config.limits.handshake_timeout_s)
+        except NotInitialized:  # this worker has shut down
+            return
+        except (WorkerLost, AuthenticationFailed, UnknownWorker) as error:
+            if isinstance(error.__cause__, ResourceExhausted):
+                self.connection_ended(address)  # look again
+            elif not self._is_settled(name):
+                agent.on_worker_ended(address, f"its control lane ended, and then: {error}", was_orderly=False)
+        except (RpcTimeout, OSError):  # it may be stopped, or this process out of descriptors
+            self.connection_ended(address)
+
+
+class Directory(Protocol):
+    """Finds workers by name or rank.
+
+    Attributes:
+        is_fixed: Whether the workers are all known; otherwise they come and go.
+    """
+
+    @property
+    def is_fixed(self) -> bool: ...
+
+    def find(self, worker: str | int) -> WorkerAddress:
+        """The worker's address as known now.
+
+        Raises:
+            UnknownWorker: No such worker.
+        """
+
+    def refresh(self, name: str) -> WorkerAddress | None:
+        """Looks again, because the worker did not answer; None if nothing new is known."""
+
+    def update(self, address: WorkerAddress) -> None:
+        """Note a worker that has shown who it is; from now on its name and its rank belong together.
+
+        Raises:
+            IdentityTaken: The name belongs to another rank, or the rank to another name.
+            AuthenticationFailed: All workers are known, and it is none of them.
+        """
+
+    def infos(self) -> list[WorkerInfo]:
+        """All known workers, by rank."""
+
+
+class StaticDirectory:
+    """Addresses that were known when the cluster was made, or of workers that have shown who they are."""
+
+    is_fixed = True
+
+    def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
+        self._is_complete = False
+        self._binding = threading.Lock()  # guards changes of the two tables below
+        self._by_name: dict[str, WorkerAddress] = {}
+        self._names: dict[int, str] = {}  # by rank
+        for address in addresses:
+            self.update(address)
+
+    def complete(self) -> None:
+        """All workers are known: no other is let in from now on."""
+        self._is_complete = True
+
+    def find(self, worker: str | int) -> WorkerAddress:
+        """The worker of that name or rank.
+
+        Raises:
+            UnknownWorker: There is none.
+        """
+        name = worker if isinstance(worker, str) else self._names.get(worker)
+        found = self._by_name.get(name) if name is not None else None
+        if found is None:
+            known = ", ".join(info.name for info in self.infos())
+            raise UnknownWorker(f"could not find destination: no worker {worker!r} in this cluster; it has: {known}")
+        return found
+
+    def refresh(self, name: str) -> WorkerAddress | None:
+        """Nothing new can be known here."""
+        return None
+
+    def update(self, address: WorkerAddress) -> None:
+        """Binds name and rank, and remembers the address unless a newer incarnation is known.
+
+        Raises:
+            IdentityTaken: Name or rank is bound otherwise.
+            AuthenticationFailed: All workers are known, and it is none of them.
+        """
+        name, rank = address.info.name, address.info.id
+        with self._binding:
+            self.check(address.info)
+            known = self._by_name.get(name)
+            if known is None and self._is_complete:
+                raise AuthenticationFailed(
+                    f"{name} of rank {rank} does not belong to this cluster of {len(self._by_name)}"
+                )
+            if known is None or known.incarnation <= address.incarnation:
+                self._by_name[name] = address
+            self._names[rank] = name
+
+    def check(self, info: WorkerInfo) -> None:
+        """Compare a name and a rank with those that are bound.
+
+        Raises:
+            IdentityTaken: They do not belong together.
+        """
+        known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
+        if holder != info.name or (known is not None and known.info.id != info.id):
+            other = self._by_name[holder].info if holder != info.name else known.info if known is not None else info
+            raise IdentityTaken(
+                f"worker name or rank is not unique: {other.name} of rank {other.id} and {info.name} of rank {info.id}; "
+                f"every rank needs a name of its own and every name a rank of its own"
+            )
+
+    def infos(self) -> list[WorkerInfo]:
+        """All workers, by rank."""
+        return sorted((address.info for address in list(self._by_name.values())), key=lambda info: info.id)

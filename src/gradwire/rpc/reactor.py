@@ -24,8 +24,48 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gradwire.errors import ConnectionClosed
-from gradwire.rpc.bell import Bell
-from gradwire.rpc.gil import GilMeter
+
+
+class Bell:
+    """Wakes one waiting thread; rung while nobody waits, it lets the next one pass. Rung twice is rung once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # taken: nobody has rung; released by any thread
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Wakes whoever waits."""
+        try:  # noqa: SIM105  (it is on the way of every call, and suppress() costs more than the release)
+            self._lock.release()
+        except RuntimeError:  # it was rung already
+            pass
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it was rung within that time."""
+        return self._lock.acquire(timeout=max(0.0, timeout_s))
+
+
+class GilMeter:
+    """Samples the wait: gives the lock up and counts how long it takes to get it back."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._num_samples = 0
+
+    def sample(self) -> None:
+        """Takes one sample; called by the clock, a few dozen times a second."""
+        began = time.perf_counter()
+        time.sleep(0)  # lets go of the lock and asks for it again
+        self._total_s += time.perf_counter() - began
+        self._num_samples += 1
+
+    @property
+    def average_us(self) -> float:
+        """Mean of all samples, in microseconds."""
+        return self._total_s / self._num_samples * 1e6 if self._num_samples else 0.0
+
 
 _log = logging.getLogger("gradwire")
 

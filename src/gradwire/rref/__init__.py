@@ -9,6 +9,6 @@ rpc.rpc_sync("worker2", f, args=(rref,))                # passed on: worker2 fet
 from __future__ import annotations
 
 from gradwire.rref.api import PyRRef, RRef, remote
-from gradwire.rref.references import ReferenceStatistics
+from gradwire.rref.context import ReferenceStatistics
 
 __all__ = ["PyRRef", "RRef", "ReferenceStatistics", "remote"]

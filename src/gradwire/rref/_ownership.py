@@ -36,9 +36,13 @@ Every event names the worker that it comes from, and changes only what that work
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import enum
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
 
-from gradwire.rref._actions import (
+import msgspec
+
+from gradwire.rref._messages import (
     Accept,
     Action,
     Adopt,
@@ -46,15 +50,297 @@ from gradwire.rref._actions import (
     Ask,
     Break,
     Confirm,
+    Confirmed,
     Delete,
+    EndSeen,
     Fail,
     Forget,
     Free,
+    LocalAction,
+    Message,
+    Mourn,
     Worker,
 )
-from gradwire.rref._holdings import Child, Fork, ForkPhase, Holdings, Value
+from gradwire.rref.reliable import Batch, Outbox
 
 __all__ = ["ForkPhase", "Ownership"]
+
+
+class Mourning:
+    """The dead, as one worker knows them.
+
+    Attributes:
+        ended: Workers that are taken for dead.
+        mourned: Those of them whose references are still kept, and which: values by fork. What is sent to a worker after
+            its end was noticed is not among them: either it never leaves, or that worker is not dead.
+    """
+
+    def __init__(self) -> None:
+        self.ended: set[Worker] = set()
+        self.mourned: dict[Worker, dict[int, int]] = {}
+        self._unseen: set[tuple[Worker, Worker]] = set()  # (a worker, whose end it has not seen yet)
+        self._rounds: dict[Worker, int] = {}  # by dead worker: how often it died; answers to earlier times do not count
+        self._mourners: dict[Worker, dict[Worker, int]] = {}  # by worker: those that wait for us to see its end
+
+    def lost(self, worker: Worker, others: Collection[Worker], kept: dict[int, int], is_concerned: bool) -> list[Mourn]:
+        """A worker died; `is_concerned` if anything is shared that it, or others through it, might have."""
+        self.ended.add(worker)
+        has_owed = any(by == worker for by, _ in self._unseen)
+        self._unseen = {pair for pair in self._unseen if pair[0] != worker}
+        if not (is_concerned or has_owed):
+            return []
+        self.mourned[worker] = kept
+        self._rounds[worker] = self._rounds.get(worker, 0) + 1
+        return self._ask(sorted(set(others) - self.ended), [worker])
+
+    def returned(self, worker: Worker) -> list[Mourn]:
+        """A worker is not dead after all: it keeps what it has, and is asked about those that are."""
+        self.ended.discard(worker)
+        self.mourned.pop(worker, None)
+        self._unseen = {pair for pair in self._unseen if pair[1] != worker}
+        return self._ask([worker], sorted(self.mourned))
+
+    def seen(self, by: Worker, dead: Worker, round_: int) -> None:
+        """Another worker has seen the end of a dead one, and whatever it got from that one is listed."""
+        if self._rounds.get(dead) == round_:
+            self._unseen.discard((by, dead))
+
+    def take_over(self) -> dict[Worker, dict[int, int]]:
+        """What was kept for each of the dead, once no worker can have got anything from them that is not listed."""
+        if self._unseen:
+            return {}
+        over, self.mourned = self.mourned, {}
+        return over
+
+    def asked(self, by: Worker, dead: Worker, round_: int) -> None:
+        """Another worker wants to be told when we have seen the end of a worker."""
+        mourners = self._mourners.setdefault(dead, {})
+        mourners[by] = max(round_, mourners.get(by, 0))
+
+    def tell(self, dead: Worker) -> list[EndSeen]:
+        """We have seen the end of a worker, and whatever it sent us is listed."""
+        return [EndSeen(by, dead, round_) for by, round_ in self._mourners.pop(dead, {}).items()]
+
+    def _ask(self, others: Collection[Worker], dead: Collection[Worker]) -> list[Mourn]:
+        pairs = [(other, worker) for worker in dead for other in others]
+        self._unseen.update(pairs)
+        return [Mourn(other, worker, self._rounds[worker]) for other, worker in pairs]
+
+
+_MEMORY = 65_536  # ids that are remembered for each worker
+_MAX_EXPECTED = 4096  # well above the calls that one worker may have on their way here (`Limits.calls_in_flight`)
+_MAX_HELD = 1 << 18  # references of one worker to values of another; 25 MB of lists
+
+
+class ForkPhase(enum.Enum):
+    """Where a user's fork is."""
+
+    PENDING = "pending"
+    CONFIRMED = "confirmed"
+    BROKEN = "broken"
+
+
+class RecentIds:
+    """The latest ids that ended, so that a late message does not revive them: at least half of `_MEMORY`.
+
+    Two sets take turns, so that forgetting the oldest costs nothing for each id.
+    """
+
+    def __init__(self, latest: Iterable[int] = (), older: Iterable[int] = ()) -> None:
+        self._latest = set(latest)
+        self._older = set(older)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._latest or number in self._older
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._latest | self._older)
+
+    def __len__(self) -> int:
+        return len(self._latest | self._older)
+
+    def add(self, number: int) -> None:
+        self._latest.add(number)
+        if len(self._latest) >= _MEMORY // 2:
+            self._latest, self._older = set(), self._latest
+
+    def copy(self) -> RecentIds:
+        return RecentIds(self._latest, self._older)
+
+
+class Fork(msgspec.Struct):
+    """A reference that this worker has to another one's value."""
+
+    rref_id: int
+    owner: Worker
+    phase: ForkPhase = ForkPhase.PENDING
+    parent: Worker | None = None  # the worker that sent it, as long as it waits to hear of it
+    pins: int = 0  # children on their way
+    is_needed: bool = True  # by this worker's own code
+    is_first: bool = False  # the value was, or is to be, made for it by a call of this worker
+    maker: Worker | None = None  # whose call makes the value, while that may not have arrived
+
+
+class Value(msgspec.Struct):
+    """A value that this worker owns."""
+
+    holders: dict[int, Worker] = {}  # by fork
+    is_needed: bool = False  # by this worker's own code
+    maker: Worker | None = None  # whose call is to make it, while it is only expected
+    expected_by: Worker | None = None  # the worker that spoke of it first, meanwhile
+    first: int = 0  # the fork that it was made for, if another worker's call has made it
+
+
+class Child(msgspec.Struct):
+    """A fork that was sent and is not accepted yet."""
+
+    to: Worker
+    rref_id: int
+    parent: int | None  # our own fork, or None if the value is ours
+    num_asked: int = 0
+
+
+class Holdings:
+    """All references of one worker.
+
+    Args:
+        own: This worker.
+    """
+
+    def __init__(self, own: Worker) -> None:
+        self._own = own
+        self._values: dict[int, Value] = {}
+        self._forks: dict[int, Fork] = {}
+        self._children: dict[int, Child] = {}
+        self._listed: dict[Worker, dict[int, int]] = {}  # what `Value.holders` say, by holder: values by fork
+        self._num_expected: dict[Worker, int] = {}  # values by `expected_by`
+        self._ended: dict[Worker, RecentIds] = {}  # forks and values that ended, by the worker that may yet name them
+        self._over: dict[int, int] = {}  # by rank: the latest incarnation that is dead for certain
+        self._mourning = Mourning()
+
+    def __repr__(self) -> str:
+        counts = f"{len(self._values)} values, {len(self._forks)} forks, {len(self._children)} sent"
+        return f"<Ownership of worker {self._own[0]}: {counts}>"
+
+    def phase_of(self, fork_id: int) -> ForkPhase | None:
+        """Where a fork of this worker is; None if it is not here."""
+        fork = self._forks.get(fork_id)
+        return fork.phase if fork is not None else None
+
+    def is_pending(self, fork_id: int, owner: Worker) -> bool:
+        """Whether a fork waits to be confirmed by that owner."""
+        fork = self._forks.get(fork_id)
+        return fork is not None and fork.owner == owner and fork.phase is ForkPhase.PENDING
+
+    def is_taken_for_dead(self, worker: Worker) -> bool:
+        """Whether a worker's end was noticed, and it was not there since."""
+        return worker in self._mourning.ended
+
+    def maker_of(self, fork_id: int) -> Worker | None:
+        """Who may still have to make the value that a fork refers to."""
+        fork = self._forks.get(fork_id)
+        return fork.maker if fork is not None else None
+
+    def holders(self) -> dict[Worker, int]:
+        """How many forks of values of this worker each other worker has."""
+        return {worker: len(listed) for worker, listed in self._listed.items()}
+
+    def is_holder(self, rref_id: int, worker: Worker) -> bool:
+        """Whether a worker is listed with a value of this one, or its call is to make it."""
+        value = self._values.get(rref_id)
+        return value is not None and (value.maker == worker or worker in value.holders.values())
+
+    def can_expect(self, by: Worker) -> bool:
+        """Whether a worker may speak of one more value that was not made yet."""
+        return self._num_expected.get(by, 0) < _MAX_EXPECTED
+
+    def can_hold(self, worker: Worker) -> bool:
+        """Whether a worker may hold one more reference to values of this one."""
+        return len(self._listed.get(worker, ())) < _MAX_HELD
+
+    @property
+    def num_remembered(self) -> int:
+        """Forks and values that ended and are remembered."""
+        return sum(map(len, self._ended.values()))
+
+    @property
+    def num_held(self) -> int:
+        """Values here that another worker refers to."""
+        return sum(bool(value.holders) for value in self._values.values())
+
+    def children(self) -> list[int]:
+        """Forks that were sent and are not accepted yet."""
+        return list(self._children)
+
+    def forks(self) -> list[int]:
+        """Forks of others' values that are here."""
+        return list(self._forks)
+
+    def mourned(self) -> list[Worker]:
+        """The dead whose references are still kept, because not every worker has seen their end."""
+        return sorted(self._mourning.mourned)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Values here, forks here, forks here that the owner has not confirmed, forks sent and not accepted."""
+        pending = sum(fork.phase is ForkPhase.PENDING for fork in self._forks.values())
+        return len(self._values), len(self._forks), pending, len(self._children)
+
+    def _has_shared(self) -> bool:
+        """Whether others may have something that is not listed, but protected by what is listed or was sent here."""
+        return bool(self._children or self._listed)
+
+    def _kept_for(self, worker: Worker) -> dict[int, int]:
+        """What a worker is listed with, and what is on its way to it: values by fork."""
+        sent = {fork_id: child.rref_id for fork_id, child in self._children.items() if child.to == worker}
+        return self._listed.get(worker, {}) | sent
+
+    def _can_list(self, rref_id: int, fork_id: int, worker: Worker) -> bool:
+        """Whether a worker may be listed with a fork: it has not ended, nor is it one of another value."""
+        is_of_value = self._listed.get(worker, {}).get(fork_id, rref_id) == rref_id
+        return is_of_value and not self._has_ended(worker, fork_id) and self.can_hold(worker)
+
+    def _list(self, rref_id: int, fork_id: int, worker: Worker) -> None:
+        self._values[rref_id].holders[fork_id] = worker
+        self._listed.setdefault(worker, {})[fork_id] = rref_id
+
+    def _strike(self, rref_id: int, fork_id: int) -> None:
+        """A fork is not listed any more."""
+        value = self._values.get(rref_id)
+        worker = value.holders.pop(fork_id, None) if value is not None else None
+        if worker is not None:
+            del self._listed[worker][fork_id]
+            if not self._listed[worker]:
+                del self._listed[worker]
+
+    def _expect(self, rref_id: int, maker: Worker, by: Worker) -> None:
+        self._values[rref_id] = Value(maker=maker, expected_by=by)
+        self._num_expected[by] = self._num_expected.get(by, 0) + 1
+
+    def _stop_expecting(self, value: Value) -> None:
+        """A value was made, or never will be."""
+        by, value.maker, value.expected_by = value.expected_by, None, None
+        if by is not None:
+            self._num_expected[by] -= 1
+            if not self._num_expected[by]:
+                del self._num_expected[by]
+
+    def _remember(self, worker: Worker, number: int) -> None:
+        """A fork or value ended of which that worker may yet speak."""
+        if self._is_over(worker):
+            return
+        known = self._ended.get(worker)
+        if known is None:
+            known = self._ended[worker] = RecentIds()
+        known.add(number)
+
+    def _is_over(self, worker: Worker) -> bool:
+        return worker[1] <= self._over.get(worker[0], -1)
+
+    def _has_ended(self, worker: Worker, number: int) -> bool:
+        known = self._ended.get(worker)
+        return known is not None and number in known
+
 
 _LOST = "its owner is lost"
 _GONE = "its owner does not have the value any more"
@@ -386,3 +672,108 @@ class Ownership(Holdings):
                     actions.append(Confirm(worker, fork_id, False))  # should it live
                 actions += [*self._end_child(fork_id, is_taken=False), *self._free_if_unheld(rref_id)]
         return actions
+
+
+_LOCAL = (Free, Fail, Break, Confirmed, Forget)
+
+
+class Surroundings(Protocol):
+    """What is known of other workers besides what they say of references."""
+
+    def may_make(self, worker: Worker, rref_id: int) -> bool:
+        """Whether a call of that worker that makes that value may be on its way."""
+
+    def may_bring(self, worker: Worker) -> bool:
+        """Whether a message of that worker may be here or on its way that was not unpacked yet."""
+
+    def is_connected(self, worker: Worker) -> bool:
+        """Whether anything may still come from that worker."""
+
+    def was_connected(self, worker: Worker) -> bool:
+        """Whether that worker was ever connected."""
+
+
+class Exchange:
+    """The references of one worker.
+
+    Args:
+        own: This worker.
+        ownership: Decides.
+
+    Attributes:
+        ownership: Decides.
+        outbox: What is to be sent.
+    """
+
+    def __init__(self, own: Worker, ownership: Ownership | None = None) -> None:
+        self.ownership = ownership or Ownership(own)
+        self.outbox = Outbox(own)
+
+    def put(self, actions: Iterable[Action]) -> list[LocalAction]:
+        """Queues messages; returns the rest."""
+        local: list[LocalAction] = []
+        for action in actions:
+            if isinstance(action, _LOCAL):
+                local.append(action)
+            else:
+                self.outbox.put(action)
+        return local
+
+    def on_batch(self, batch: Batch, around: Surroundings) -> list[LocalAction]:
+        """A batch arrived. That of a worker that is taken for dead is not taken: should it live, it will send it again.
+
+        Raises:
+            DecodeError: It cannot be right.
+        """
+        if self.ownership.is_taken_for_dead(batch.sender) or not self.outbox.arrived(batch):
+            return []
+        return [action for message in batch.messages for action in self.put(self._event(message, batch.sender, around))]
+
+    def _event(self, message: Message, sender: Worker, around: Surroundings) -> list[Action]:
+        known = self.ownership
+        match message:
+            case Adopt():
+                maker = message.maker
+                if maker is not None and not around.may_make(maker, message.rref_id):
+                    maker = None
+                return known.adopt_received(sender, message.rref_id, message.fork_id, maker)
+            case Confirm():
+                is_new = message.is_known and known.is_pending(message.fork_id, sender)
+                actions = known.confirmed(message.fork_id, sender, message.is_known)
+                return [Confirmed(message.fork_id), *actions] if is_new else actions
+            case Accept():
+                return known.accepted(message.fork_id, sender)
+            case Delete():
+                return known.delete_received(sender, message.rref_id, message.fork_id, message.is_first)
+            case Ask():
+                return known.asked(sender, message.fork_id, message.is_last, around.may_bring(sender))
+            case Answer():
+                return known.answered(sender, message.fork_id, message.has_it, message.is_last)
+            case Mourn():
+                is_connected, is_known = around.is_connected(message.dead), around.was_connected(message.dead)
+                return known.mourn_received(
+                    sender, message.dead, message.round, is_connected=is_connected, is_known=is_known
+                )
+            case EndSeen():
+                return known.end_seen(sender, message.dead, message.round)
+
+    def lost(self, worker: Worker, others: Collection[Worker], reason: str) -> list[LocalAction]:
+        """A worker is taken for dead; `others` are those still alive, without us."""
+        self.outbox.suspend(worker)
+        return self.put(self.ownership.worker_lost(worker, others, reason))
+
+    def seen(self, worker: Worker) -> list[LocalAction]:
+        """A worker is there."""
+        self.outbox.resume(worker)
+        return self.put(self.ownership.worker_seen(worker))
+
+    def ended(self, worker: Worker) -> None:
+        """An incarnation that was lost is dead for certain: what waits for it to come back need not wait any longer."""
+        self.outbox.forget(worker)
+        self.ownership.forget(worker)
+
+    def refuted(self, worker: Worker, reason: str) -> list[LocalAction]:
+        """There never was such a worker."""
+        local = self.put(self.ownership.worker_refuted(worker, reason))
+        self.outbox.refute(worker)
+        return local

@@ -10,20 +10,44 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
-from gradwire.rpc import trips
-from gradwire.rpc._calls import CallHolder
+from gradwire.rpc import codec as trips
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
-from gradwire.rpc.peer_table import To
-from gradwire.rref import operations, references
-from gradwire.rref._actions import is_number
+from gradwire.rpc.peers import To
+from gradwire.rpc.pending_calls import CallHolder
+from gradwire.rref import context as references
+from gradwire.rref import owner as operations
+from gradwire.rref._messages import is_number
 from gradwire.rref._ownership import ForkPhase
-from gradwire.rref.creation import NOTE, Creates
-from gradwire.rref.proxy import Proxy
-from gradwire.rref.references import References
+from gradwire.rref.context import References
+from gradwire.rref.owner import NOTE, Creates
 from gradwire.rref.values import Owned, UserFork, deleted, describe
 from gradwire.types import WorkerInfo
-from gradwire.wire.objects import register_plain_type
+from gradwire.wire.serialization import register_plain_type
+
+
+class Proxy:
+    """Has every attribute: ``proxy.name(*args, **kwargs)`` makes the call.
+
+    Args:
+        call: Told the method's name, the arguments and the keyword arguments.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __repr__(self) -> str:
+        return "<Proxy of the value of an RRef: call any of its methods>"
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(_forward, self._call, name)
+
+
+def _forward(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return call(name, args, kwargs)
+
 
 T = TypeVar("T")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gradwire.shard import _narrowing as _utils
 from gradwire.shard import api, sharded_optim, sharded_tensor, sharder, sharding_plan, sharding_spec
+from gradwire.shard import metadata as _utils
 from gradwire.shard.api import _shard_tensor, load_with_process_group, shard_module, shard_parameter
-from gradwire.shard.clipping import clip_grad_norm_, clip_grad_value_
 from gradwire.shard.dtensor import from_dtensor, to_dtensor
+from gradwire.shard.grad_clip import clip_grad_norm_, clip_grad_value_
 from gradwire.shard.metadata import ShardMetadata
 from gradwire.shard.planner import BalancedPlanner
 from gradwire.shard.sharded_optim import ShardedOptimizer, named_params_with_sharded_tensor

@@ -14,25 +14,26 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from gradwire.shard._plan_steps import (
+from gradwire.shard.apply_plan import (
     ParameterStep,
     SharderStep,
     Steps,
+    Work,
     check_module,
+    prepare,
     read_parameter,
     read_plan,
     slots_of_tensors,
+    specs_in,
+    supply,
 )
-from gradwire.shard.agreement import Said, agree
+from gradwire.shard.backend import Engine
 from gradwire.shard.creation import divide_tensor
-from gradwire.shard.engines import Engine
-from gradwire.shard.group_engine import GroupEngine
+from gradwire.shard.group_backend import GroupEngine, Said, agree
 from gradwire.shard.metadata import ShardedTensorMetadata
-from gradwire.shard.placing import current_process_group
-from gradwire.shard.preparation import Work, prepare, specs_in
+from gradwire.shard.placement import current_process_group
 from gradwire.shard.sharding_plan import ShardingPlan
 from gradwire.shard.sharding_spec import ChunkShardingSpec, ShardingSpec
-from gradwire.shard.supplying import supply
 from gradwire.shard.tensor import ShardedTensor
 
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]

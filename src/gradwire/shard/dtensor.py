@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard._geometry import Box
-from gradwire.shard.group_engine import GroupEngine
-from gradwire.shard.layouts import whole
+from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.layout import Box, whole
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from gradwire.shard.placing import layout_of
+from gradwire.shard.placement import layout_of
 from gradwire.shard.sharding_spec import get_chunked_dim_size, get_split_size, infer_sharding_spec
 from gradwire.shard.tensor import ShardedTensor
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from gradwire.errors import ConfigurationError, OptimizerError
-from gradwire.shard import optimizer_state
-from gradwire.shard.optimizer_state import Parameter
+from gradwire.shard import state_dict as optimizer_state
+from gradwire.shard.state_dict import Parameter
 from gradwire.shard.tensor import ShardedTensor
 from gradwire.shard.torch_optimizer import is_torchs, load_state, make_optimizer, method_of, quick_step
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from gradwire.shard import local_shards as utils
-from gradwire.shard import ops, reshard
+from gradwire.shard import creation as reshard
+from gradwire.shard import creation as utils
+from gradwire.shard import ops
 from gradwire.shard.creation import (
     _create_tensor_from_params,
     empty,
     full,
+    init_from_local_shards,
     ones,
     rand,
     randn,
     zeros,
 )
 from gradwire.shard.dispatch import _sharded_op_impl, custom_sharded_op_impl
-from gradwire.shard.local_shards import init_from_local_shards
-from gradwire.shard.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
-from gradwire.shard.shards import Shard
-from gradwire.shard.states import pre_load_state_dict_hook, state_dict_hook
+from gradwire.shard.metadata import MEM_FORMAT_ENCODING, Shard, ShardedTensorMetadata, TensorProperties
+from gradwire.shard.state_dict import pre_load_state_dict_hook, state_dict_hook
 from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
 
 __all__ = [

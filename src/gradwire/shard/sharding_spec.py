@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.remote_device import _remote_device
 
-from gradwire.shard._geometry import find_overlap
 from gradwire.shard.dispatch import custom_sharding_spec_op as custom_sharding_spec_op
+from gradwire.shard.layout import find_overlap
 from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:

@@ -16,15 +16,20 @@ import torch
 from gradwire import rpc
 from gradwire.rref import RRef, remote
 from gradwire.shard import dispatch
-from gradwire.shard._geometry import Box
-from gradwire.shard.engines import Engine, Part
-from gradwire.shard.group_engine import GroupEngine
-from gradwire.shard.layouts import Layout, Place, everywhere
-from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from gradwire.shard.placing import engine_for, layout_of, placement_of
+from gradwire.shard.backend import Engine, Part
+from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.layout import Box, Layout, Place, everywhere
+from gradwire.shard.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    join_shards,
+    make_shard,
+)
+from gradwire.shard.placement import engine_for, layout_of, placement_of
 from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
-from gradwire.shard.shards import Shard, join_shards, make_shard
-from gradwire.shard.worker_engine import WorkerEngine
+from gradwire.shard.worker_backend import WorkerEngine
 
 
 class ShardedTensorBase(torch.Tensor):

@@ -6,10 +6,9 @@ with gradwire.testing.LeakCheck(), gradwire.testing.local_agents(2) as (first, s
 
 from __future__ import annotations
 
-from gradwire.testing.agents import local_agents
+from gradwire.testing.agents import local_agents, wait_until
 from gradwire.testing.leaks import LeakCheck, LeakFound
 from gradwire.testing.transports import TRANSPORT_CHECKS, ConnectionPair, TransportCheck, check_transport
-from gradwire.testing.waiting import wait_until
 
 __all__ = [
     "TRANSPORT_CHECKS",

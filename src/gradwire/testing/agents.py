@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradwire.config import WorkerConfig
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerInfo
 
@@ -37,3 +39,25 @@ def local_agents(num_workers: int, transport: str = "unix", **config: Any) -> It
             agents.append(start_worker(WorkerInfo(name, rank), settings, directory))
             stack.callback(agents[-1].close)
         yield agents
+
+
+_PAUSE_S = 0.005
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
+    """Returns as soon as `condition()` is true.
+
+    Args:
+        condition: Called again and again; must not block.
+        timeout_s: How long to wait.
+        what: Names the condition in the error.
+
+    Raises:
+        TimeoutError: It did not become true in time.
+    """
+    pause = threading.Event()  # never set: its wait is a pause that lets signals through
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
+        pause.wait(_PAUSE_S)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.autograd import worker
-from gradwire.rref import references
+from gradwire.rref import context as references
 
 _MEMFD = "memfd:gradwire"
 _TEMPLATE = "gw-template"

@@ -18,7 +18,7 @@ import msgspec
 from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
-from gradwire.wire import failures
+from gradwire.wire import exceptions as failures
 from gradwire.wire.messages import (
     PROTOCOL_VERSION,
     Challenge,

@@ -11,8 +11,7 @@ import socket
 import threading
 
 from gradwire.errors import ConfigurationError, ConnectFailed
-from gradwire.transports.plain import PlainChannel
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions
 
 _listeners: dict[str, InprocListener] = {}
 _lock = threading.Lock()  # guards _listeners

@@ -11,23 +11,129 @@ come back for, so the deadlines of whoever reads count on.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import platform
 import select
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from gradwire.config import KIB, MIB, Limits
-from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded
-from gradwire.transports._parcel import Parcel
-from gradwire.transports.arena import BorrowedSlots, BufferPool, LendingArena
+from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, ResourceExhausted
 from gradwire.transports.base import Buffer, Channel
+from gradwire.transports.shared_memory import BorrowedSlots, BufferPool, Lease, LendingArena
 from gradwire.wire import framing, tensors
-from gradwire.wire.messages import Call, Message, Reply
+from gradwire.wire.messages import Call, Message, Reply, TensorMeta
+
+_COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
+_MAX_LEASES = 64
+_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
+# Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
+_ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
+# At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
+# announcing saves (the time to decode a frame) is little beside it. With one core there is nothing to overlap.
+_ANNOUNCED_BYTES = MIB if _ORDERS_STORES and len(os.sched_getaffinity(0)) > 1 else 0
+
+
+class Parcel:
+    """The payload of one message.
+
+    Attributes:
+        buffers: The body, and the bytes of tensors.
+        leases: Shared memory with the bytes of others.
+        descriptors: Of new slots that the other side may use later.
+        num_bytes: Of the payload.
+    """
+
+    __slots__ = ("_num_shared", "_owners", "_unfilled", "buffers", "descriptors", "leases", "num_bytes")
+
+    def __init__(self, body: bytes) -> None:
+        self.buffers: list[Buffer] = [body]
+        self.leases: list[Lease] = []
+        self.descriptors: list[int] = []
+        self.num_bytes = len(body)
+        self._owners: list[torch.Tensor] = []  # keeps the memory behind addresses and buffers alive
+        self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
+        self._num_shared = 0  # bytes of all leases
+
+    def place(
+        self,
+        values: Sequence[torch.Tensor],
+        limits: Limits,
+        arena: LendingArena | None,
+        shared_from: int,
+        shared_dtypes: Container[int],
+    ) -> tuple[TensorMeta, ...]:
+        """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
+
+        Args:
+            values: The tensors.
+            limits: What the other side accepts.
+            arena: Shared memory, if the connection has it.
+            shared_from: Size from which tensors go there.
+            shared_dtypes: Numbers of the dtypes that may.
+
+        Raises:
+            CannotSend: A tensor cannot travel.
+        """
+        metas = []
+        for value in values:
+            meta, parts = tensors.describe(value, limits)
+            metas.append(meta)
+            # Sparse tensors have no bytes of their own, and so stay out of shared memory.
+            if meta.num_bytes >= shared_from and arena is not None and meta.dtype in shared_dtypes:
+                lease = arena.lend(meta.num_bytes) if len(self.leases) < _MAX_LEASES else None
+                if lease is not None:
+                    self._fill_or_announce(lease, parts[0])
+                    msgspec.structs.force_setattr(meta, "slot", lease.slot)  # `describe` made it for this message
+                    continue
+                self._offer(arena, meta.num_bytes)
+            for part in parts:
+                view, owner = tensors.as_bytes(part)
+                self.buffers.append(view)
+                self.num_bytes += len(view)
+                self._owners.append(owner)
+        return tuple(metas)
+
+    def _offer(self, arena: LendingArena, num_bytes: int) -> None:
+        if len(self.descriptors) < _MAX_DESCRIPTORS:
+            descriptor = arena.offer(num_bytes)
+            if descriptor is not None:
+                self.descriptors.append(descriptor)
+
+    def _fill_or_announce(self, lease: Lease, part: torch.Tensor) -> None:
+        self.leases.append(lease)
+        # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
+        is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
+        address = tensors.address_of(part) if is_simple else 0
+        self._num_shared += lease.num_bytes
+        if not address:
+            tensors.copy_into(part, lease.target)
+            lease.mark_filled()
+        elif self._num_shared > _ANNOUNCED_BYTES:
+            lease.fill(address)
+        else:
+            self._owners.append(part)
+            self._unfilled.append((lease, address))
+
+    def close_descriptors(self) -> None:
+        """Close the descriptors of new slots; once the message is sent, the other side has its own."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def fill(self) -> None:
+        """Copies what was announced. No lock is held, so another thread may send its frame meanwhile."""
+        for lease, address in self._unfilled:
+            lease.fill(address)
+
 
 _SCRATCH_BYTES = 64 * KIB
 _JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
@@ -440,3 +546,73 @@ def _skip(buffers: list[Buffer], num_bytes: int) -> None:
             return
         num_bytes -= size
         del buffers[0]
+
+
+_MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call
+
+
+class PlainChannel:
+    """Bytes over a connected socket; serves `inproc` and unencrypted loopback `tcp`."""
+
+    can_vanish = False  # on one machine the kernel reports the end of a process at once
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read_into(self, buffer: Buffer) -> int | None:
+        try:
+            return self._socket.recv_into(buffer)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke while reading: {error}") from error
+
+    def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
+        try:
+            if len(buffers) == 1:
+                return self._socket.send(buffers[0])
+            return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke while writing: {error}") from error
+
+    def write_waits_for_reading(self) -> bool:
+        return False
+
+    def holds_unsent(self) -> bool:
+        return False
+
+    def has_hidden_bytes(self) -> bool:
+        return False
+
+    def certified_names(self) -> frozenset[str] | None:
+        return None
+
+    def is_vanished(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        end(self._socket)
+
+
+def check_exhausted(error: OSError) -> None:
+    """Tells a process that is out of descriptors from another side that is not there.
+
+    Raises:
+        ResourceExhausted: The process is out of descriptors or memory; try again later.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
+
+
+def end(sock: socket.socket) -> None:
+    """Ends a connection so that a thread waiting for it wakes up, then closes its descriptor."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        sock.close()

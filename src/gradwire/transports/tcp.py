@@ -19,8 +19,7 @@ from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
 from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.plain import PlainChannel, check_exhausted, end
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions, check_exhausted, end
 
 _NUM_PROBES = 4
 _NUM_ATTEMPTS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement

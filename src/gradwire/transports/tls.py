@@ -47,7 +47,9 @@ def make_keys(folder: str | Path, names: Iterable[str] = ("worker",), *, days: i
     wanted, base = list(names), Path(folder)
     if isinstance(names, str) or days < 1 or not all(map(_is_name, wanted)):
         raise ConfigurationError(f"make_keys needs a list of names, none empty, and days from 1, not {names!r}, {days}")
-    from gradwire.transports import _certificates  # with the cryptography library, which most workers never need
+    from gradwire.transports import (
+        certificates as _certificates,  # with the cryptography library, which most workers never need
+    )
 
     try:
         _certificates.write_keys(base, {_uri_of(name): keys_for(base, name) for name in wanted}, days)
@@ -126,7 +128,7 @@ def _uri_of(name: str) -> str:
 
 
 def _make_context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
-    from gradwire.transports import _certificates
+    from gradwire.transports import certificates as _certificates
 
     _certificates.check_files(keys)
     context = ssl.SSLContext(protocol)

@@ -9,19 +9,21 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import socket
 import stat
 import struct
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost
-from gradwire.transports import arena
+from gradwire.transports import shared_memory as arena
 from gradwire.transports.base import Buffer
-from gradwire.transports.plain import PlainChannel, check_exhausted, end
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions, check_exhausted, end
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * struct.calcsize("i"))
@@ -190,3 +192,48 @@ def check_private(folder: Path) -> None:
         raise ConfigurationError(f"the socket folder {folder} cannot be used: {error}") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise ConfigurationError(f"the socket folder {folder} must belong to this user with mode 0700")
+
+
+_PREFIX = "gradwire-"
+_LOCK = "lock"
+
+
+class SocketFolder:
+    """Made with mode 0700 in the system's temporary folder.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Locked before it has its name, so that nobody finds it unlocked.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Removes the folder. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
+                _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    # No O_CREAT: a folder without the file is just being made, or is somebody else's.
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -16,6 +16,7 @@ business.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from math import prod
 from typing import Any, Final
@@ -23,23 +24,8 @@ from typing import Any, Final
 import torch
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend
-from gradwire.wire import _sparse
-from gradwire.wire._metadata import (
-    DEVICE,
-    DTYPE_INDEX,
-    DTYPES,
-    FLAG_COALESCED,
-    FLAG_CONJ,
-    FLAG_NEG,
-    FLAG_PARAMETER,
-    FLAG_REQUIRES_GRAD,
-    IS_COMPLEX,
-    LAYOUTS,
-    SHAREABLE_DTYPES,
-    iter_parts,
-    validate,
-)
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded
+from gradwire.types import Trust
 from gradwire.wire.messages import TensorMeta
 
 __all__ = [
@@ -59,6 +45,231 @@ __all__ = [
     "rebuild",
     "validate",
 ]
+
+
+SPARSE_LAYOUTS: Final = (
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
+_BY_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Indices, then values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def check_parts(meta: TensorMeta, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check number, dtypes and ranks of the parts; torch checks the rest when it assembles them.
+
+    Raises:
+        DecodeError: They do not belong together.
+    """
+    is_coo = SPARSE_LAYOUTS[meta.layout] is torch.sparse_coo
+    if len(meta.parts) != (2 if is_coo else 3):
+        raise DecodeError(f"a tensor of {SPARSE_LAYOUTS[meta.layout]} made of {len(meta.parts)} parts")
+    if any(part.layout or part.device or part.parts for part in meta.parts):
+        raise DecodeError("a sparse tensor is made of dense parts on the CPU")
+    if any(part.slot is not None for part in meta.parts):
+        # Its sender could change the indices after they were checked.
+        raise DecodeError("the parts of a sparse tensor cannot be in shared memory")
+    *indices, values = meta.parts
+    allowed = (torch.int64,) if is_coo else (torch.int64, torch.int32)
+    if any(not 0 <= part.dtype < len(dtypes) or dtypes[part.dtype] not in allowed or part.flags for part in indices):
+        raise DecodeError("the indices of a sparse tensor must be plain integers")
+    if values.dtype != meta.dtype or values.flags & ~_VALUE_FLAGS:
+        raise DecodeError("the values of a sparse tensor must have its dtype")
+    if is_coo:
+        _check_coo(meta, indices[0], values)
+    else:
+        _check_compressed(meta, indices, values)
+
+
+_VALUE_FLAGS: Final = 2 | 4  # conj and neg
+
+
+def _check_coo(meta: TensorMeta, indices: TensorMeta, values: TensorMeta) -> None:
+    if len(indices.shape) != 2 or not values.shape or values.shape[0] != indices.shape[1]:
+        raise DecodeError(f"sparse COO: indices {indices.shape} do not fit values {values.shape}")
+    sparse_dims = indices.shape[0]
+    if not 0 <= sparse_dims <= len(meta.shape) or values.shape[1:] != meta.shape[sparse_dims:]:
+        raise DecodeError(f"sparse COO: indices {indices.shape}, values {values.shape} do not fit shape {meta.shape}")
+
+
+def _check_compressed(meta: TensorMeta, indices: list[TensorMeta], values: TensorMeta) -> None:
+    compressed, plain = indices
+    if compressed.dtype != plain.dtype or len(compressed.shape) != len(plain.shape) or not plain.shape:
+        raise DecodeError("the two index tensors of a compressed sparse tensor must be alike")
+    if len(meta.shape) < 2 or compressed.shape[:-1] != plain.shape[:-1]:
+        raise DecodeError(f"compressed sparse: indices {compressed.shape}, {plain.shape} for shape {meta.shape}")
+    if values.shape[: len(plain.shape)] != plain.shape:
+        raise DecodeError(f"compressed sparse: indices {plain.shape} do not fit values {values.shape}")
+
+
+def assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) -> torch.Tensor:
+    """Put the parts together.
+
+    Raises:
+        DecodeError: Indices out of range, unsorted or repeated where they must not be, or sizes that do not fit.
+    """
+    try:
+        try:
+            return _assemble(meta, parts, is_coalesced)
+        except Warning:  # torch says once that these layouts are young; this process makes errors of warnings
+            return _assemble(meta, parts, is_coalesced)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise DecodeError(f"not a valid tensor of {SPARSE_LAYOUTS[meta.layout]}: {str(error)[:500]}") from error
+
+
+def _assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) -> torch.Tensor:
+    layout = SPARSE_LAYOUTS[meta.layout]
+    if layout is torch.sparse_coo:
+        coalesced = is_coalesced or None  # None: nothing is said about it
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=True, is_coalesced=coalesced)
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, meta.shape, layout=layout, check_invariants=True)
+
+
+# The order is the protocol: a number below names a dtype on every worker, so new ones go to the end.
+# fmt: off
+_DTYPE_NAMES: Final = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+)
+# fmt: on
+
+
+def _known_dtypes() -> tuple[torch.dtype, ...]:
+    """Dtypes of this torch, up to the first it lacks: leaving one out of the middle would rename the others."""
+    found = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+    return tuple(found[: found.index(None)] if None in found else found)  # type: ignore[arg-type]
+
+
+DTYPES: Final = _known_dtypes()
+LAYOUTS: Final = SPARSE_LAYOUTS
+FLAG_REQUIRES_GRAD: Final = 1
+FLAG_CONJ: Final = 2
+FLAG_NEG: Final = 4
+FLAG_COALESCED: Final = 8
+FLAG_PARAMETER: Final = 16
+
+_ALL_FLAGS: Final = 31
+DTYPE_INDEX: Final = {dtype: index for index, dtype in enumerate(DTYPES)}
+_ITEMSIZES: Final = tuple(dtype.itemsize for dtype in DTYPES)
+_DIFFERENTIABLE: Final = tuple(dtype.is_floating_point or dtype.is_complex for dtype in DTYPES)
+IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
+_INT64_MAX: Final = 2**63 - 1
+SHAREABLE_DTYPES: Final[dict[Trust, frozenset[int]]] = {
+    "code": frozenset(range(len(DTYPES))) - {DTYPE_INDEX[torch.bool]},
+    "data": frozenset(index for index, is_value in enumerate(_DIFFERENTIABLE) if is_value),
+}
+"""Dtypes, by number, whose tensors may lie in shared memory, which the sender can still write to.
+
+What is checked must be in private memory: bools, where a byte must be 0 or 1, and the indices of sparse tensors. Any kernel
+that takes integers may check them first and use them as indices later, so a sender that is not trusted may not change those.
+"""
+_EXTENSION: Final = re.escape(torch._C._get_privateuse1_backend_name())  # the one backend that may be added to torch
+DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
+
+
+def validate(meta: TensorMeta, limits: Limits) -> int:
+    """Check metadata that came from another worker, before anything is allocated for it.
+
+    Returns:
+        How many bytes of the payload belong to this tensor; bytes in shared-memory slots do not count.
+
+    Raises:
+        DecodeError: The metadata contradicts itself or names something unknown.
+        LimitExceeded: It has too many dims.
+    """
+    index, shape = meta.dtype, meta.shape
+    if not 0 <= index < len(_ITEMSIZES):
+        raise DecodeError(f"unknown dtype number {index}")
+    if len(shape) > limits.num_dims:
+        raise LimitExceeded(f"a tensor of {len(shape)} dims; at most {limits.num_dims} are accepted")
+    num_bytes = prod(shape) * _ITEMSIZES[index]
+    if shape and (num_bytes <= 0 or num_bytes > _INT64_MAX or min(shape) < 0):
+        _check_sizes(shape, _ITEMSIZES[index])
+    if meta.flags:
+        _check_flags(meta)
+    if meta.layout or meta.device or meta.parts:
+        return _validate_any(meta, num_bytes, limits)
+    if meta.num_bytes != num_bytes:
+        raise DecodeError(f"a tensor of shape {shape} and {DTYPES[index]} has {num_bytes} bytes, not {meta.num_bytes}")
+    if meta.slot is None:
+        return num_bytes
+    _check_slot(meta)
+    return 0
+
+
+def _check_sizes(shape: tuple[int, ...], itemsize: int) -> None:
+    if min(shape) < 0:
+        raise DecodeError(f"a tensor of negative size: {shape}")
+    # Torch multiplies strides with every zero read as one, so that is the product that must not overflow.
+    if prod(max(size, 1) for size in shape) * itemsize > _INT64_MAX:
+        raise DecodeError(f"the sizes of a tensor overflow 63 bits: {shape}")
+
+
+def _check_flags(meta: TensorMeta) -> None:
+    flags = meta.flags
+    if not 0 <= flags <= _ALL_FLAGS:
+        raise DecodeError(f"unknown tensor flags {flags}")
+    if flags & FLAG_REQUIRES_GRAD and not _DIFFERENTIABLE[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot require a gradient")
+    if flags & FLAG_CONJ and not IS_COMPLEX[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot be conjugated")
+    if flags & FLAG_COALESCED and LAYOUTS[meta.layout : meta.layout + 1] != (torch.sparse_coo,):
+        raise DecodeError("only a sparse COO tensor can be coalesced")
+    if flags & (FLAG_CONJ | FLAG_NEG) and meta.layout:
+        raise DecodeError("the conj and neg bits of a sparse tensor belong to its values")
+
+
+def _check_slot(meta: TensorMeta) -> None:
+    slot = meta.slot
+    if slot is None:
+        return
+    if not 0 <= slot.slot_id <= _INT64_MAX or not 0 < meta.num_bytes <= slot.capacity <= _INT64_MAX:
+        raise DecodeError(f"{meta.num_bytes} bytes in slot {slot.slot_id} of {slot.capacity} bytes")
+
+
+def _validate_any(meta: TensorMeta, num_bytes: int, limits: Limits) -> int:
+    """The same as `validate` for sparse tensors and those of other devices."""
+    if not 0 <= meta.layout < len(LAYOUTS):
+        raise DecodeError(f"unknown layout number {meta.layout}")
+    if meta.device and not DEVICE.fullmatch(meta.device):
+        raise DecodeError(f"unknown device {meta.device[:64]!r}")
+    is_hollow = meta.device == "meta" or meta.layout != 0
+    if is_hollow and meta.slot is not None:
+        raise DecodeError("only a dense part can be in shared memory")
+    if meta.num_bytes != (0 if is_hollow else num_bytes):
+        raise DecodeError(f"a tensor of shape {meta.shape} and layout {meta.layout} with {meta.num_bytes} bytes")
+    if meta.layout:
+        check_parts(meta, DTYPES)
+        return sum(validate(part, limits) for part in meta.parts)
+    if meta.parts:
+        raise DecodeError("a dense tensor is not made of parts")
+    _check_slot(meta)
+    return 0 if meta.slot is not None else meta.num_bytes
+
+
+def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
+    """The metadata of the dense parts, in the order of `describe`."""
+    if meta.layout:
+        yield from meta.parts
+    elif meta.device != "meta":
+        yield meta
+
 
 _BOOL: Final = DTYPE_INDEX[torch.bool]
 _STRIDED: Final = torch.strided
@@ -128,7 +339,7 @@ def _describe_any(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, lis
 
 
 def _describe_sparse(plain: torch.Tensor, limits: Limits) -> tuple[tuple[TensorMeta, ...], list[torch.Tensor]]:
-    described = [describe(part.cpu(), limits) for part in _sparse.parts_of(plain)]
+    described = [describe(part.cpu(), limits) for part in parts_of(plain)]
     return tuple(meta for meta, _ in described), [part for _, parts in described for part in parts]
 
 
@@ -250,9 +461,7 @@ def _rebuild_any(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
     if meta.device == "meta":
         return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta")
     if meta.layout:
-        tensor = _sparse.assemble(
-            meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED)
-        )
+        tensor = assemble(meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED))
     else:
         tensor = _rebuild_dense(meta, next(buffers))
     if not meta.device:

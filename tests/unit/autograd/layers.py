@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from gradwire.autograd import worker
+from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.passes import BackwardPass
 from gradwire.rpc import Agent
-from gradwire.rpc.incoming import current_request
+from gradwire.rpc.connection import current_request
 
 entered, gate = threading.Event(), threading.Event()
 weight = torch.nn.Parameter(torch.tensor([0.5, -0.25, 0.125]))

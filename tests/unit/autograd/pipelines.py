@@ -11,7 +11,7 @@ from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.autograd.messages import PropagateGradients
 from gradwire.rpc import Agent
-from gradwire.rpc.notices import Notices
+from gradwire.rpc.oneway import Notices
 from unit.autograd import layers
 from unit.autograd.layers import context_of, layer
 

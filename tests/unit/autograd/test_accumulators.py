@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import accumulators, lending
-from gradwire.autograd.accumulators import run_accumulators
-from gradwire.autograd.lending import GradClaim
+from gradwire.autograd import local_engine as accumulators
+from gradwire.autograd.local_engine import run_accumulators
 from gradwire.errors import AutogradError, BackwardFailed
+from gradwire.params import grads as lending
+from gradwire.params.grads import GradClaim
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
 
@@ -296,7 +297,7 @@ def test_a_claim_is_reentrant_and_times_out_for_others() -> None:
 
 
 def test_the_error_names_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.autograd.accumulators._WAIT_S", 0.05)
+    monkeypatch.setattr("gradwire.autograd.local_engine._WAIT_S", 0.05)
     leaf = hooked_leaf(lambda _: None)
     claim = GradClaim([leaf])
     thread = threading.Thread(target=claim.acquire)

@@ -14,8 +14,9 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import ambient, worker
-from gradwire.autograd.ambient import current_context_id
+from gradwire.autograd import current_context as ambient
+from gradwire.autograd import worker
+from gradwire.autograd.current_context import current_context_id
 from gradwire.errors import NoActiveContext, UnknownContext
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until

@@ -12,8 +12,8 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import anomalies
-from gradwire.autograd.anomalies import AnomalyFound
+from gradwire.autograd import anomaly_mode as anomalies
+from gradwire.autograd.anomaly_mode import AnomalyFound
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 

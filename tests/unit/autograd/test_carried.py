@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from gradwire.autograd.carried import Carried
+from gradwire._torch import Carried
 
 
 def test_every_thread_has_a_value_of_its_own() -> None:

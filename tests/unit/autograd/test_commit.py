@@ -11,9 +11,10 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import endings, worker
-from gradwire.autograd.gradients import add_gradient
-from gradwire.autograd.passes import BackwardPass
+from gradwire.autograd import engine as endings
+from gradwire.autograd import worker
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.local_engine import add_gradient
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until

@@ -10,14 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.autograd import worker
-from gradwire.autograd.container import MAX_WORKER, DistAutogradContainer, IdSource
-from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.context import MAX_WORKER, DistAutogradContainer, DistAutogradContext, IdSource
 from gradwire.config import WorkerConfig
 from gradwire.errors import AutogradError, UnknownContext
-from gradwire.rpc._ids import MAX_COUNTER, creator_of, first_counter
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-from gradwire.types import WorkerInfo
+from gradwire.types import MAX_COUNTER, WorkerInfo, creator_of, first_counter
 
 YEAR_2026_NS = 1_767_225_600_000_000_000
 TICK_NS = 10_000_000

@@ -11,8 +11,8 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
-from gradwire.autograd._termination import PassSnapshot, WaitingSend
-from gradwire.autograd.probing import Explanation, waiting_text
+from gradwire.autograd._backward_state import PassSnapshot, WaitingSend
+from gradwire.autograd.explanation import Explanation, waiting_text
 from gradwire.errors import UnknownContext
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until

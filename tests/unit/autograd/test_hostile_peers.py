@@ -14,7 +14,14 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.autograd._backward_state import Introduction, Report
-from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.context import (
+    CONTEXT_BYTES,
+    ENDED_PASS_BYTES,
+    MESSAGE_BYTES,
+    PASS_BYTES,
+    DistAutogradContext,
+    Quotas,
+)
 from gradwire.autograd.messages import (
     AbortPass,
     CommitPass,
@@ -26,12 +33,11 @@ from gradwire.autograd.messages import (
     ReleaseContext,
     ReportDone,
 )
-from gradwire.autograd.quotas import CONTEXT_BYTES, ENDED_PASS_BYTES, MESSAGE_BYTES, PASS_BYTES, Quotas
 from gradwire.config import KIB, Limits
 from gradwire.errors import AutogradError, DecodeError, LimitExceeded
 from gradwire.rpc import Agent, set_current_agent
-from gradwire.rpc._calls import CallHolder, PendingCall
 from gradwire.rpc.interceptors import Envelope, Interceptor
+from gradwire.rpc.pending_calls import CallHolder, PendingCall
 from gradwire.testing import wait_until
 from gradwire.wire.messages import ErrorInfo, read_note
 from unit.autograd.layers import context_of, entered, gate, pass_of

@@ -9,8 +9,8 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import worker
 from gradwire.autograd._backward_state import Report
+from gradwire.autograd.backward_pass import BackwardPass, PassPhase
 from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
-from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until

@@ -10,8 +10,8 @@ import torch
 
 from gradwire.autograd import messages
 from gradwire.autograd._backward_state import Introduction, Report
-from gradwire.autograd.answers import pack_answer, unpack_answers
 from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
+from gradwire.autograd.local_engine import pack_answer, unpack_answers
 from gradwire.autograd.messages import (
     NO_ID,
     AbortPass,

@@ -24,7 +24,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.errors import BackwardFailed, UnknownContext
 from gradwire.rpc import Agent
-from gradwire.rpc.notices import Notices
+from gradwire.rpc.oneway import Notices
 from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo

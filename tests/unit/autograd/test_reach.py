@@ -11,8 +11,8 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd._backward_state import Introduction
-from gradwire.autograd.reach import Reach
-from gradwire.autograd.runs import EngineRun
+from gradwire.autograd.engine import Reach
+from gradwire.autograd.local_engine import EngineRun
 from gradwire.errors import ConnectFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until

@@ -10,7 +10,8 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import ambient, worker
+from gradwire.autograd import current_context as ambient
+from gradwire.autograd import worker
 from gradwire.autograd.messages import HoldsContext, ReleaseContext
 from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext
 from gradwire.rpc import Agent

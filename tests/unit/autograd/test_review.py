@@ -14,10 +14,11 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import anomalies, worker
+from gradwire.autograd import anomaly_mode as anomalies
+from gradwire.autograd import worker
 from gradwire.autograd._backward_state import ComponentPhase
+from gradwire.autograd.backward_pass import BackwardPass, PassPhase
 from gradwire.autograd.messages import AbortPass, HoldsContext, pass_id_of
-from gradwire.autograd.passes import BackwardPass, PassPhase
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import guards, sharing
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import Mode
-from gradwire.autograd.saving import saving
 from gradwire.errors import AutogradError, ConfigurationError
+from gradwire.params import rwlock as guards
+from gradwire.params import snapshots as sharing
+from gradwire.params.rwlock import Mode
+from gradwire.params.saved_tensors import saving
 
 
 def make_weight(mode: Mode = "snapshot") -> nn.Parameter:

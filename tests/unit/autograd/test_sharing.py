@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import guards, reading, sharing
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.autograd.guards import Group
-from gradwire.autograd.reading import Call
 from gradwire.errors import UnknownContext
+from gradwire.params import rwlock as guards
+from gradwire.params import rwlock as reading
+from gradwire.params import snapshots as sharing
+from gradwire.params.rwlock import Call, Group
 
 WAIT_S = 20.0
 

@@ -7,7 +7,7 @@ import itertools
 import msgspec
 import pytest
 
-from gradwire.autograd._termination import PassSnapshot, Termination, WaitingSend, is_stalled
+from gradwire.autograd._backward_state import PassSnapshot, Termination, WaitingSend, is_stalled
 
 SEND = WaitingSend(0x10, "a", "b", "module:function", "train.py:7, in step")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd._turns import Change, Turns
+from gradwire.params.rwlock import Change, Turns
 
 
 def test_readers_and_changers_exclude_each_other() -> None:

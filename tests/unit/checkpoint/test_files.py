@@ -17,15 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.checkpoint import reading
-from gradwire.checkpoint._dtypes import DTYPES
-from gradwire.checkpoint._index import FileEntry, TensorEntry
-from gradwire.checkpoint.folder import Folder
-from gradwire.checkpoint.reading import TensorReader, check_files, check_tensors
-from gradwire.checkpoint.writing import TensorSet, write_file
+from gradwire.checkpoint import safetensors_io as reading
+from gradwire.checkpoint.directory import Folder
+from gradwire.checkpoint.index import DTYPES, FileEntry, TensorEntry
+from gradwire.checkpoint.safetensors_io import TensorReader, TensorSet, check_files, check_tensors, write_file
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
-from gradwire.shard._geometry import Box
-from gradwire.shard.layouts import whole
+from gradwire.shard.layout import Box, whole
 
 NAME = "g0001-0123abcd-worker0.safetensors"
 

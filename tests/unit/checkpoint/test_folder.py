@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire import checkpoint
-from gradwire.checkpoint.folder import INDEX_NAME, READERS_LOCK, WRITER_LOCK, Folder
+from gradwire.checkpoint.directory import INDEX_NAME, READERS_LOCK, WRITER_LOCK, Folder
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 NAME = "g0001-0123abcd-worker0.safetensors"

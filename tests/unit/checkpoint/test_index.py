@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gradwire.checkpoint._index import FORMAT, VERSION, FileEntry, Index, TensorEntry, Writer, checksum_of, dump, parse
-from gradwire.checkpoint._pieces import sharded_node
+from gradwire.checkpoint.index import FORMAT, VERSION, FileEntry, Index, TensorEntry, Writer, checksum_of, dump, parse
+from gradwire.checkpoint.tree import sharded_node
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 FILE = "g0001-0123abcd-worker0.safetensors"

@@ -10,20 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.checkpoint._pieces import (
+from gradwire.checkpoint.tree import (
     assemble,
     bodies,
+    check_node,
+    decode,
     find_problem,
     form_of,
     is_covered,
     put,
     region_of,
     sharded_node,
+    tensor_names,
 )
-from gradwire.checkpoint._tree import check_node, decode, tensor_names
 from gradwire.errors import CheckpointDamaged
-from gradwire.shard._geometry import Box
-from gradwire.shard.layouts import whole
+from gradwire.shard.layout import Box, whole
 
 WHOLE = torch.arange(60).view(6, 10)
 

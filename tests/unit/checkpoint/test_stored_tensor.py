@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.checkpoint.stored_tensor import StoredTensor, stored
+from gradwire.checkpoint.safetensors_io import StoredTensor, stored
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
 SAVED = torch.arange(6.0).view(2, 3)

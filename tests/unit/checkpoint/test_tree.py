@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.checkpoint._tree import Encoder, decode, dict_node, items_of, join, tensor_names
+from gradwire.checkpoint.tree import Encoder, decode, dict_node, items_of, join, tensor_names
 from gradwire.errors import CannotSave, CheckpointDamaged
 
 

@@ -16,9 +16,9 @@ from torch.distributed.rpc.api import rpc_sync
 
 import gradwire
 from gradwire import compat
-from gradwire.compat import _tables
-from gradwire.compat._import_hook import ImportHook
-from gradwire.compat._patching import MISSING, Patch, has_identity
+from gradwire.compat import tables as _tables
+from gradwire.compat.import_hook import ImportHook
+from gradwire.compat.patching import MISSING, Patch, has_identity
 
 PLACES = (
     "torch.distributed.rpc.rpc_async",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradwire.compat import _printing
+from gradwire.compat import start as _printing
 from gradwire.rpc.agent import Agent
 
 MakeAgents = Callable[..., list[Agent]]

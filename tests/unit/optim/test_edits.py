@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.autograd.norms import are_finite, clip_factor, norm_of, total_norm
 from gradwire.errors import ConfigurationError, DecodeError, OptimizerError
-from gradwire.optim.edits import CLAMP, SCALE, EditLog, edited
+from gradwire.optim.grad_transforms import CLAMP, SCALE, EditLog, edited
+from gradwire.params.grads import are_finite, clip_factor, norm_of, total_norm
 
 
 def test_edits_are_made_in_order_and_out_of_place() -> None:

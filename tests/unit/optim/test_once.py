@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import OptimizerError
-from gradwire.optim._once import MEMORY, StepMemory
+from gradwire.optim.local import MEMORY, StepMemory
 
 
 def test_what_was_done_is_remembered() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradwire.optim._options import OptionLog
+from gradwire.optim.state_dict import OptionLog
 
 
 def make_log(**options: Any) -> tuple[OptionLog, dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.optim.parts import PartOf, divide_states, fold_groups, join_states
-from gradwire.shard._geometry import Box
+from gradwire.optim.parameters import PartOf, divide_states, fold_groups, join_states
+from gradwire.shard.layout import Box
 
 SIZE = (3, 2)
 PARTS = {part.name: part for part in (PartOf("w", Box((0, 0), (1, 2)), SIZE), PartOf("w", Box((1, 0), (2, 2)), SIZE))}

@@ -13,13 +13,13 @@ import torch
 from conftest import MakeAgents
 from gradwire.config import Limits, WorkerConfig
 from gradwire.errors import ConfigurationError, TransportError, WorkerLost
-from gradwire.rpc._calls import new_call_id
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.directory import StaticDirectory
 from gradwire.rpc.functions import async_execution
+from gradwire.rpc.peers import StaticDirectory
+from gradwire.rpc.pending_calls import new_call_id
 from gradwire.runtime import start_worker
 from gradwire.testing import LeakCheck, local_agents, wait_until
-from gradwire.testing._pairs import write_raw
+from gradwire.testing.transports import write_raw
 from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
 from gradwire.types import WorkerInfo
 from gradwire.wire import framing

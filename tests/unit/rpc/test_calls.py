@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gradwire.rpc._calls import PHASE_TEXT, CallTable, PendingCall, new_call_id
+from gradwire.rpc.pending_calls import PHASE_TEXT, CallTable, PendingCall, new_call_id
 
 
 def make_call(call_id: int, timeout_s: float = 0.0, started: float = 100.0) -> PendingCall:

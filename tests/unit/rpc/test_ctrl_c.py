@@ -14,10 +14,9 @@ import torch
 from conftest import MakeAgents
 from gradwire.errors import CallCancelled, ConnectionLost, WorkerLost
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.bell import Bell
-from gradwire.rpc.calling import Caller
+from gradwire.rpc.client import Caller
 from gradwire.rpc.peers import OpenLane, Peer
-from gradwire.rpc.reactor import Reactor
+from gradwire.rpc.reactor import Bell, Reactor
 from gradwire.testing import wait_until
 
 gate = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import IdentityTaken, UnknownWorker
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.types import WorkerAddress, WorkerInfo
 
 

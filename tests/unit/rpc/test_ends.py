@@ -12,10 +12,10 @@ import torch
 
 from conftest import MakeAgents
 from gradwire.errors import ConnectionClosed, RpcTimeout
-from gradwire.rpc import incoming
-from gradwire.rpc._calls import CallHolder
-from gradwire.rpc.incoming import Incoming
+from gradwire.rpc import connection as incoming
+from gradwire.rpc.connection import Incoming
 from gradwire.rpc.peers import OpenLane
+from gradwire.rpc.pending_calls import CallHolder
 from gradwire.rpc.reader import Reader
 from gradwire.testing import wait_until
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gradwire.errors import RpcError
-from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
+from gradwire.rpc.pending_calls import PendingCall
 
 Ints = InterruptibleFuture[int]
 

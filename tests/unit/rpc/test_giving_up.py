@@ -10,7 +10,7 @@ import pytest
 
 from conftest import MakeAgents
 from gradwire.errors import ConnectionClosed, RpcTimeout
-from gradwire.rpc.incoming import Incoming
+from gradwire.rpc.connection import Incoming
 from gradwire.testing import wait_until
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Goodbye, Proof

@@ -9,9 +9,9 @@ import pytest
 
 from conftest import MakeAgents
 from gradwire.errors import WorkerLost
-from gradwire.rpc._calls import PendingCall
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.incoming import Incoming, Request
+from gradwire.rpc.connection import Incoming, Request
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.testing import wait_until
 
 _MOMENT_S = 0.3  # closing takes a few milliseconds where it does not wait

@@ -11,7 +11,7 @@ from conftest import MakeAgents
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.peers import OpenLane
 from gradwire.testing import wait_until
-from gradwire.wire import objects
+from gradwire.wire import serialization as objects
 from gradwire.wire.messages import Call
 
 TRANSPORTS = ["unix", "inproc", "tcp"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.rpc._membership import Membership
+from gradwire.rpc.peers import Membership
 from gradwire.types import WorkerAddress, WorkerInfo
 
 

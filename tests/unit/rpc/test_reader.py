@@ -16,9 +16,8 @@ from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.reader import Reader, has_hold, release_hold
 from gradwire.testing import wait_until
-from gradwire.testing._pairs import ANYTHING, call_ids, send_call, write_raw
-from gradwire.transports.plain import PlainChannel
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.testing.transports import ANYTHING, call_ids, send_call, write_raw
+from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions
 from gradwire.wire.framing import Frame
 
 

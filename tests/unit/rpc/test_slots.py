@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.rpc._slots import Slots
+from gradwire.rpc.server import Slots
 
 
 def test_as_many_run_as_there_are_slots() -> None:

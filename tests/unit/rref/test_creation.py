@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from gradwire.rref.creation import is_unshared
+from gradwire.rref.owner import is_unshared
 
 _kept = torch.zeros(4)
 

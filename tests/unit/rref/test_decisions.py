@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from gradwire.rref._actions import Accept
-from gradwire.rref.decisions import Decisions
+from gradwire.rref._messages import Accept
+from gradwire.rref.context import Decisions
 
 
 def test_what_ctrl_c_keeps_from_being_done_is_done_next_time() -> None:

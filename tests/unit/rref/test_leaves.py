@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from gradwire.rref import values
-from gradwire.rref.leaves import keep_leaves
-from gradwire.rref.values import Owned
+from gradwire.rref.values import Owned, keep_leaves
 
 
 @dataclass

@@ -6,12 +6,12 @@ import pytest
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError
-from gradwire.rref import _outbox
-from gradwire.rref._actions import Confirm, Delete
-from gradwire.rref._outbox import MAX_MESSAGES, WINDOW, Batch, Outbox
+from gradwire.rref import reliable as _outbox
+from gradwire.rref._messages import Confirm, Delete
+from gradwire.rref.reliable import MAX_MESSAGES, WINDOW, Batch, Outbox
 from gradwire.wire.framing import encode
 from gradwire.wire.messages import Call
-from gradwire.wire.objects import EMPTY
+from gradwire.wire.serialization import EMPTY
 
 A, B = (0, 1), (1, 1)
 B_AGAIN = (1, 2)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from gradwire.rref import _holdings
-from gradwire.rref._actions import (
+from gradwire.rref import _ownership as _holdings
+from gradwire.rref._messages import (
     Accept,
     Adopt,
     Answer,
@@ -22,8 +22,7 @@ from gradwire.rref._actions import (
     Mourn,
     Worker,
 )
-from gradwire.rref._holdings import RecentIds
-from gradwire.rref._ownership import ForkPhase, Ownership
+from gradwire.rref._ownership import ForkPhase, Ownership, RecentIds
 
 A, B, C, D = (0, 1), (1, 1), (2, 1), (3, 1)
 RREF, FORK, CHILD = 1, 2, 3

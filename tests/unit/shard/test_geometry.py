@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.shard._geometry import Box, find_overlap, plan_moves
+from gradwire.shard.layout import Box, find_overlap, plan_moves
 
 
 def elements(box: Box) -> set[tuple[int, ...]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan
-from gradwire.shard._geometry import Box, cut, find_overlap
-from gradwire.shard._plan_steps import read_plan
-from gradwire.shard.scattering import ROUND_BYTES, rounds
+from gradwire.shard.apply_plan import read_plan
+from gradwire.shard.creation import ROUND_BYTES, rounds
+from gradwire.shard.layout import Box, cut, find_overlap
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 COLUMNS = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])

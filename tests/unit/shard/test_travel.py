@@ -9,7 +9,8 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import ConfigurationError
-from gradwire.shard import ShardedTensor, travel
+from gradwire.shard import ShardedTensor
+from gradwire.shard import serialization as travel
 
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
 

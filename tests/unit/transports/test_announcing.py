@@ -19,18 +19,11 @@ import torch
 import gradwire
 from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
 from gradwire.testing import ConnectionPair, local_agents, wait_until
-from gradwire.testing._pairs import (
-    ANYTHING,
-    Sender,
-    call_ids,
-    end_of,
-    receive_frames,
-    receive_tensors,
-    send_call,
-)
-from gradwire.transports import _parcel, arena, stream
-from gradwire.transports._parcel import Parcel
-from gradwire.transports.stream import StreamConnection, StreamOptions
+from gradwire.testing.transports import ANYTHING, Sender, call_ids, end_of, receive_frames, receive_tensors, send_call
+from gradwire.transports import shared_memory as arena
+from gradwire.transports import stream
+from gradwire.transports import stream as _parcel
+from gradwire.transports.stream import Parcel, StreamConnection, StreamOptions
 from gradwire.transports.unix import UnixListener, UnixTransport
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -295,8 +288,8 @@ def test_what_was_filled_before_the_end_counts(pair: ConnectionPair, copying: Co
 SENDER = """
 import os, signal, sys, time, torch
 from pathlib import Path
-from gradwire.testing._pairs import ANYTHING, send_call
-from gradwire.transports import _parcel
+from gradwire.testing.transports import ANYTHING, send_call
+from gradwire.transports import stream as _parcel
 from gradwire.transports.stream import StreamOptions
 from gradwire.transports.unix import UnixTransport
 

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
-from gradwire.transports import arena as arena_module
-from gradwire.transports._memory import OFFERED, Slot, make_memfd
-from gradwire.transports.arena import MAX_SLOTS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports import shared_memory as arena_module
+from gradwire.transports.memory import OFFERED, Slot, make_memfd
+from gradwire.transports.shared_memory import MAX_SLOTS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
 from gradwire.wire.messages import SlotRef
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -668,7 +668,7 @@ def test_the_pool_serves_many_threads() -> None:
 
 PEER = """
 import json, os, socket, sys, torch
-from gradwire.transports.arena import BorrowedSlots, LendingArena
+from gradwire.transports.shared_memory import BorrowedSlots, LendingArena
 from gradwire.wire.messages import SlotRef
 
 sock, limit, kept = socket.socket(fileno=int(sys.argv[1])), 64 << 20, []

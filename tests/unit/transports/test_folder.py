@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from gradwire.transports.folder import SocketFolder
+from gradwire.transports.unix import SocketFolder
 
 
 def test_is_private_and_removed() -> None:
@@ -21,7 +21,7 @@ def test_is_private_and_removed() -> None:
 
 def test_one_of_a_killed_process_is_removed_by_the_next() -> None:
     program = (
-        "from gradwire.transports.folder import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
+        "from gradwire.transports.unix import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],

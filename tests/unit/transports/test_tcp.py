@@ -15,10 +15,10 @@ import torch
 from conftest import MakeAgents
 from gradwire.config import TlsKeys, WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
-from gradwire.rpc.directory import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
-from gradwire.testing._pairs import ANYTHING, Sender, end_of, send_call
+from gradwire.testing.transports import ANYTHING, Sender, end_of, send_call
 from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.tcp import TcpListener, TcpTransport, is_loopback
 from gradwire.transports.tls import make_keys

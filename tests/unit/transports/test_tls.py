@@ -19,7 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError
-from gradwire.transports import _certificates, tls
+from gradwire.transports import certificates as _certificates
+from gradwire.transports import tls
 from gradwire.transports.tls import (
     certified_names,
     check_identity,

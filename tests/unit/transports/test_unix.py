@@ -18,7 +18,7 @@ import torch
 
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, DecodeError
 from gradwire.testing import ConnectionPair, wait_until
-from gradwire.testing._pairs import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
+from gradwire.testing.transports import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
 from gradwire.transports import unix
 from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.unix import UnixListener, UnixTransport

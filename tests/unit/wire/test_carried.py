@@ -13,8 +13,9 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError
-from gradwire.wire import _pickled, objects
-from gradwire.wire._carried import CarriedFunction, carry
+from gradwire.wire import pickling as _pickled
+from gradwire.wire import serialization as objects
+from gradwire.wire.pickling import CarriedFunction, carry
 
 
 def define(source: str, **names: Any) -> types.FunctionType:

@@ -13,8 +13,8 @@ import torch
 from gradwire import errors
 from gradwire.config import Limits
 from gradwire.types import Trust
-from gradwire.wire import objects
-from gradwire.wire.failures import MAX_CHAIN, RemoteTraceback, clean, describe_exception, rebuild_exception
+from gradwire.wire import serialization as objects
+from gradwire.wire.exceptions import MAX_CHAIN, RemoteTraceback, clean, describe_exception, rebuild_exception
 from gradwire.wire.framing import FrameDecoder, encode
 from gradwire.wire.messages import ErrorInfo, Failure
 

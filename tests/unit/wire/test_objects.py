@@ -19,7 +19,7 @@ from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, ConfigurationError, DecodeError, GradwireError, LimitExceeded
 from gradwire.types import Trust
-from gradwire.wire import objects
+from gradwire.wire import serialization as objects
 from gradwire.wire.framing import FrameDecoder
 from gradwire.wire.messages import Call
 from gradwire.wire.tensors import rebuild

@@ -8,15 +8,16 @@ import sys
 
 PROGRAM = """
 import gc, json, msgspec, gradwire
-import gradwire.autograd.messages, gradwire.autograd.probing, gradwire.rref._outbox, gradwire.rref.creation
-modules = (gradwire.autograd.messages, gradwire.rref._outbox, gradwire.rref.creation)
+import gradwire.autograd._backward_state
+import gradwire.autograd.messages, gradwire.autograd.explanation, gradwire.rref.reliable, gradwire.rref.owner
+modules = (gradwire.autograd.messages, gradwire.rref.reliable, gradwire.rref.owner)
 kinds = [
     kind
     for module in modules
     for kind in vars(module).values()
     if isinstance(kind, type(msgspec.Struct)) and kind.__module__ == module.__name__
 ]
-kinds += [gradwire.autograd.probing.WorkerView, gradwire.autograd.probing.PassSnapshot]
+kinds += [gradwire.autograd.explanation.WorkerView, gradwire.autograd._backward_state.PassSnapshot]
 def is_known(kind):
     return any(type(item).__name__ == "StructInfo" for item in gc.get_referents(kind))
 print(json.dumps({kind.__qualname__: is_known(kind) for kind in kinds}))

@@ -14,7 +14,8 @@ from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend
 from gradwire.types import Trust
-from gradwire.wire import objects, tensors
+from gradwire.wire import serialization as objects
+from gradwire.wire import tensors
 
 LIMITS = Limits()
 LARGE = 10_000

@@ -19,7 +19,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 def _install_after_torch() -> None:
     # By its path: importing it as a part of gradwire would import torch now.
-    path = os.path.join(os.path.dirname(_HERE), "_import_hook.py")
+    path = os.path.join(os.path.dirname(_HERE), "import_hook.py")
     spec = importlib.util.spec_from_file_location("_gradwire_import_hook", path)
     assert spec is not None
     hooks: Any = _execute(spec)

@@ -2,15 +2,235 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from gradwire.shard.backend import Engine, Question, Request
 from gradwire.shard.dispatch import implements
-from gradwire.shard.engines import Question, Request
-from gradwire.shard.ops import lookups
+from gradwire.shard.layout import Layout, stack_rows
 from gradwire.shard.tensor import ShardedTensor
+
+Rows = tuple[int, int]
+"""The first row of a block, and how many it has."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Those of somebody's ids that lie in some rows.
+
+    Attributes:
+        ids: Counted from the first of these rows.
+        positions: Where they are among all; None if they are all of them.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor | None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The values that belong to these ids, from those of all."""
+        return values if self.positions is None else values.index_select(0, self.positions)
+
+
+def by_rows(table: ShardedTensor, ids: torch.Tensor) -> list[Wanted]:
+    """For each block, the ids in its rows; blocks with the same rows share them."""
+    found: dict[Rows, Wanted] = {}
+    for rows in _rows_of_blocks(table):
+        if rows not in found:
+            found[rows] = _find(ids, rows, table.size(0))
+    return [found[rows] for rows in _rows_of_blocks(table)]
+
+
+def _rows_of_blocks(table: ShardedTensor) -> list[Rows]:
+    """Blocks without columns get no ids."""
+    return [(box.offsets[0], box.sizes[0] if box.sizes[1] else 0) for box in table._layout.boxes]
+
+
+def _find(ids: torch.Tensor, rows: Rows, num_rows: int) -> Wanted:
+    first, number = rows
+    if number == num_rows:
+        return Wanted(ids.to(torch.int32), None)
+    local = ids - first
+    positions = ((local >= 0) & (local < number)).nonzero().view(-1)
+    return Wanted(local.index_select(0, positions).to(torch.int32), positions)
+
+
+def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exception | None:
+    """The error for ids that are no integers, or for one that is no row of the table. Others' ids may be right."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        return RuntimeError(
+            f"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+            f"{ids.dtype} instead (while checking arguments for {name})"
+        )
+    if not ids.numel():
+        return None
+    smallest, largest = (int(item) for item in torch.aminmax(ids))
+    if smallest >= 0 and largest < table.size(0):
+        return None
+    bad = smallest if smallest < 0 else largest
+    return IndexError(f"index out of range in self: {bad} is no row of a table that has {table.size(0)}")
+
+
+def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
+    """The table, if it is one, and the ids are plain.
+
+    Raises:
+        TypeError: The ids are sharded, or the table is not.
+        RuntimeError: The table has not two dimensions.
+    """
+    if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
+        raise TypeError(f"{name}: the weight is to be sharded, the input is to be a plain tensor: everybody's own ids")
+    if table.dim() != 2:
+        raise RuntimeError(f"{name}: 'weight' must be 2-D, but has {table.dim()} dimensions")
+    return table
+
+
+def row_in_block(row: int | None, rows: Rows) -> int | None:
+    """A row, counted from the first one of a block; None if it is not in there."""
+    return row - rows[0] if row is not None and rows[0] <= row < rows[0] + rows[1] else None
+
+
+def wants_gradient(table: ShardedTensor) -> bool:
+    """Whether blocks of which nobody wants anything get a gradient, too, which is zero: all are stepped alike then."""
+    return torch.is_grad_enabled() and table.requires_grad
+
+
+def columns_of(table: ShardedTensor) -> list[slice]:
+    """Those of each block."""
+    return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    size: tuple[int, int],
+    answers: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor | None],
+    columns: Sequence[slice],
+    is_sum: bool,
+) -> torch.Tensor:
+    """A matrix of answers.
+
+    Args:
+        size: Of the matrix.
+        answers: Those of all blocks.
+        rows: Where each row of an answer goes; None if it is for all rows, in order.
+        columns: Where its columns go.
+        is_sum: Whether answers for the same element add up; else each element is answered once.
+    """
+    found: torch.Tensor = _Assemble.apply(size, rows, columns, is_sum, *answers)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Assemble(torch.autograd.Function):
+    """Each answer gets the gradient of where it went."""
+
+    @staticmethod
+    def forward(ctx: Any, size: Any, rows: Any, columns: Any, is_sum: bool, *answers: torch.Tensor) -> torch.Tensor:
+        ctx.where = rows, columns
+        full = [number for number, answer in enumerate(answers) if answer.numel()]
+        if is_sum and full and rows[full[0]] is None and answers[full[0]].size() == torch.Size(size):
+            made = answers[full.pop(0)].clone()
+        else:
+            made = (torch.zeros if is_sum else torch.empty)(size, dtype=answers[0].dtype, device=answers[0].device)
+        for number in full:
+            _put(made[:, columns[number]], rows[number], answers[number], is_sum)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        found = [
+            gradient[:, of_block] if taken is None else gradient[:, of_block].index_select(0, taken)
+            for taken, of_block in zip(*ctx.where, strict=True)
+        ]
+        return None, None, None, None, *found
+
+
+def _put(target: torch.Tensor, rows: torch.Tensor | None, answer: torch.Tensor, is_sum: bool) -> None:
+    if rows is None:
+        target.add_(answer) if is_sum else target.copy_(answer)
+    elif is_sum:
+        target.index_add_(0, rows, answer)
+    else:
+        target.index_copy_(0, rows, answer)
+
+
+# -- max_norm ----------------------------------------------------------------------------------------------------------
+
+
+def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_type: float, error: Any) -> None:
+    """Scales the rows that anybody looks up and whose norm is larger to that norm, in place, each once.
+
+    A block that has whole rows sees to itself. If rows are cut, everybody adds up the norms of what the blocks have of
+    their rows, and then tells the blocks.
+    """
+    unique = torch.unique(ids) if error is None else ids[:0]
+    wanted = by_rows(table, unique)
+    table._engine.settle()  # nobody reads what is being changed
+    with torch.no_grad():
+        if table._layout.is_whole_along(1, table.size(1)):
+            _ask(table, [(item.ids,) for item in wanted], scale_whole_rows, [max_norm, norm_type], 0, error)
+            return
+        answers = _ask(table, [(item.ids,) for item in wanted], sum_powers, [norm_type], 1, error)
+        norms = _join_norms(table, wanted, answers, unique.numel(), norm_type)
+        scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+        _ask(table, [(item.ids, item.of(scales)) for item in wanted], scale_rows, [], 0, None)
+
+
+def _ask(
+    table: ShardedTensor, requests: Sequence[Request], function: Any, setting: Any, width: int, error: Any
+) -> list[torch.Tensor]:
+    num_blocks = len(table._layout.boxes)
+    question = Question(function, requests, [setting] * num_blocks, 0, [[width]] * num_blocks, table._like, error)
+    return table._engine.ask(question, table._layout, table._parts)
+
+
+def _join_norms(
+    table: ShardedTensor, wanted: Sequence[Wanted], answers: Sequence[torch.Tensor], number: int, norm_type: float
+) -> torch.Tensor:
+    powers = torch.zeros(number, dtype=table.dtype, device=table._like.device)
+    for item, answer in zip(wanted, answers, strict=True):
+        rows = torch.arange(number, device=powers.device) if item.positions is None else item.positions
+        if norm_type == float("inf"):
+            powers[rows] = torch.maximum(powers[rows], answer.view(-1))
+        else:
+            powers.index_add_(0, rows, answer.view(-1))
+    return powers if norm_type == float("inf") else powers.pow(1 / norm_type)
+
+
+def scale_whole_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Sequence[float]) -> torch.Tensor:
+    """Renormalizes rows where they are; answers nothing."""
+    (ids,) = request
+    if ids.numel():
+        max_norm, norm_type = setting
+        torch.embedding_renorm_(part.detach(), ids.to(torch.int64), max_norm, norm_type)
+    return part.new_empty(ids.numel(), 0)
+
+
+def sum_powers(part: torch.Tensor, request: Request, lengths: Any, setting: Sequence[float]) -> torch.Tensor:
+    """What a block contributes to the norms of rows."""
+    (ids,) = request
+    rows = part.detach().index_select(0, ids).abs()
+    (norm_type,) = setting
+    if norm_type == float("inf"):
+        return rows.amax(1, keepdim=True) if rows.size(1) else rows.new_zeros(ids.numel(), 1)
+    return rows.pow(norm_type).sum(1, keepdim=True)
+
+
+def scale_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Any) -> torch.Tensor:
+    """Scales rows; who asks for the same row says the same, as everybody adds up in the same order."""
+    ids, scales = request
+    values = part.detach()
+    rows, which = torch.unique(ids, return_inverse=True)
+    once = torch.ones(rows.numel(), dtype=scales.dtype, device=scales.device).index_copy_(0, which, scales)
+    values.index_copy_(0, rows.to(torch.int64), values.index_select(0, rows) * once.unsqueeze(1))
+    return part.new_empty(ids.numel(), 0)
+
 
 Setting = tuple[int | None, bool, bool]
 """The row without a gradient, counted from the block's first; whether gradients are scaled by frequency; are sparse."""
@@ -30,17 +250,15 @@ def _do_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    table = lookups.check_table(weight, input, "embedding")
+    table = check_table(weight, input, "embedding")
     padding = _padding_row(table, padding_idx)
     ids = input.reshape(-1)
-    error = lookups.find_problem(table, ids, "embedding")
+    error = find_problem(table, ids, "embedding")
     if max_norm is not None:
-        lookups.renormalize(table, ids, max_norm, norm_type, error)
-    wanted = lookups.by_rows(table, ids if error is None else ids[:0])
+        renormalize(table, ids, max_norm, norm_type, error)
+    wanted = by_rows(table, ids if error is None else ids[:0])
     boxes = table._layout.boxes
-    settings = [
-        (lookups.row_in_block(padding, (box.offsets[0], box.sizes[0])), scale_grad_by_freq, sparse) for box in boxes
-    ]
+    settings = [(row_in_block(padding, (box.offsets[0], box.sizes[0])), scale_grad_by_freq, sparse) for box in boxes]
     question = Question(
         answer_rows,
         [(item.ids,) for item in wanted],
@@ -49,12 +267,12 @@ def _do_embedding(
         [box.sizes[1:] for box in boxes],
         table._like,
         error,
-        asks_all=lookups.wants_gradient(table),
+        asks_all=wants_gradient(table),
     )
     answers = table._engine.ask(question, table._layout, table._parts)
     size = (ids.numel(), table.size(1))
     rows = [item.positions for item in wanted]
-    return lookups.assemble(size, answers, rows, lookups.columns_of(table), is_sum=False).view(*input.size(), size[1])
+    return assemble(size, answers, rows, columns_of(table), is_sum=False).view(*input.size(), size[1])
 
 
 def _padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
@@ -72,3 +290,306 @@ def answer_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Set
     if not part.numel() and not sparse:  # torch cannot differentiate that twice
         return part.new_zeros(ids.numel(), part.size(1)) + part.sum()  # it has its place in the graph
     return F.embedding(ids, part, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+BagSetting = tuple[str, bool, bool]
+"""The mode; whether gradients are scaled by frequency; whether they are sparse."""
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Somebody's bags.
+
+    Attributes:
+        ids: Of all bags, one after the other.
+        bags: The bag of each.
+        number: How many bags there are.
+        weights: Of the ids, if there are any.
+    """
+
+    ids: torch.Tensor
+    bags: torch.Tensor
+    number: int
+    weights: torch.Tensor | None
+
+    def without(self, row: int | None) -> Bags:
+        """Without an id that does not count."""
+        if row is None:
+            return self
+        kept = (self.ids != row).nonzero().view(-1)
+        weights = None if self.weights is None else self.weights.index_select(0, kept)
+        return Bags(self.ids.index_select(0, kept), self.bags.index_select(0, kept), self.number, weights)
+
+    def counts(self) -> torch.Tensor:
+        """How many ids are in each bag."""
+        return torch.bincount(self.bags, minlength=self.number)
+
+
+@implements(F.embedding_bag)
+def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return _do_embedding_bag(*args, **kwargs)
+
+
+def _do_embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    table = check_table(weight, input, "embedding_bag")
+    setting = (mode, scale_grad_by_freq, sparse)
+    _check(setting, per_sample_weights)
+    error: Exception | None
+    try:
+        _check_weights(table, input, per_sample_weights)
+        bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
+        error = find_problem(table, bags.ids, "embedding_bag")
+    except (RuntimeError, ValueError) as failure:  # the bags of others may be right, and they must hear of it
+        error = failure
+    if error is not None:
+        bags = _no_bags(input, per_sample_weights)
+    if max_norm is not None:
+        renormalize(table, bags.ids, max_norm, norm_type, error)
+    return _look_up(table, bags.without(_bag_padding_row(table, padding_idx)), setting, error)
+
+
+def _check(setting: BagSetting, weights: torch.Tensor | None) -> None:
+    mode, scale_grad_by_freq, sparse = setting
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError("mode has to be one of sum, mean or max")
+    if mode == "max" and scale_grad_by_freq:
+        raise ValueError("max mode does not support scaling the gradient by the frequency")
+    if mode == "max" and sparse:
+        raise ValueError("max mode does not support sparse weights")
+    if weights is not None and mode != "sum":
+        raise NotImplementedError(
+            f"embedding_bag: per_sample_weights is only supported for mode='sum' (got mode='{mode}')"
+        )
+
+
+def _bag_padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -table.size(0) <= padding_idx < table.size(0):
+        raise RuntimeError(
+            f"padding_idx must be within the number of embeddings, {table.size(0)}, but is {padding_idx}"
+        )
+    return padding_idx % table.size(0)
+
+
+# -- the bags ----------------------------------------------------------------------------------------------------------
+
+
+def _read_bags(
+    input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, include_last_offset: bool
+) -> Bags:
+    if input.dim() == 2:
+        if offsets is not None:
+            raise ValueError("if input is 2D, then offsets has to be None: each row is a bag")
+        numbers = torch.arange(input.size(0), device=input.device)
+        flat_weights = None if weights is None else weights.reshape(-1)
+        return Bags(input.reshape(-1), numbers.repeat_interleave(input.size(1)), input.size(0), flat_weights)
+    if input.dim() != 1:
+        raise ValueError(f"input has to be 1D or 2D Tensor, but got Tensor of dimension {input.dim()}")
+    if offsets is None or offsets.dim() != 1:
+        raise ValueError(f"offsets has to be a 1D Tensor but got {offsets}")
+    return _read_offsets(input, offsets, weights, include_last_offset)
+
+
+def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor | None) -> None:
+    if weights is None:
+        return
+    if weights.size() != input.size():
+        raise ValueError(
+            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
+            f"the input ({input.size()})"
+        )
+    if weights.dtype != table.dtype:
+        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
+
+
+def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
+    ids = input.reshape(-1)[:0]
+    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
+
+
+def _read_offsets(
+    input: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, include_last_offset: bool
+) -> Bags:
+    starts = offsets.to(torch.int64)
+    if include_last_offset and not starts.numel():
+        raise RuntimeError("include_last_offset: number of offsets should be at least 1")
+    if starts.numel() and int(starts[0]) != 0:
+        raise RuntimeError(
+            f"offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. However, "
+            f"got {int(starts[0])}"
+        )
+    if starts.numel() and int(starts[-1]) > input.size(0):
+        raise RuntimeError(
+            f"offsets[-1] can not be greater than input's length {input.size(0)} but got offsets[-1] of {int(starts[-1])}"
+        )
+    if not include_last_offset:
+        starts = torch.cat([starts, starts.new_tensor([input.size(0)])])
+    sizes = starts.diff()
+    if sizes.numel() and int(sizes.min()) < 0:
+        raise RuntimeError("offsets must not decrease: each bag begins where the one before it ends")
+    bags = torch.arange(sizes.numel(), device=input.device).repeat_interleave(sizes)
+    used = bags.numel()  # what is behind the last offset, or before the first, is in no bag
+    return Bags(input[:used], bags, sizes.numel(), None if weights is None else weights[:used])
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
+    requests, rows = _requests(table, bags)
+    boxes = table._layout.boxes
+    question = Question(
+        answer_bags,
+        requests,
+        [setting] * len(boxes),
+        1,
+        [box.sizes[1:] for box in boxes],
+        table._like,
+        error,
+        asks_all=wants_gradient(table),
+    )
+    answers = table._engine.ask(question, table._layout, table._parts)
+    size = (bags.number, table.size(1))
+    if setting[0] == "max":
+        return _largest(size, answers, rows, columns_of(table))
+    total = assemble(size, answers, rows, columns_of(table), is_sum=True)
+    if setting[0] == "mean":
+        total = total / bags.counts().clamp(min=1).unsqueeze(1)
+    return total
+
+
+def _requests(table: ShardedTensor, bags: Bags) -> tuple[list[Request], list[torch.Tensor | None]]:
+    """For each block: ids, how many in each bag that has any, weights; and which bags these are (None for all)."""
+    found: dict[int, tuple[Request, torch.Tensor | None]] = {}  # blocks with the same rows share them
+    requests, rows = [], []
+    for wanted in by_rows(table, bags.ids):
+        if id(wanted) not in found:
+            found[id(wanted)] = _request(wanted, bags)
+        request, present = found[id(wanted)]
+        requests.append(request)
+        rows.append(present)
+    return requests, rows
+
+
+def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
+    counts = torch.bincount(wanted.of(bags.bags), minlength=bags.number)
+    present: torch.Tensor | None = counts.nonzero().view(-1)
+    assert present is not None
+    if present.numel() == bags.number:
+        present = None
+    else:
+        counts = counts.index_select(0, present)
+    weights = () if bags.weights is None else (wanted.of(bags.weights),)
+    return (wanted.ids, counts.to(torch.int32), *weights), present
+
+
+def answer_bags(part: torch.Tensor, request: Request, lengths: Any, setting: BagSetting) -> torch.Tensor:
+    """What a block has of each bag: a sum, or the largest; for all who ask in one lookup."""
+    ids, counts, *weights = request
+    mode, scale_grad_by_freq, sparse = setting
+    offsets = counts.cumsum(0, dtype=counts.dtype) - counts
+    if scale_grad_by_freq:
+        part = _ScaledGradient.apply(part, torch.bincount(ids, minlength=part.size(0)))  # type: ignore[no-untyped-call]
+    return F.embedding_bag(
+        ids,
+        part,
+        offsets,
+        mode="max" if mode == "max" else "sum",
+        sparse=sparse,
+        per_sample_weights=weights[0] if weights else None,
+    )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Divides the gradient of each row by how often it was looked up; what torch does for bags counts other rows, too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.counts = counts
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        counts = ctx.counts.clamp(min=1).unsqueeze(1)
+        if not gradient.is_sparse:
+            return gradient / counts, None
+        gradient = gradient.coalesce()
+        values = gradient.values() / counts[gradient.indices()[0]]
+        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.size(), is_coalesced=True), None
+
+
+def _largest(
+    size: tuple[int, int],
+    answers: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor | None],
+    columns: Sequence[slice],
+) -> torch.Tensor:
+    """The largest of all answers, zero where there is none. Of equal ones that of the first block has the gradient."""
+    lowest = torch.full(size, -torch.inf, dtype=answers[0].dtype, device=answers[0].device)
+    winners = torch.full(size, -1, dtype=torch.int64, device=lowest.device)
+    everywhere = torch.arange(size[0], device=lowest.device)
+    for number, (answer, taken, of_block) in enumerate(zip(answers, rows, columns, strict=True)):
+        at = everywhere if taken is None else taken
+        known = lowest[at, of_block]
+        is_larger = (answer.detach() > known) | (winners[at, of_block] < 0)
+        lowest[at, of_block] = torch.where(is_larger, answer.detach(), known)
+        winners[at, of_block] = torch.where(is_larger, number, winners[at, of_block])
+    kept = [
+        answer.where(winners[everywhere if taken is None else taken, of_block] == number, 0)
+        for number, (answer, taken, of_block) in enumerate(zip(answers, rows, columns, strict=True))
+    ]
+    return assemble(size, kept, rows, columns, is_sum=True)
+
+
+MAX_DIMS = 8
+"""Of rows, together with the dimension along which they are counted."""
+
+_FAILED = -1
+
+
+def join_rows(rows: torch.Tensor, engine: Engine, problem: Exception | None) -> tuple[torch.Tensor, Layout]:
+    """The rows, and whose rows are where if all are put together.
+
+    The rows get a gradient if those of somebody else have one: all take part in backward then.
+
+    Args:
+        rows: One's own.
+        engine: Knows who everybody is.
+        problem: Why this process cannot go on, if it cannot.
+
+    Raises:
+        Exception: The problem.
+        RuntimeError: Somebody else has one.
+        ValueError: Rows have different sizes.
+    """
+    sizes = [rows.dim(), *rows.size(), *(0 for _ in range(MAX_DIMS - rows.dim()))]
+    wants_gradient = rows.requires_grad and torch.is_grad_enabled()
+    told = [*sizes, int(wants_gradient)] if problem is None else [_FAILED] * (MAX_DIMS + 2)
+    everybody = engine.gather_numbers(told)
+    if problem is not None:
+        raise problem
+    for place, other in zip(engine.askers, everybody, strict=True):
+        if other[0] == _FAILED:
+            raise RuntimeError(f"rank {place} could not go on, so no rank can; it has raised an error that says why")
+        if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
+            raise ValueError(
+                f"rows must have the same size on every rank: {list(rows.size()[1:])} on {engine.here}, "
+                f"{other[2 : other[0] + 1]} on {place}"
+            )
+    if not wants_gradient and any(other[-1] for other in everybody):
+        rows = rows.detach().requires_grad_(torch.is_grad_enabled())
+    return rows, stack_rows([other[1] for other in everybody], rows.size()[1:], engine.askers)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gradwire.shard.backend import Part
 from gradwire.shard.dispatch import Implementation, implements, unsupported
-from gradwire.shard.engines import Part
-from gradwire.shard.ops._operands import align, derive, input_first, probe
-from gradwire.shard.ops._reducing import dims_of, is_whole
+from gradwire.shard.ops.pointwise import align, derive, input_first, probe
+from gradwire.shard.ops.reductions import dims_of, is_whole
 from gradwire.shard.tensor import ShardedTensor
 
 _T: Any = torch.Tensor

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from gradwire.shard._geometry import Box
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.layouts import Layout
+from gradwire.shard.layout import Box, Layout
 from gradwire.shard.sharding_spec import ChunkShardingSpec, get_split_size
 from gradwire.shard.tensor import ShardedTensor, from_layout
 

@@ -1,0 +1,259 @@
+"""Who waits for whom: the stall probe of a pass, and `explain` for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from gradwire.autograd._backward_state import PassSnapshot, WaitingSend
+from gradwire.autograd.context import DistAutogradContainer
+from gradwire.errors import AutogradError, GradwireError, UnknownWorker
+from gradwire.types import Id, Rank, WorkerInfo, creator_of
+from gradwire.wire.messages import prepare
+
+if TYPE_CHECKING:
+    from gradwire.autograd.backward_pass import BackwardPass
+    from gradwire.autograd.context import DistAutogradContext
+    from gradwire.rpc.agent import Agent
+
+
+_ANSWER_S = 2.0
+_QUICK_S = 0.1  # for those who are asked last
+
+
+class MessageView(msgspec.Struct, frozen=True):
+    """A recorded message, as people are shown it."""
+
+    message_id: int
+    peer: str
+    function: str
+    site: str = ""
+
+
+class PassView(msgspec.Struct, frozen=True):
+    """A backward pass on one worker."""
+
+    pass_id: int
+    root: str
+    mode: str
+    phase: str
+    num_running: int
+    components: tuple[str, ...]
+    waiting: tuple[WaitingSend, ...]
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """What one worker has for a context."""
+
+    worker: str
+    known_workers: tuple[Rank, ...] = ()
+    num_gradients: int = 0
+    sends: tuple[MessageView, ...] = ()
+    recvs: tuple[MessageView, ...] = ()
+    passes: tuple[PassView, ...] = ()
+    answered: bool = True
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Who waits for whom in a context. ``str()`` is for people, `as_json` for programs.
+
+    Attributes:
+        context_id: The context.
+        workers: What each worker that has to do with it says.
+    """
+
+    context_id: int
+    workers: tuple[WorkerView, ...]
+
+    def as_json(self) -> str:
+        """The same as a JSON text."""
+        return json.dumps(msgspec.to_builtins(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"context {self.context_id}:"]
+        for view in self.workers:
+            if not view.answered:
+                lines.append(f"  {view.worker} does not answer")
+                continue
+            lines.append(
+                f"  {view.worker}: {len(view.sends)} sends, {len(view.recvs)} recvs, "
+                f"gradients of {view.num_gradients} leaves, {len(view.passes) or 'no'} passes under way"
+            )
+            for current in view.passes:
+                lines += _describe_pass(view.worker, current)
+        return "\n".join(lines)
+
+
+def _describe_pass(worker: str, current: PassView) -> list[str]:
+    lines = [f"    pass {current.pass_id:#x} ({current.mode}, begun by {current.root}): {current.phase}"]
+    if current.num_running:
+        lines.append(f"      {worker} computes ({current.num_running} runs of the local engine)")
+    for send in current.waiting:
+        stands = "; a run of the local engine stands still for it" if send.is_gate else ""
+        lines.append(f"      {worker} waits for {send.peer}: {send}{stands}")
+    return lines
+
+
+class Prober:
+    """Asks other workers about contexts and passes, and answers such questions.
+
+    Args:
+        agent: This worker.
+        container: Its contexts.
+        lost: Ranks of workers that need not be asked.
+    """
+
+    def __init__(self, agent: Agent, container: DistAutogradContainer, lost: Collection[int]) -> None:
+        self._agent = agent
+        self._container = container
+        self._lost = lost
+        agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
+        agent.server.register_control("autograd.explain", self._on_explain, Id)
+
+    def name_of(self, rank: int) -> str:
+        """A worker's name.
+
+        Raises:
+            UnknownWorker: There is no worker of that rank.
+        """
+        return self._agent.directory.find(rank).info.name
+
+    def _label_of(self, rank: int) -> str:
+        """What to call a worker in messages to people, though another one may have made it up."""
+        try:
+            return self.name_of(rank)
+        except UnknownWorker:
+            return f"rank {rank}"
+
+    # -- the stall probe ---------------------------------------------------------------------------------------------
+
+    def probe(self, current: BackwardPass, limit_s: float = _ANSWER_S) -> dict[int, PassSnapshot]:
+        """Asks everybody known to take part in a pass what they wait for; it may take that long, all in all."""
+        until = time.monotonic() + min(limit_s, _ANSWER_S)
+        own = self._container.worker
+        with current.lock:
+            known = set(current.termination.participants) if current.termination is not None else set()
+        found = {own: current.snapshot(self._agent.info.name, self.name_of)}
+        key = (current.context.context_id, current.pass_id)
+
+        def ask(ranks: Iterable[int]) -> dict[int, Any]:
+            return self._ask(ranks, "autograd.probe", key, PassSnapshot, max(_QUICK_S, until - time.monotonic()))
+
+        self._explore(found, known, ask, lambda item: item.peers)
+        return found
+
+    def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
+        if creator_of(pass_id) != sender.id:
+            raise AutogradError(f"{sender.name} asked about a backward pass that it has not begun")
+        context = self._container.find(context_id)
+        current = context.passes.get(pass_id) if context is not None else None
+        name = self._agent.info.name
+        return msgspec.to_builtins(current.snapshot(name, self.name_of) if current is not None else PassSnapshot(name))
+
+    # -- explain -----------------------------------------------------------------------------------------------------
+
+    def explain(self, context: DistAutogradContext) -> Explanation:
+        """Asks every worker that has to do with a context."""
+        found = {self._container.worker: self._view(context)}
+        key = (context.context_id,)
+        self._explore(
+            found,
+            set(),
+            lambda ranks: self._ask(ranks, "autograd.explain", key, WorkerView, _ANSWER_S),
+            lambda item: item.known_workers,
+        )
+        return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
+
+    def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
+        context = self._container.find(context_id)
+        if context is not None and self._agent.trust == "data" and not context.knows(sender.id):
+            raise AutogradError(f"{sender.name} asked about a context that it has no part in")
+        view = self._view(context) if context is not None else WorkerView(self._agent.info.name)
+        return msgspec.to_builtins(view)
+
+    def _view(self, context: DistAutogradContext) -> WorkerView:
+        name = self._agent.info.name
+        with context.lock:
+            passes = list(context.passes.values())
+            sends = [MessageView(i, self._label_of(s.peer), s.function, str(s.site)) for i, s in context.sends.items()]
+            recvs = [MessageView(i, self._label_of(r.peer), r.function) for i, r in context.recvs.items()]
+            known, num_gradients = tuple(sorted(context.known_workers)), len(context.gradients)
+        views = tuple(self._pass_view(item) for item in passes)
+        return WorkerView(name, known, num_gradients, tuple(sends), tuple(recvs), views)
+
+    def _pass_view(self, current: BackwardPass) -> PassView:
+        snapshot = current.snapshot(self._agent.info.name, self.name_of)
+        with current.lock:
+            phases = tuple(phase.value for phase in current.state.phases) if current.is_joined else ()
+            return PassView(
+                current.pass_id,
+                self._label_of(creator_of(current.pass_id)),
+                "fast" if current.options.is_fast else "smart",
+                current.phase.value,
+                snapshot.num_running,
+                phases,
+                snapshot.waiting,
+            )
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _explore(
+        self,
+        found: dict[int, Any],
+        known: Iterable[int],
+        ask: Callable[[Iterable[int]], dict[int, Any]],
+        peers_of: Callable[[Any], Iterable[int]],
+    ) -> None:
+        """Asks on, from those that are known to those they name, until nobody is new."""
+        todo = set(known)
+        there: set[int] | None = None
+        while True:
+            for item in found.values():
+                todo.update(peers_of(item))
+            todo -= found.keys()
+            if todo and there is None:
+                there = {info.id for info in self._agent.directory.infos()}
+            todo &= there or set()  # others may name ranks that no worker has
+            if not todo:
+                return
+            found.update(ask(todo))
+
+    def _ask(
+        self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
+    ) -> dict[int, Any]:
+        """Asks workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
+        answers: dict[int, Any] = {}
+        pending: dict[int, torch.futures.Future[Any]] = {}
+        for rank in ranks:
+            name = self.name_of(rank)
+            answers[rank] = WorkerView(name, answered=False) if kind is WorkerView else kind(name)
+            if rank in self._lost:
+                continue
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            with contextlib.suppress(GradwireError):
+                self._agent.control(name, operation, args, limit_s, future.set_result, kind)
+                pending[rank] = future
+        for rank, future in pending.items():
+            call = future.wait()
+            if call.error is None:
+                answers[rank] = call.value
+        return answers
+
+
+def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
+    """What the participants of a pass wait for, in one sentence."""
+    lines = [str(send) for item in snapshots.values() for send in item.waiting]
+    busy = [item.worker for item in snapshots.values() if item.num_running]
+    text = "no gradient has come for " + "; ".join(lines) if lines else ""
+    if busy:
+        text += f"{'; ' if text else ''}{', '.join(busy)} still compute"
+    return text or "nobody says what they wait for"
+
+
+prepare(WorkerView, PassSnapshot)

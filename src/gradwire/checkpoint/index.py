@@ -1,0 +1,301 @@
+"""The index of a checkpoint: one JSON file that says what is in it, where, and how to tell whether it is whole.
+
+    {"format": "gradwire.checkpoint", "version": 2, "checksum": "crc32:...", "content": {...}}
+
+The checksum is of the bytes of ``content``. The version is looked at before anything else, so that a checkpoint of a later
+gradwire says so instead of looking damaged.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from gradwire.checkpoint.tree import bodies, check_node, find_problem, find_unlike, tensor_names
+from gradwire.errors import CheckpointDamaged, CheckpointError
+
+_STORED_NAMES: Final = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "complex128": "F64",
+    "complex32": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_IN_TWO_PARTS: Final = (torch.complex128, torch.complex32)
+
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _STORED_NAMES if hasattr(torch, name)}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def stored_name(dtype: torch.dtype) -> str:
+    """What safetensors calls the dtype that a tensor's bytes are kept as."""
+    return _STORED_NAMES[NAMES[dtype]]
+
+
+def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor has in its file."""
+    return (*shape, 2) if dtype in _IN_TWO_PARTS else shape
+
+
+def num_bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """How many bytes a tensor takes in its file."""
+    return dtype.itemsize * prod(shape)
+
+
+def alignment_of(dtype: torch.dtype) -> int:
+    """What the place of a tensor in its file must be a multiple of."""
+    return dtype.itemsize
+
+
+FORMAT: Final = "gradwire.checkpoint"
+VERSION: Final = 2
+_READABLE: Final = (1, 2)  # version 1 had no tensors in pieces
+MAX_DIMS: Final = 64
+_MAX_BYTES: Final = 2**62  # of a file; what is beyond overflows elsewhere
+GENERATION: Final = re.compile(r"g[0-9]{4,12}-[0-9a-f]{8}")
+FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9_.:-]{{1,160}}\.safetensors")
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a tensor is and what it must be.
+
+    Attributes:
+        file: Name of the safetensors file, where the tensor has the same name as here.
+        offset: Where its bytes begin in that file.
+        dtype: torch's name of its dtype.
+        shape: Its shape.
+        checksum: Of its bytes.
+    """
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it takes in the file."""
+        return num_bytes_of(DTYPES[self.dtype], self.shape)
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file, written by one worker.
+
+    Attributes:
+        num_bytes: Its size.
+        header_bytes: How many of them come before the tensors.
+        checksum: Of those.
+        worker: Who wrote it.
+        host: And on which machine.
+    """
+
+    num_bytes: int
+    header_bytes: int
+    checksum: str
+    worker: str
+    host: str
+
+
+class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who saved the checkpoint, and with what."""
+
+    worker: str
+    host: str
+    pid: int
+    gradwire: str
+    torch: str
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of it.
+
+    Attributes:
+        generation: Distinguishes this save from others to the same directory; its files begin with it.
+        created: When, in UTC.
+        writer: Who saved it.
+        files: By name.
+        tensors: By name.
+        state: What was saved, as a node (`gradwire.checkpoint.tree`).
+    """
+
+    generation: str
+    created: str
+    writer: Writer
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    state: Any
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: str
+    version: int
+    checksum: str
+    content: msgspec.Raw
+
+
+_decode_head: Final = msgspec.json.Decoder(_Head).decode  # here, so that msgspec learns types before there are threads
+_decode_envelope: Final = msgspec.json.Decoder(_Envelope).decode
+_decode_index: Final = msgspec.json.Decoder(Index).decode
+
+
+def checksum_of(data: Any) -> str:
+    """The checksum of bytes."""
+    return show_checksum(zlib.crc32(data))
+
+
+def show_checksum(number: int) -> str:
+    """A checksum as the index has it."""
+    return f"crc32:{number:08x}"
+
+
+def dump(index: Index) -> bytes:
+    """The bytes of an index."""
+    content = msgspec.json.format(msgspec.json.encode(index), indent=1)
+    envelope = _Envelope(FORMAT, VERSION, checksum_of(content), msgspec.Raw(content))
+    return msgspec.json.encode(envelope) + b"\n"
+
+
+def parse(data: bytes, where: str) -> Index:
+    """The index that those bytes are.
+
+    Args:
+        data: All of the file.
+        where: Its path, for errors.
+
+    Raises:
+        CheckpointDamaged: They are no index, or not what was written.
+        CheckpointError: It is of a version that this gradwire does not know.
+    """
+    try:
+        head = _decode_head(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _damaged(where, f"it is not a whole JSON file ({error})") from error
+    if head.format != FORMAT:
+        raise CheckpointError(
+            f"{where} is no index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
+        )
+    if head.version not in _READABLE:
+        raise CheckpointError(
+            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load it "
+            "with the gradwire that saved it",
+            where,
+        )
+    try:
+        envelope = _decode_envelope(data)
+        if checksum_of(envelope.content) != envelope.checksum:
+            raise _damaged(where, "its checksum is wrong")
+        index = _decode_index(envelope.content)
+        check(index, where)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _damaged(where, str(error)) from error
+    return index
+
+
+def check(index: Index, where: str) -> None:
+    """Look at what types alone cannot say: one part of an index must not contradict another.
+
+    Raises:
+        CheckpointDamaged: It does.
+    """
+    try:
+        if not GENERATION.fullmatch(index.generation):
+            raise ValueError(f"{index.generation!r} is no generation")
+        check_files(index.files)
+        check_entries(index.tensors)
+        for name, entry in index.tensors.items():
+            file = index.files.get(entry.file)
+            if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
+                raise ValueError(f"tensor '{name}' has no place in {entry.file!r}")
+        if not isinstance(index.state, dict):
+            raise ValueError("it has no state")
+        check_state(index.state, index.tensors)
+        for body in bodies(index.state):
+            if problem := find_problem(body, index.tensors):
+                raise ValueError(problem)
+    except ValueError as error:
+        raise _damaged(where, str(error)) from error
+
+
+# What an index, an order and a report are made of is the same, and is checked by the same functions.
+
+
+def check_files(files: Mapping[str, FileEntry]) -> None:
+    """Look at names and sizes of files.
+
+    Raises:
+        ValueError: A file cannot be one of a checkpoint.
+    """
+    for name, file in files.items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
+        if not 0 <= file.header_bytes <= file.num_bytes <= _MAX_BYTES:
+            raise ValueError(f"{name!r} cannot have {file.num_bytes} bytes, {file.header_bytes} of them in its header")
+        if not (file.worker.isprintable() and file.host.isprintable()):
+            raise ValueError(f"{name!r} was written by a worker whose name cannot be printed")
+
+
+def check_entries(entries: Mapping[str, TensorEntry]) -> None:
+    """Look at places and forms of tensors.
+
+    Raises:
+        ValueError: A tensor cannot be one of a checkpoint.
+    """
+    for name, entry in entries.items():
+        if not FILE_NAME.fullmatch(entry.file):
+            raise ValueError(f"{entry.file!r:.200} is not the name of a file of a checkpoint")
+        is_shape = len(entry.shape) <= MAX_DIMS and all(0 <= size <= _MAX_BYTES for size in entry.shape)
+        if entry.dtype not in DTYPES or not is_shape:
+            raise ValueError(f"tensor '{name}' has an unknown dtype or shape: {entry.dtype:.40}, {entry.shape!s:.200}")
+        if not (entry.offset >= 0 and entry.offset + entry.num_bytes <= _MAX_BYTES):
+            raise ValueError(f"tensor '{name}' has no place in any file")
+
+
+def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:
+    """Look at the node of a state: its form, and whether its tensors are there.
+
+    Raises:
+        ValueError: It is no such node, or there is a tensor in it without an entry, or pieces that are not alike.
+    """
+    try:
+        check_node(node)
+    except ValueError as error:
+        raise ValueError(f"its state has an unknown form ({error})") from error
+    unknown = next((name for name in tensor_names(node) if name not in entries), None)
+    if unknown is not None:
+        raise ValueError(f"it has no tensor '{unknown}'")
+    for body in bodies(node):
+        if body["dtype"] not in DTYPES or len(body["shape"]) > MAX_DIMS:
+            raise ValueError(f"unknown dtype {body['dtype']:.40} or shape")
+        if problem := find_unlike(body, entries):
+            raise ValueError(problem)
+
+
+def _damaged(where: str, why: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"the index {where} is damaged: {why}. Load another checkpoint", where)

@@ -1,0 +1,553 @@
+"""Reading files of a checkpoint: all bytes are checked, then read once more into the memory where they are wanted.
+
+Where tensors are and what they must be is known from the index, so the header of a file is only compared, never interpreted.
+Every place is compared with the size of the file before memory is spent. Files are read and never mapped: a file that is cut
+off while it is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from gradwire.checkpoint import _failpoints as _points
+from gradwire.checkpoint.directory import Folder
+from gradwire.checkpoint.index import (
+    DTYPES,
+    NAMES,
+    FileEntry,
+    TensorEntry,
+    alignment_of,
+    checksum_of,
+    num_bytes_of,
+    show_checksum,
+    stored_name,
+    stored_shape,
+)
+from gradwire.checkpoint.tree import form_of, region_of
+from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, CheckpointMissing, CheckpointWriteFailed
+from gradwire.shard.layout import Box, whole
+from gradwire.wire.tensors import as_bytes
+
+OnBytes = Callable[[int], None]
+
+_PIECE: Final = 2 << 20  # small enough to be in the cache still when its checksum is taken
+_STAGED_ELEMENTS: Final = (32 << 10) - 1  # torch copies more of them with threads, and waits for the slowest each time
+_LARGEST_ITEM: Final = max(dtype.itemsize for dtype in DTYPES.values())
+
+
+def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
+    """Compares sizes and headers with the index.
+
+    Raises:
+        CheckpointMissing: A file is gone.
+        CheckpointDamaged: A file has another size or header than was written.
+    """
+    buffer = bytearray(_PIECE)
+    for name, entry in files.items():
+        with _opened(folder, name, "") as file:
+            if file.num_bytes != entry.num_bytes:
+                raise file.damaged("", f"it has {file.num_bytes:,} bytes instead of {entry.num_bytes:,}")
+            if file.checksum("", 0, entry.header_bytes, buffer) != entry.checksum:
+                raise file.damaged("", "its header has changed")
+
+
+def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
+    """Compares the bytes of tensors with the index.
+
+    Raises:
+        CheckpointMissing: A file is gone.
+        CheckpointDamaged: A tensor's bytes have changed.
+    """
+    buffer = bytearray(_PIECE)
+    for file_name, names in _by_file(entries).items():
+        with _opened(folder, file_name, names[0]) as file:
+            for name in names:
+                entry = entries[name]
+                if file.checksum(name, entry.offset, entry.num_bytes, buffer, on_bytes) != entry.checksum:
+                    raise file.damaged(name, "its bytes have changed")
+
+
+class _File:
+    """An open file of a checkpoint."""
+
+    def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
+        self._path = folder.path / name
+        self._descriptor = descriptor
+        self.num_bytes = os.fstat(descriptor).st_size
+
+    def checksum(
+        self, tensor: str, offset: int, num_bytes: int, buffer: bytearray, on_bytes: OnBytes = lambda _: None
+    ) -> str:
+        """Return the checksum of a part of it."""
+        self.check_place(tensor, offset, num_bytes)
+        view, checksum, end = memoryview(buffer), 0, offset + num_bytes
+        for start in range(offset, end, len(view)):
+            piece = view[: min(len(view), end - start)]
+            self.read(tensor, start, piece)
+            checksum = zlib.crc32(piece, checksum)
+            on_bytes(len(piece))
+        return show_checksum(checksum)
+
+    def read(self, tensor: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of it.
+
+        Raises:
+            CheckpointDamaged: It cannot be read, or ends before the buffer is full.
+        """
+        while len(buffer):
+            try:
+                num_read = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                raise self.damaged(tensor, f"it cannot be read: {error.strerror}") from error
+            if num_read == 0:
+                raise self.damaged(tensor, "the file ends too early")
+            buffer = buffer[num_read:]
+            offset += num_read
+
+    def check_place(self, tensor: str, offset: int, num_bytes: int) -> None:
+        """
+        Raises:
+            CheckpointDamaged: It was too short already when it was opened.
+        """
+        if offset + num_bytes > self.num_bytes:
+            raise self.damaged(tensor, "the file ends too early")
+
+    def damaged(self, tensor: str, why: str) -> CheckpointDamaged:
+        """What to raise."""
+        what = f"tensor '{tensor}' in {self._path}" if tensor else f"the file {self._path}"
+        return CheckpointDamaged(f"{what} is damaged: {why}. Load another checkpoint", self._path.name, tensor)
+
+
+class TensorReader:
+    """Reads tensors of a checkpoint, where possible straight into the memory where they are wanted. Check the files first.
+
+    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from.
+
+    Args:
+        folder: Must be open when a tensor of a file is asked for the first time.
+        entries: Where tensors are.
+    """
+
+    def __init__(self, folder: Folder, entries: Mapping[str, TensorEntry]) -> None:
+        self._folder = folder
+        self._entries = entries
+        self._files: dict[str, _File] = {}
+        self._stack = contextlib.ExitStack()
+        self._staging = bytearray()  # made when it is needed
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; may be called again."""
+        self._files.clear()
+        self._stack.close()
+
+    def copied(self, name: str) -> torch.Tensor:
+        """Return a tensor, with memory of its own.
+
+        Raises:
+            CheckpointMissing: Its file is gone.
+            CheckpointDamaged: Its file ends before it, or its bytes have changed.
+        """
+        entry = self._entries[name]
+        self._file_of(name)  # is long enough; memory is spent after that
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read_into(made, name)
+        return made
+
+    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
+        """Read a tensor, or a part of it, into a tensor of the same shape; the values are converted to its dtype.
+
+        What is read as a whole is compared with its checksum once more.
+
+        Args:
+            target: What to fill. On an error, some of it may have been filled.
+            name: Of the tensor to read.
+            region: The part of it; all of it if not given.
+
+        Raises:
+            CheckpointMissing: Its file is gone.
+            CheckpointDamaged: Its file ends before it, or its bytes have changed.
+        """
+        entry, file = self._entries[name], self._file_of(name)
+        all_of_it = whole(entry.shape)
+        region = region or all_of_it
+        if not region.num_elements:
+            return
+        target = target.detach()
+        dtype, strides, checksum = DTYPES[entry.dtype], _strides(entry.shape), 0
+        is_plain = _is_plain(target, dtype)
+        if is_plain:
+            torch.autograd.graph.increment_version(target)  # torch does not see who else writes into its memory
+        for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
+            part = target[box.slices_in(region)]
+            num_elements = _span(box.sizes, strides)
+            is_direct = is_plain and num_elements == box.num_elements
+            buffer = _memory_of(part) if is_direct else self._staged(num_elements * dtype.itemsize)
+            start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+            file.read(name, entry.offset + start * dtype.itemsize, buffer)
+            if region == all_of_it:
+                checksum = zlib.crc32(buffer, checksum)
+            if not is_direct:
+                values = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+                with torch.no_grad():
+                    part.copy_(values.as_strided(box.sizes, strides))
+        if region == all_of_it and show_checksum(checksum) != entry.checksum:
+            raise file.damaged(name, "its bytes have changed")
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entries[name].shape
+
+    def form_of(self, node: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the node of a tensor."""
+        return form_of(node, self._entries)
+
+    def region_of(self, node: Any, box: Box) -> Any:
+        """The node of a part of a tensor."""
+        return region_of(node, box, self._entries)
+
+    def _file_of(self, name: str) -> _File:
+        entry = self._entries[name]
+        if entry.file not in self._files:
+            self._files[entry.file] = self._stack.enter_context(_opened(self._folder, entry.file, name))
+        file = self._files[entry.file]
+        file.check_place(name, entry.offset, entry.num_bytes)
+        return file
+
+    def _staged(self, num_bytes: int) -> memoryview:
+        """Return memory that is used again and again: memory that was never touched is slow."""
+        if len(self._staging) < num_bytes:
+            self._staging = bytearray(_STAGED_ELEMENTS * _LARGEST_ITEM)
+        return memoryview(self._staging)[:num_bytes]
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the memory of a tensor has nothing but its values, one after the other."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    is_as_it_looks = tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
+    return is_as_it_looks and tensor.is_contiguous() and not tensor.is_inference()
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a plain tensor, which must be kept alive meanwhile."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how far apart elements are in a file, along every dimension."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many elements there are from the first one to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Iterator[Box]:
+    """Cut a part of a tensor into boxes that can be read at once, in the order of the file.
+
+    Where elements are wanted that are not beside each other, what lies between them is read, too, if that is not much.
+
+    Args:
+        region: The part.
+        strides: Of the tensor in the file.
+        most_without_gaps: How many elements to read at once if all of them are wanted.
+    """
+    span = _span(region.sizes, strides)
+    most = most_without_gaps if span == region.num_elements else _STAGED_ELEMENTS
+    if span <= most:
+        yield region
+        return
+    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+    offsets, sizes, stride = region.offsets, region.sizes, strides[dim]
+    rows = max(1, (most - _span(sizes[dim + 1 :], strides[dim + 1 :])) // stride + 1)
+    for start in range(0, sizes[dim], rows):
+        inner_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        inner_sizes = (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :])
+        yield from _spans(Box(inner_offsets, inner_sizes), strides, most_without_gaps)
+
+
+def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        found.setdefault(entry.file, []).append(name)
+    return found
+
+
+def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """The files that those tensors are in."""
+    return {entry.file: files[entry.file] for entry in entries}
+
+
+@contextlib.contextmanager
+def _opened(folder: Folder, name: str, tensor: str) -> Iterator[_File]:
+    path = folder.path / name
+    try:
+        descriptor = folder.open_file(name)
+    except FileNotFoundError as error:
+        what = f", which has tensor '{tensor}'," if tensor else ""
+        raise CheckpointMissing(
+            f"the file {path} of the checkpoint{what} is missing. Put it back, or load another checkpoint",
+            name,
+            tensor,
+        ) from error
+    except OSError as error:
+        what = f"tensor '{tensor}' in {path}" if tensor else f"the file {path}"
+        raise CheckpointDamaged(
+            f"{what} is damaged: it cannot be opened: {error.strerror}. Load another checkpoint", name, tensor
+        ) from error
+    try:
+        yield _File(folder, name, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_RESERVED: Final = "__metadata__"  # has a meaning of its own in headers
+_BEGIN_EVERY: Final = 16 << 20
+_ALIGNMENT: Final = 64  # of the first tensor
+
+
+class TensorSet:
+    """The tensors that one worker is to write, by name. A tensor that is met twice is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes they take."""
+        return sum(num_bytes_of(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors.values())
+
+    def place(self, path: str, tensor: torch.Tensor) -> str:
+        """Takes a tensor; returns the name of the one that is kept.
+
+        Raises:
+            CannotSave: Its bytes cannot be written.
+        """
+        _check_savable(path, tensor)
+        key = _identity(tensor)
+        if key is not None and key in self._names:
+            return self._names[key]
+        name = f"{path}~2" if path == _RESERVED else path  # no other path ends like that
+        self.tensors[name] = tensor.detach()
+        if key is not None:
+            self._names[key] = name
+        return name
+
+
+def _check_savable(path: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if tensor.layout is not torch.strided:
+        problem = f"it is of layout {tensor.layout}; save its indices and values"
+    elif tensor.dtype not in NAMES:
+        problem = f"its dtype is {tensor.dtype}"
+    elif tensor.is_meta:
+        problem = "it is on the meta device and has no values"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"it is a {type(tensor).__name__}, not a plain tensor"
+        if type(tensor).__name__ == "DTensor":
+            problem += "; save what gradwire.shard.from_dtensor makes of it"
+    if problem:
+        raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """The same for tensors that are the same memory, seen the same way; None for those without memory."""
+    if tensor.numel() == 0:
+        return None
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags
+
+
+def write_file(
+    folder: Folder, file_name: str, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Writes a new file and has it on disk before it returns; if it cannot, no file is left.
+
+    Args:
+        folder: Where.
+        file_name: Must not be there.
+        tensors: By name; none of them may change meanwhile.
+        worker: Who writes, for the index.
+        host: And where.
+        on_bytes: Told how many more bytes are written.
+
+    Raises:
+        CheckpointWriteFailed: It cannot be written; says which file and which tensor.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: -alignment_of(item[1].dtype)))  # so that all are aligned
+    header, entries, name = _header(ordered), {}, ""
+    path = folder.path / file_name
+    try:
+        with os.fdopen(folder.make_file(file_name), "wb", buffering=0) as file:
+            _points.passed("opened")
+            output = _Output(file.fileno(), on_bytes)
+            output.write(memoryview(header))
+            for number, (name, tensor) in enumerate(ordered.items()):
+                if number == len(ordered) // 2:
+                    _points.passed("half")
+                offset, checksum = output.num_bytes, _write_tensor(output, tensor)
+                entries[name] = TensorEntry(file_name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
+            os.fsync(file.fileno())
+            _points.passed("synced")
+    except FileExistsError as error:
+        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            folder.remove(file_name)
+        if not isinstance(error, OSError):
+            raise
+        text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
+        advice = "Make room there, or save to another directory"
+        raise CheckpointWriteFailed(f"{text}. {advice}", file_name, name) from error
+    return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
+
+
+class _Output:
+    """A file that is written from beginning to end.
+
+    The kernel is told to begin with the disk while the rest is still being copied, so that little is left to wait for at the
+    end: without that it begins when it is told to finish.
+    """
+
+    def __init__(self, descriptor: int, on_bytes: OnBytes) -> None:
+        self.num_bytes = 0
+        self._descriptor = descriptor
+        self._on_bytes = on_bytes
+        self._num_begun = 0
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            num_written = os.write(self._descriptor, data)
+            self.num_bytes += num_written
+            self._on_bytes(num_written)
+            data = data[num_written:]
+        if self.num_bytes - self._num_begun >= _BEGIN_EVERY and _sync_file_range is not None:
+            _sync_file_range(
+                self._descriptor, self._num_begun, self.num_bytes - self._num_begun, _SYNC_FILE_RANGE_WRITE
+            )
+            self._num_begun = self.num_bytes
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The system call that begins to write a part of a file to disk; it is only for speed, so its errors do not matter."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range: Final = _find_sync_file_range()
+_SYNC_FILE_RANGE_WRITE: Final = 2
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    fields: dict[str, Any] = {_RESERVED: {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        end = offset + num_bytes_of(tensor.dtype, shape)
+        stored = {"dtype": stored_name(tensor.dtype), "shape": stored_shape(tensor.dtype, shape)}
+        fields[name] = {**stored, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
+    """Checksum and write piece by piece; returns the checksum."""
+    data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
+    view, checksum = memoryview(data), 0
+    for start in range(0, len(view), _PIECE):
+        piece = view[start : start + _PIECE]
+        checksum = zlib.crc32(piece, checksum)
+        output.write(piece)
+    del owner  # lived until here: the view does not keep it
+    return show_checksum(checksum)
+
+
+_KNOWN: Final = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[attr-defined]
+
+
+class StoredTensor(torch.Tensor):
+    """Stands for a saved tensor. Make one with `stored`.
+
+    Its shape is known without reading, and ``x.copy_(stored)`` reads into ``x``. For anything else, hooks that scale or
+    slice it for example, it is read into memory of its own first.
+    """
+
+    _fill: Callable[[torch.Tensor], None]
+    _dtype: torch.dtype
+    _failures: list[CheckpointError]
+    _loaded: torch.Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _KNOWN:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if function is torch.Tensor.copy_ and len(args) > 1:
+            target, source = args[:2]
+            is_first = isinstance(source, cls) and source._loaded is None and not isinstance(target, cls)
+            if is_first and target.shape == source.shape:
+                source._read_into(target)
+                return target
+        return function(*_plain(args), **_plain(kwargs or {}))
+
+    def _read(self) -> torch.Tensor:
+        """Return its values; the same tensor each time, because it may have been changed in place."""
+        if self._loaded is None:
+            values = torch.empty(self.shape, dtype=self._dtype)
+            self._read_into(values)
+            self._loaded = values
+        return self._loaded
+
+    def _read_into(self, target: torch.Tensor) -> None:
+        try:
+            self._fill(target)
+        except CheckpointError as error:
+            self._failures.append(error)
+            raise
+
+
+def _plain(value: Any) -> Any:
+    """Return arguments of a function with the values of stored tensors in their places."""
+    if isinstance(value, StoredTensor):
+        return value._read()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def stored(
+    shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None], failures: list[CheckpointError]
+) -> StoredTensor:
+    """Return a tensor that is read when it is used.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        fill: Reads it into a tensor of that shape.
+        failures: Gets each error of `fill`, because torch turns errors of a copy into text.
+    """
+    made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(StoredTensor)
+    made._fill, made._dtype, made._failures, made._loaded = fill, dtype, failures, None
+    return made

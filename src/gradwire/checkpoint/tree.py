@@ -1,0 +1,442 @@
+"""Values as JSON and back, exactly.
+
+JSON has numbers, texts, lists and objects with texts as keys. Everything else that a checkpoint may hold becomes an object
+with one key that starts with ``$``:
+
+    (1, 2)            {"$tuple": [1, 2]}            nan, inf          {"$float": "nan"}
+    {0: "a"}          {"$dict": [[0, "a"]]}         2**70             {"$int": "1180591620717411303424"}
+    b"ab"             {"$bytes": "YWI="}            torch.float32     {"$dtype": "float32"}
+    a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
+    a sharded tensor  {"$sharded": {...}}, see `gradwire.checkpoint.tree`
+
+No class is ever named that loading would have to import. Types are looked at exactly: a subclass of ``int`` that comes back
+as an ``int`` would be a surprise, so it is refused.
+
+The place of a value is its *path*: the keys that lead to it, joined by ``/`` (``model/0.weight``). Paths are unique, so
+they name the tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from gradwire.errors import CannotSave, CheckpointDamaged
+from gradwire.shard.layout import Box, find_overlap, whole
+
+Node = Any  # what JSON can say
+SHARDED: Final = "$sharded"
+_TENSOR: Final = "$tensor"
+_MAX_SIZE: Final = 2**62
+
+
+class Entry(Protocol):
+    """What the index says of a tensor in a file."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """Where the values of tensors come from, by the names of the tensors."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None: ...
+
+
+def piece_path(path: str, offsets: Sequence[int]) -> str:
+    """The path of a piece. No path of a user has this: "~" is followed by a digit there."""
+    return f"{path}~@{','.join(map(str, offsets))}"
+
+
+def sharded_node(dtype: str, shape: Sequence[int], pieces: Sequence[tuple[str, Sequence[int]]]) -> Node:
+    """The node of a tensor in pieces: names, and where they begin."""
+    return {SHARDED: {"dtype": dtype, "shape": list(shape), "pieces": [[name, list(start)] for name, start in pieces]}}
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether it is the node of a tensor, in one piece or in several."""
+    return type(node) is dict and len(node) == 1 and (_TENSOR in node or SHARDED in node)
+
+
+def form_of(node: Node, entries: Mapping[str, Entry]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of the node of a tensor."""
+    if _TENSOR in node:
+        entry = entries[node[_TENSOR]]
+        return entry.dtype, tuple(entry.shape)
+    return node[SHARDED]["dtype"], tuple(node[SHARDED]["shape"])
+
+
+def region_of(node: Node, box: Box, entries: Mapping[str, Entry]) -> Node:
+    """The node of a part of a tensor: names only the pieces that have something of it."""
+    dtype, shape = form_of(node, entries)
+    if box == whole(shape):
+        return node
+    pieces = [(node[_TENSOR], (0,) * len(shape))] if _TENSOR in node else node[SHARDED]["pieces"]
+    found = []
+    for name, start in pieces:
+        if Box(tuple(start), tuple(entries[name].shape)).common_with(box) is not None:
+            found.append((name, [mine - outer for mine, outer in zip(start, box.offsets, strict=True)]))
+    return sharded_node(dtype, box.sizes, found)
+
+
+def put(target: torch.Tensor, node: Node, source: Source, is_zero: bool = False) -> None:
+    """Fill a tensor of the same shape; of each piece, read only what belongs into it."""
+    if _TENSOR in node:
+        source.read_into(target, node[_TENSOR])
+        return
+    outer, num_covered = whole(target.shape), 0
+    found = []
+    for name, start in node[SHARDED]["pieces"]:
+        box = Box(tuple(start), source.shape_of(name))
+        common = box.common_with(outer)
+        if common is not None:
+            offsets = tuple(mine - begin for mine, begin in zip(common.offsets, start, strict=True))
+            found.append((common, name, Box(offsets, common.sizes)))
+            num_covered += common.num_elements
+    if num_covered < target.numel() and not is_zero:
+        target.zero_()
+    for common, name, region in found:
+        source.read_into(target[common.slices_in(outer)], name, region)
+
+
+def assemble(body: Any, source: Source) -> torch.Tensor:
+    """Return the tensor that a node's body stands for, with memory of its own."""
+    made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
+    put(made, {SHARDED: body}, source, is_zero=True)
+    return made
+
+
+# -- is it one? ----------------------------------------------------------------------------------------------------------
+
+
+def is_body(body: Any) -> bool:
+    """Whether it looks like what `sharded_node` makes."""
+    if type(body) is not dict or body.keys() != {"dtype", "shape", "pieces"} or type(body["dtype"]) is not str:
+        return False
+    return _are_ints(body["shape"], 0) and type(body["pieces"]) is list and all(map(_is_piece, body["pieces"]))
+
+
+def _is_piece(item: Any) -> bool:
+    return type(item) is list and len(item) == 2 and type(item[0]) is str and _are_ints(item[1], -_MAX_SIZE)
+
+
+def _are_ints(value: Any, least: int) -> bool:
+    return type(value) is list and all(type(item) is int and least <= item <= _MAX_SIZE for item in value)
+
+
+def bodies(node: Node) -> Iterator[Any]:
+    """Of all tensors in pieces in a node."""
+    items = node if type(node) is list else node.values() if type(node) is dict else ()
+    if type(node) is dict and len(node) == 1 and SHARDED in node:
+        yield node[SHARDED]
+        return
+    for item in items:
+        yield from bodies(item)
+
+
+def find_unlike(body: Any, entries: Mapping[str, Entry]) -> str:
+    """Return why something cannot be a piece of a tensor; empty if all can."""
+    for name, start in body["pieces"]:
+        entry = entries[name]
+        if entry.dtype != body["dtype"] or not len(start) == len(entry.shape) == len(body["shape"]):
+            return f"'{name}' is no piece of a tensor of {body['dtype']} with shape {body['shape']}"
+    return ""
+
+
+def find_problem(body: Any, entries: Mapping[str, Entry]) -> str:
+    """Return why pieces do not make up a tensor; empty if they do."""
+    if problem := find_unlike(body, entries):
+        return problem
+    outer, boxes = whole(body["shape"]), _boxes(body, entries)
+    for (name, _), box in zip(body["pieces"], boxes, strict=True):
+        for offset, size, length in zip(box.offsets, box.sizes, outer.sizes, strict=True):
+            if offset < 0 or offset + size > length:
+                return f"'{name}' reaches beyond the tensor of shape {body['shape']}"
+    pair = find_overlap(boxes) if boxes else None
+    return f"'{body['pieces'][pair[0]][0]}' and '{body['pieces'][pair[1]][0]}' overlap" if pair else ""
+
+
+def is_covered(body: Any, entries: Mapping[str, Entry]) -> bool:
+    """Return whether every element is in a piece, so that the tensor is not larger than what was saved."""
+    outer = whole(body["shape"])
+    inside = [box.common_with(outer) for box in _boxes(body, entries)]
+    found = [box for box in inside if box is not None]
+    return sum(box.num_elements for box in found) == outer.num_elements and (not found or find_overlap(found) is None)
+
+
+def _boxes(body: Any, entries: Mapping[str, Entry]) -> list[Box]:
+    return [Box(tuple(start), tuple(entries[name].shape)) for name, start in body["pieces"]]
+
+
+PlaceTensor = Callable[[str, torch.Tensor], str]
+Claim = Callable[[str, Any], "Node | None"]
+
+MAX_DEPTH: Final = 64
+_MAX_NODE_DEPTH: Final = 4 * MAX_DEPTH  # a value takes up to three levels of lists and dicts
+_SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
+_COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
+
+
+def join(path: str, key: Any) -> str:
+    """The path of what is under that key."""
+    text = str(key).replace("~", "~0").replace("/", "~1") or "~3"
+    return f"{path}/{text}" if path else text
+
+
+class Encoder:
+    """Turns values into nodes.
+
+    Args:
+        place: Told the path of each tensor that is met, and the tensor; returns the name it is kept under.
+        claim: Asked about every value, before anything else; returns a node, or None if the value is no concern of it.
+    """
+
+    def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:
+        self._place = place
+        self._claim = claim
+        self._paths: set[str] = set()
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Node:
+        """The node of a value.
+
+        Raises:
+            CannotSave: It holds something that has no place in a checkpoint.
+        """
+        if depth > MAX_DEPTH:
+            raise CannotSave(f"'{path}' is nested deeper than {MAX_DEPTH} levels; does it contain itself?")
+        if self._claim is not None and (claimed := self._claim(path, value)) is not None:
+            return claimed
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._place(path, value)}
+        kind = type(value)
+        if kind is dict:
+            return self._dict(value, path, depth)
+        if kind is list:
+            return self._items(value, path, depth)
+        if kind in (tuple, torch.Size):
+            return {_CONTAINERS[kind]: self._items(value, path, depth)}
+        if kind in (OrderedDict, Counter):
+            return {_CONTAINERS[kind]: self._pairs(value.items(), path, depth)}
+        return _encode_scalar(value, path)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, self._under(path, key), depth + 1) for key, item in value.items()}
+        return {"$dict": self._pairs(value.items(), path, depth)}
+
+    def _pairs(self, pairs: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Node]:
+        found = []
+        for key, item in pairs:
+            below = self._under(path, key)
+            found.append([self.encode(key, f"{below} (the key)", depth + 1), self.encode(item, below, depth + 1)])
+        return found
+
+    def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Node]:
+        return [self.encode(item, self._under(path, number), depth + 1) for number, item in enumerate(items)]
+
+    def _under(self, path: str, key: Any) -> str:
+        """The path below, made unique: ``0`` and ``"0"`` may be keys of one dict."""
+        wanted = found = join(path, key)
+        number = 2
+        while found in self._paths:
+            found = f"{wanted}~{number}"  # no path of its own has this: "~" is followed by 0 or 1 there
+            number += 1
+        self._paths.add(found)
+        return found
+
+
+_CONTAINERS: Final[dict[type, str]] = {
+    tuple: "$tuple",
+    torch.Size: "$size",
+    OrderedDict: "$ordered",
+    Counter: "$counter",
+}
+
+
+def _encode_scalar(value: Any, path: str) -> Node:
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) < _SAFE_INT else {"$int": str(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is complex:
+        return {"$complex": [_encode_scalar(value.real, path), _encode_scalar(value.imag, path)]}
+    if kind in (bytes, bytearray):
+        return {"$" + kind.__name__: base64.b64encode(value).decode()}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    raise CannotSave(
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: {_COUNTED}. {_advice(value)}"
+    )
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "name") and hasattr(value, "value"):
+        return "Save its .value or .name"
+    if hasattr(value, "item"):
+        return "Save its .item()"
+    return "Save what it takes to make it again"
+
+
+def decode(node: Node, tensor_named: Callable[[str], Any], source: Source | None = None) -> Any:
+    """The value of a node; objects become their state, and tensors in pieces become whole.
+
+    Args:
+        node: What `Encoder.encode` has made.
+        tensor_named: The tensor of each name that is met.
+        source: What tensors in pieces are read from; without it there must be none.
+
+    Raises:
+        CheckpointDamaged: It is no such node.
+    """
+    if type(node) is list:
+        return [decode(item, tensor_named, source) for item in node]
+    if type(node) is not dict:
+        return node
+    tag = tag_of(node)
+    if tag is None:
+        return {key: decode(item, tensor_named, source) for key, item in node.items()}
+    body = node[tag]
+    if tag == "$tensor":
+        return tensor_named(body)
+    if tag == SHARDED:
+        if source is None:
+            raise CheckpointDamaged("the index has a sharded tensor where there can be none")
+        return assemble(body, source)
+    if tag == "$object":
+        return decode(body["state"], tensor_named, source)
+    try:
+        if tag in _REBUILT:
+            return _REBUILT[tag]([decode(item, tensor_named, source) for item in body])
+        return _SCALARS[tag](body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"the index has a value of an unknown form, {tag}: {error}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if type(found) is not torch.dtype:
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+_REBUILT: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "$tuple": tuple,
+    "$size": torch.Size,
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$complex": lambda parts: complex(*parts),
+}
+_SCALARS: Final[dict[str, Callable[[Any], Any]]] = {
+    "$int": int,
+    "$float": float,
+    "$bytes": base64.b64decode,
+    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "$dtype": _dtype,
+    "$device": torch.device,
+}
+
+
+def tag_of(node: Node) -> str | None:
+    """What kind of special node it is, if any."""
+    if type(node) is dict and len(node) == 1:
+        key: str = next(iter(node))
+        return key if key.startswith("$") else None
+    return None
+
+
+def items_of(node: Node) -> dict[Any, Node] | None:
+    """What the node of a dict has under each key; None if it is no dict."""
+    tag = tag_of(node)
+    if tag in ("$dict", "$ordered"):
+        try:
+            return {decode(key, _no_tensor): item for key, item in node[tag]}
+        except TypeError as error:  # a list is no key
+            raise CheckpointDamaged(f"the index has a dict with a key that cannot be one: {error}") from error
+    return node if type(node) is dict and tag is None else None
+
+
+def dict_node(items: Mapping[str, Node]) -> Node:
+    """The node of a dict whose values are nodes already."""
+    if any(key.startswith("$") for key in items):
+        return {"$dict": [[key, item] for key, item in items.items()]}
+    return dict(items)
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointDamaged(f"the index has tensor '{name}' as a key")
+
+
+def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -> Node:
+    """The node of an object that is filled when it is loaded.
+
+    Args:
+        kind: ``module``, ``tensor``, ``optimizer`` or ``stateful``.
+        type_name: Its class, for people to read.
+        state: The node of its state.
+        metadata: Versions of modules, as `torch.nn.Module.state_dict` notes them.
+    """
+    return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
+
+
+def check_node(node: Node, depth: int = 0) -> None:
+    """Looks at what others rely on: every object has its fields, every tensor a name, every pair two items.
+
+    Raises:
+        ValueError: Something is not as `Encoder` makes it.
+    """
+    if depth > _MAX_NODE_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if type(node) is list:
+        for item in node:
+            check_node(item, depth + 1)
+    elif type(node) is dict:
+        tag = tag_of(node)
+        body = node[tag] if tag is not None else None
+        if tag == "$tensor" and type(body) is not str:
+            raise ValueError("a tensor without a name")
+        if tag == SHARDED and not is_body(body):
+            raise ValueError("a tensor in pieces that are none")
+        if tag == "$object" and not _is_object_body(body):
+            raise ValueError("an object without kind, type and state")
+        if tag in ("$dict", "$ordered") and not _are_pairs(body):
+            raise ValueError("a dict that is not made of pairs")
+        for item in node.values():
+            check_node(item, depth + 1)
+
+
+def _is_object_body(body: Any) -> bool:
+    return type(body) is dict and type(body.get("kind")) is str and type(body.get("type")) is str and "state" in body
+
+
+def _are_pairs(body: Any) -> bool:
+    return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
+
+
+def tensor_names(node: Node) -> Iterator[str]:
+    """The names of all tensors in a node, with repeats."""
+    if type(node) is list:
+        for item in node:
+            yield from tensor_names(item)
+    elif type(node) is dict:
+        tag = tag_of(node)
+        if tag == "$tensor":
+            yield node["$tensor"]
+        elif tag == SHARDED:
+            yield from (name for name, _ in node[SHARDED]["pieces"])
+        else:
+            for item in node.values():
+                yield from tensor_names(item)

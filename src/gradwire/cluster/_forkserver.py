@@ -1,0 +1,419 @@
+"""The template process: it imports torch once and forks a worker whenever the driver asks for one.
+
+Importing torch takes about two seconds of CPU; a fork of a process that has done so takes five milliseconds and
+shares the memory. A fork copies only the thread that calls it, so the template never has a second one: it sets the
+thread counts of the numerical libraries to one before it imports them, and never runs an operation.
+
+It also is what makes sure that workers end. It is their parent, so it knows how they ended and may signal them
+without fear that the number means another process by now. It ends when the driver closes the channel or dies by any
+means, and takes the workers, the processes that these started, and the folder of their sockets along. If the template
+itself is killed, the kernel kills the workers (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from gradwire.cluster._control import (
+    FolderMade,
+    ForgetFolder,
+    ForkWorker,
+    FromTemplate,
+    MakeFolder,
+    SendSignal,
+    TemplateReady,
+    ToTemplate,
+    WorkerExited,
+    WorkerForked,
+    make_pair,
+    receive_message,
+    send_message,
+    text_path,
+)
+from gradwire.cluster._worker_main import WorkerFds, die_with_parent, flush_output, name_process, run_worker
+from gradwire.errors import ConfigurationError, WorkerStartFailed
+from gradwire.runtime import import_all
+
+_REAP_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 10.0
+
+
+class Template:
+    """Serves one driver, in the only thread of its process."""
+
+    def __init__(self, channel: socket.socket, driver_pid: int) -> None:
+        channel.settimeout(_SEND_TIMEOUT_S)
+        self._channel = channel
+        self._driver_pid = driver_pid
+        self._tickets: dict[int, int] = {}  # pid of a living worker -> its ticket
+        self._folders: list[str] = []
+        self._child_ended, self._wakeup = socket.socketpair()  # a byte arrives with every SIGCHLD
+
+    def serve(self) -> None:
+        """Answers the driver until it goes away, then ends all workers."""
+        self._listen_to_signals()
+        _prepare_to_be_copied()
+        try:
+            self._tell(TemplateReady(num_threads=len(os.listdir("/proc/self/task"))))
+            self._serve_until_driver_ends()
+        finally:
+            self._end_all()
+
+    def _tell(self, message: FromTemplate) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone; the loop is about to notice
+            send_message(self._channel, message)
+
+    def _listen_to_signals(self) -> None:
+        for end in (self._child_ended, self._wakeup):
+            end.setblocking(False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        signal.signal(signal.SIGCHLD, _note_signal)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+    def _serve_until_driver_ends(self) -> None:
+        # The channel alone is not enough: a process that the driver forked may hold the other end open after its death.
+        driver = os.pidfd_open(self._driver_pid)  # readable when the driver has ended
+        if os.getppid() != self._driver_pid:
+            return
+        poll = select.poll()
+        for fd in (self._channel.fileno(), self._child_ended.fileno(), driver):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}  # no deadline: this wait is the purpose of the process
+            if driver in ready:
+                return
+            if self._child_ended.fileno() in ready:
+                self._reap()
+            if self._channel.fileno() in ready and not self._handle_request():
+                return
+
+    def _handle_request(self) -> bool:
+        message, fds = receive_message(self._channel)
+        if isinstance(message, ForkWorker):
+            self._fork(message.ticket, WorkerFds(*fds))
+        elif isinstance(message, SendSignal):
+            self._signal(message)
+        elif isinstance(message, MakeFolder):
+            self._make_folder(message.base)
+        elif isinstance(message, ForgetFolder):
+            self._folders.remove(message.path)
+        return message is not None
+
+    def _fork(self, ticket: int, fds: WorkerFds) -> None:
+        template_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(WorkerExited(ticket, -1, error=f"fork failed: {error.strerror}"))
+        else:
+            if pid == 0:
+                self._become_worker(template_pid, fds)
+            self._tickets[pid] = ticket
+            self._tell(WorkerForked(ticket, pid))
+        finally:
+            fds.close()
+
+    def _become_worker(self, template_pid: int, fds: WorkerFds) -> NoReturn:
+        """Runs the worker in the forked process; never returns into the template's loop."""
+        status = 1
+        try:
+            fds.redirect_output()
+            die_with_parent(template_pid)
+            os.setsid()  # Ctrl-C reaches the driver alone, and SIGKILL can reach what the worker started
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for ours in (self._channel, self._child_ended, self._wakeup):
+                ours.close()
+            status = run_worker(fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush_output()
+            os._exit(status)
+
+    def _signal(self, request: SendSignal) -> None:
+        for pid, ticket in self._tickets.items():
+            if ticket == request.ticket:
+                _kill(pid, request.signum)
+
+    def _make_folder(self, base: str) -> None:
+        try:
+            folder = tempfile.mkdtemp(prefix="gradwire-", dir=base)
+        except OSError as error:
+            self._tell(FolderMade("", error=str(error)))
+        else:
+            self._folders.append(folder)
+            self._tell(FolderMade(folder))
+
+    def _reap(self) -> None:
+        """Collects the workers that have ended and reports them."""
+        with contextlib.suppress(BlockingIOError):
+            while self._child_ended.recv(4096):
+                pass
+        while self._tickets:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            # While the zombie is there its number cannot mean another group: now is the time to end what it started.
+            _kill(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            ticket = self._tickets.pop(ended.si_pid, None)
+            if ticket is not None:
+                self._tell(WorkerExited(ticket, status))
+
+    def _end_all(self) -> None:
+        for pid in self._tickets:
+            _kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        poll = select.poll()
+        poll.register(self._child_ended.fileno(), select.POLLIN)
+        self._reap()
+        while self._tickets and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            self._reap()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare_to_be_copied() -> None:
+    """Makes a fork, and the end of the forked process, as cheap as they can be."""
+    gc.collect()
+    gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
+    # What torch wants done at the end of the interpreter took each worker 30 ms; it concerns nobody but the template.
+    for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
+
+
+def _kill(pid: int, signum: int) -> None:
+    """Signals a process that has not been reaped; SIGKILL goes to its process group as well."""
+    for kill in (os.kill, os.killpg) if signum == signal.SIGKILL else (os.kill,):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signum)
+
+
+def _note_signal(signum: int, frame: FrameType | None) -> None:
+    """SIGCHLD needs a handler for the wake-up byte to be written; the loop does the rest."""
+
+
+def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
+    """Runs the template at the end of the channel with that descriptor, with these modules for its workers."""
+    name_process("template")
+    for module in modules:
+        importlib.import_module(module)
+    import_all()
+    Template(socket.socket(fileno=channel_fd), driver_pid).serve()
+    os._exit(0)  # taking torch apart would take half a second, and the driver waits for us
+
+
+# The path comes first: gradwire and torch must be the driver's own, wherever it found them.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from gradwire.cluster._forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split())"
+)
+# OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
+_SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_EXIT_TIMEOUT_S = 8.0
+
+
+class TemplateProcess:
+    """A template process as its driver sees it."""
+
+    def __init__(self, timeout_s: float, modules: Sequence[str] = ()) -> None:
+        """Starts it and waits until it can fork.
+
+        Args:
+            timeout_s: How long it may take.
+            modules: It imports these, beside torch: they must start no thread.
+
+        Raises:
+            WorkerStartFailed: The template ended or was not ready in time.
+        """
+        self.modules = frozenset(modules)
+        self._channel, theirs = make_pair()
+        self._channel.settimeout(_SEND_TIMEOUT_S)
+        with theirs:
+            self._process = _spawn(theirs, modules)
+        try:
+            self._wait_ready(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close(force=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    def fileno(self) -> int:
+        """The channel's descriptor, for a selector."""
+        return self._channel.fileno()
+
+    def send(self, message: ToTemplate, fds: tuple[int, ...] = ()) -> None:
+        """Sends a request. May be called from any thread: a packet is never torn."""
+        send_message(self._channel, message, fds)
+
+    def receive(self) -> FromTemplate | None:
+        """Reads one message; None is the end of the template."""
+        message, _ = receive_message(self._channel)
+        assert message is None or isinstance(message, FromTemplate), message
+        return message
+
+    def close(self, *, force: bool = False) -> None:
+        """Ends the process and with it all of its workers. May be called again."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(
+                socket.SHUT_RDWR
+            )  # unlike close, it reaches the template past copies of the descriptor
+        if force:
+            self._process.kill()
+        try:
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        finally:
+            self._channel.close()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def _wait_ready(self, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise WorkerStartFailed("the template process did not import torch in time; raise start_timeout")
+        message = self.receive()
+        if not isinstance(message, TemplateReady):
+            raise WorkerStartFailed(
+                f"the template process ended before it was ready. It printed:\n{self._last_words()}"
+            )
+        if message.num_threads != 1:
+            raise WorkerStartFailed(
+                f"the template process has {message.num_threads} threads after importing torch and cannot fork safely; "
+                "something in this environment starts threads when Python does (a .pth file or sitecustomize?)"
+            )
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        self._process.kill()  # or the read below might wait
+        assert self._process.stdout is not None
+        return self._process.stdout.read().decode(errors="replace")
+
+
+def _check_platform() -> None:
+    if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
+        raise ConfigurationError("Cluster.local needs Linux: it forks its workers from a template process")
+    if not sys.executable:
+        raise ConfigurationError("Cluster.local cannot tell which Python runs this program: sys.executable is empty")
+
+
+def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+    options = [f"-W{option}" for option in sys.warnoptions]
+    arguments = [str(channel.fileno()), str(os.getpid()), " ".join(modules), *text_path()]
+    return subprocess.Popen(
+        [sys.executable, *options, "-c", _PROGRAM, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=[channel.fileno()],
+        env={**os.environ, **_SINGLE_THREADED},
+        start_new_session=True,  # Ctrl-C in the terminal is for the driver alone
+    )
+
+
+_lock = threading.Lock()  # guards _idle
+_idle: TemplateProcess | None = None
+_inherited: TemplateProcess | None = None  # the parent's, in a forked process: kept so that nothing finalises it there
+
+
+def borrow_template(timeout_s: float) -> TemplateProcess:
+    """The idle template, or a new one. Give it back with `return_template`, or close it.
+
+    Raises:
+        ConfigurationError: This platform cannot fork, or does not say where its interpreter is.
+        WorkerStartFailed: A new one was needed and could not be started in time.
+    """
+    global _idle
+    _check_platform()
+    with _lock:
+        template, _idle = _idle, None
+    if template is None:
+        return TemplateProcess(timeout_s)
+    if not template.is_alive:
+        template.close()
+        return TemplateProcess(timeout_s)
+    return template
+
+
+def return_template(template: TemplateProcess) -> None:
+    """Keeps a template without workers for the next cluster."""
+    global _idle
+    with _lock:
+        is_surplus = _idle is not None
+        if not is_surplus:
+            _idle = template
+    if is_surplus:
+        template.close()
+
+
+def prepare_template(modules: Sequence[str], timeout_s: float) -> None:
+    """Sees to it that the template that waits for the next cluster has imported these modules.
+
+    What they cost is then paid once, not in every worker, and their memory is shared.
+
+    Raises:
+        ConfigurationError: As `borrow_template`.
+        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
+    """
+    global _idle
+    _check_platform()
+    with _lock:
+        template, _idle = _idle, None
+    if template is not None and not (template.is_alive and template.modules.issuperset(modules)):
+        template.close()
+        template = None
+    return_template(template or TemplateProcess(timeout_s, modules))
+
+
+def close_idle_template() -> None:
+    """Ends the template that waits for the next cluster, if there is one."""
+    global _idle
+    with _lock:
+        template, _idle = _idle, None
+    if template is not None:
+        template.close()
+
+
+def _forget_after_fork() -> None:
+    """A process that the driver forks has no right to the driver's template."""
+    global _idle, _inherited, _lock
+    _lock = threading.Lock()
+    _inherited, _idle = _idle, None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(close_idle_template)

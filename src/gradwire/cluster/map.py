@@ -1,0 +1,104 @@
+"""`Cluster.map`: one function over many items, spread over the workers.
+
+Every worker has at most two items at a time: it works on one while the answer to the other travels, and a slow worker
+does not collect items which others could have done.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from gradwire.cluster.progress import DelayedProgress
+from gradwire.errors import RpcTimeout
+
+if TYPE_CHECKING:
+    from gradwire.cluster.api import Worker
+    from gradwire.rpc.futures import CallFuture
+
+
+T = TypeVar("T")
+
+_IN_FLIGHT_PER_WORKER = 2
+_REFRESH_S = 0.2
+
+
+class MapRun(Generic[T]):
+    """One `map` under way. Used by one thread; other threads only put into `_done`."""
+
+    def __init__(
+        self, workers: Sequence[Worker], function: Callable[[Any], T], items: Iterable[Any], timeout_s: float | None
+    ) -> None:
+        self._function = function
+        self._items: Iterator[tuple[int, Any]] = iter(enumerate(items))
+        self._num_items = len(items) if isinstance(items, Sized) else None
+        self._free = deque(worker for _ in range(_IN_FLIGHT_PER_WORKER) for worker in workers)
+        self._open: dict[int, tuple[Worker, CallFuture[T]]] = {}
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices whose call has ended
+        self._results: dict[int, T] = {}
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def run(self) -> list[T]:
+        """Runs to the end, or to the first error, which cancels what is open.
+
+        Raises:
+            RpcTimeout: The time for the whole map is up.
+            Exception: Whatever the function raised first.
+        """
+        name = getattr(self._function, "__name__", "map")
+        try:
+            with DelayedProgress(name, self._num_items) as progress:
+                self._submit_all_that_fit()
+                while self._open:
+                    if self._take_one():
+                        progress.advance()
+                        self._submit_all_that_fit()
+                    progress.refresh()
+        finally:
+            for _, call in self._open.values():
+                call.cancel()
+        return [self._results[index] for index in range(len(self._results))]
+
+    def _submit_all_that_fit(self) -> None:
+        while self._free:
+            try:
+                index, item = next(self._items)
+            except StopIteration:
+                return
+            worker = self._free.popleft()
+            call = worker.with_timeout(self._left_s()).submit(self._function, item)
+            self._open[index] = worker, call
+            call.add_done_callback(partial(self._on_call_done, index))
+
+    def _on_call_done(self, index: int, call: CallFuture[T]) -> None:
+        """Runs in a thread of the agent."""
+        self._done.put(index)
+
+    def _take_one(self) -> bool:
+        """Waits a moment for a call to end and takes its result."""
+        left_s = self._left_s()
+        try:
+            index = self._done.get(timeout=_REFRESH_S if left_s is None else min(_REFRESH_S, left_s))
+        except queue.Empty:
+            return False
+        worker, call = self._open.pop(index)
+        self._results[index] = call.wait()
+        self._free.append(worker)
+        return True
+
+    def _left_s(self) -> float | None:
+        if self._deadline is None:
+            return None
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            waiting = sorted({worker.name for worker, _ in self._open.values()})
+            raise RpcTimeout(
+                f"map was given {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
+                f"are open on {', '.join(waiting)}"
+            )
+        return left_s

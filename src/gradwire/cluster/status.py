@@ -1,0 +1,169 @@
+"""What `Cluster.status` returns: one frozen record for each worker, shown as a table."""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from gradwire.cluster._worker_main import CALLS_SERVED
+from gradwire.errors import GradwireError
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.pending_calls import PendingCall
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_STYLES = {"running": "green", "starting": "yellow", "leaving": "yellow", "lost": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker at one moment.
+
+    Attributes:
+        name: Its name.
+        rank: Its rank.
+        pid: Process id, or None if no process was made.
+        state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to) or ``lost`` (it was not).
+        uptime_s: Seconds since its start, until its end.
+        rss_bytes: Memory resident now; None when the process is gone.
+        calls_served: Calls it has answered; None when it did not answer the question.
+        exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
+    """
+
+    name: str
+    rank: int
+    pid: int | None
+    state: str
+    uptime_s: float
+    rss_bytes: int | None
+    calls_served: int | None
+    exit_reason: str | None
+
+
+class ClusterStatus(Sequence[WorkerStatus]):
+    """The workers in the order of their ranks. ``print`` and rich show it as a table."""
+
+    def __init__(self, workers: Iterable[WorkerStatus]) -> None:
+        self._workers = tuple(workers)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerStatus: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> ClusterStatus: ...
+
+    def __getitem__(self, index: int | slice) -> WorkerStatus | ClusterStatus:
+        if isinstance(index, slice):
+            return ClusterStatus(self._workers[index])
+        return self._workers[index]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterStatus) and self._workers == other._workers
+
+    def __hash__(self) -> int:
+        return hash(self._workers)
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table()
+        for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls"):
+            table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
+        table.add_column("ended by")
+        for worker in self._workers:
+            table.add_row(*_cells(worker), style=_STYLES.get(worker.state))
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=120, color_system=None).print(self)
+        return file.getvalue().rstrip("\n")
+
+    __repr__ = __str__
+
+
+def _cells(worker: WorkerStatus) -> list[str]:
+    return [
+        str(worker.rank),
+        worker.name,
+        _or_dash(worker.pid),
+        worker.state,
+        _as_duration(worker.uptime_s),
+        "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
+        _or_dash(worker.calls_served),
+        worker.exit_reason or "",
+    ]
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _as_duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def describe_exit(status: int) -> str:
+    """Says in words how a process ended, from the status that `os.waitpid` gives."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"  # real-time signals have no name
+
+
+def rss_of(pid: int) -> int | None:
+    """Resident memory of a process in bytes, or None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return None
+
+
+def ask_calls_served(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, int]:
+    """The numbers of those that answered within `timeout_s`.
+
+    The question travels on the control lane: it counts as no call, and a worker whose threads are all busy answers.
+    """
+    deadline = time.monotonic() + timeout_s
+    answers: queue.SimpleQueue[tuple[str, PendingCall | None]] = queue.SimpleQueue()
+    for name in names:
+        _ask(agent, name, max(0.01, deadline - time.monotonic()), answers)
+    served = {}
+    for _ in names:
+        try:
+            name, answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if answer is not None and answer.error is None:
+            served[name] = answer.value
+    return served
+
+
+def _ask(agent: Agent, name: str, timeout_s: float, answers: queue.SimpleQueue[tuple[str, PendingCall | None]]) -> None:
+    def on_done(call: PendingCall) -> None:
+        answers.put((name, call))
+
+    try:
+        agent.control(name, CALLS_SERVED, (), timeout_s, on_done, int)
+    except GradwireError:
+        answers.put((name, None))  # it died, or is too busy to be connected to

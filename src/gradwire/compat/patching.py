@@ -1,0 +1,178 @@
+"""Puts objects in the place of others, everywhere they are bound, and puts the old ones back.
+
+A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in
+torch's module does not change it there. So every module that is loaded is looked through for the very objects that are
+replaced. Modules are not replaced, only what they hold; a program that has imported one sees its new contents.
+
+Bindings that are found: globals of modules, and attributes of the classes that those modules define, also inside
+``staticmethod``. Not found: closures, default arguments, containers, base classes. They were taken before and stay torch's.
+
+A module that is not imported yet is left alone until it is: an import hook changes it then. So nothing is imported, of torch
+or of gradwire, for names that a program does not use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from gradwire.compat.import_hook import ImportHook
+
+MISSING = object()
+"""Stands for a name that was not bound."""
+
+Table = Mapping[str, Any]
+MakeTable = Callable[[], Table]
+
+_OWN = "gradwire"
+_FOREIGN = "torch"
+_VALUES = (int, float, str, bytes, tuple, frozenset, timedelta, type(None), ModuleType)
+
+
+class Patch:
+    """A set of replacements that are in place, or will be when their module is imported.
+
+    Args:
+        modules: By the full name of a module, a function that gives the new values of its names. It is called when the
+            module is imported, and again if it is reloaded. A package can be given names of its submodules, such as
+            ``"api.f"``: those are changed when all of the package has been imported, and not before.
+        classes: By class, the new values of its names.
+    """
+
+    def __init__(self, modules: Mapping[str, MakeTable], classes: Mapping[type, Table] | None = None) -> None:
+        self._makers = modules
+        self._lock = threading.RLock()  # guards what follows, and the bindings while they are changed
+        self._undo: list[tuple[Any, str, Any]] = []  # holder, name, what it was before; in the order of the changes
+        self._replaced: list[tuple[str, Any, Any]] = []  # name, the old object and the new one
+        self._is_undone = False
+        self._hook = ImportHook(modules, self._on_imported)
+        self._hook.install()
+        try:
+            # If another thread is in the middle of importing a module, importlib waits for that.
+            loaded = [importlib.import_module(name) for name in modules if name in sys.modules]
+            self._apply({**{module: modules[module.__name__]() for module in loaded}, **(classes or {})})
+        except BaseException:
+            self.undo()
+            raise
+
+    def _on_imported(self, module: ModuleType) -> None:
+        self._apply({module: self._makers[module.__name__]()})
+
+    def _apply(self, tables: Mapping[Any, Table]) -> None:
+        with self._lock:
+            if self._is_undone:
+                return
+            olds: dict[int, Any] = {}  # by the id of the old object, the new one
+            for holder, table in tables.items():
+                for path, new in table.items():
+                    owner, name = _owner_of(holder, path)
+                    old = _bound(owner, name)
+                    if old is new:  # the hook was here before
+                        continue
+                    if old is not MISSING and isinstance(owner, ModuleType) and has_identity(old):
+                        olds[id(old)] = new
+                        self._replaced.append((name, old, new))  # it lives on, so its id stays its own
+                    self._set(owner, name, old, new)
+            for binding in _bindings_of(olds, ""):
+                self._set(binding.holder, binding.name, binding.bound, binding.wrap(olds[id(binding.value)]))
+
+    def _set(self, holder: Any, name: str, old: Any, new: Any) -> None:
+        setattr(holder, name, new)
+        self._undo.append((holder, name, old))
+
+    @property
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Each holder and name, with what it was bound to before."""
+        return list(self._undo)
+
+    def undo(self) -> None:
+        """Bind every name as it was before. Idempotent."""
+        self._hook.remove()
+        with self._lock:
+            self._is_undone = True
+            while self._undo:
+                holder, name, old = self._undo.pop()
+                if old is not MISSING:
+                    setattr(holder, name, old)
+                elif name in vars(holder):
+                    delattr(holder, name)
+            self._undo_later_bindings()
+
+    def _undo_later_bindings(self) -> None:
+        """Modules of torch that were imported meanwhile have bound the new objects: bind the old ones there."""
+        news: dict[int, dict[str, Any]] = {}  # by the id of the new object, the old ones by name
+        for name, old, new in self._replaced:
+            if has_identity(new):
+                news.setdefault(id(new), {}).setdefault(name, old)
+        for binding in _bindings_of(news, _FOREIGN):
+            olds = news[id(binding.value)]
+            old = olds.get(binding.name, next(iter(olds.values())))
+            setattr(binding.holder, binding.name, binding.wrap(old))
+        self._replaced.clear()
+
+
+def _owner_of(holder: Any, path: str) -> tuple[Any, str]:
+    """The module or class that has a name, and the name: ``"api.f"`` of a package is ``f`` of its submodule ``api``."""
+    module, _, name = path.rpartition(".")
+    return (importlib.import_module(f"{holder.__name__}.{module}") if module else holder), name
+
+
+def _bound(holder: Any, name: str) -> Any:
+    """What a name of a module or class is bound to there; what a class inherits does not count."""
+    return holder.__name__ if name == "__name__" else vars(holder).get(name, MISSING)
+
+
+def has_identity(value: object) -> bool:
+    """Whether two names that are bound to it mean the same thing: functions and classes, but not numbers or strings."""
+    return not isinstance(value, _VALUES)
+
+
+class _Binding(NamedTuple):
+    """One name of a module or class: what is bound to it, and the object that this is or holds."""
+
+    holder: Any
+    name: str
+    bound: Any
+    value: Any
+
+    def wrap(self, value: Any) -> Any:
+        """The value in the form in which the old one is bound."""
+        return value if self.bound is self.value else staticmethod(value)
+
+
+def _bindings_of(ids: Container[int], package: str) -> Iterator[_Binding]:
+    """Where objects of these ids are bound, in the modules of a package; in all modules if it is empty."""
+    for module in list(sys.modules.values()):
+        if not issubclass(type(module), ModuleType) or _is_in(module, _OWN):  # programs put other things there, too
+            continue
+        if package and not _is_in(module, package):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in ids:
+                yield _Binding(module, name, value, value)
+            elif _is_class_of(value, module):
+                yield from _attributes_of(value, ids)
+
+
+def _is_class_of(value: Any, module: ModuleType) -> bool:
+    """Whether a value is a class that the module defines; asked of anything that a program may have."""
+    try:
+        return issubclass(type(value), type) and value.__module__ == module.__name__  # no lazy object is woken up
+    except Exception:  # the metaclass has ideas of its own
+        return False
+
+
+def _is_in(module: ModuleType, package: str) -> bool:
+    return module.__name__ == package or module.__name__.startswith(f"{package}.")
+
+
+def _attributes_of(holder: type, ids: Container[int]) -> Iterator[_Binding]:
+    for name, bound in list(vars(holder).items()):
+        value = bound.__func__ if isinstance(bound, staticmethod) else bound
+        if id(value) in ids:
+            yield _Binding(holder, name, bound, value)

@@ -1,0 +1,80 @@
+"""What happens to the gradients of a context on their way into a step: scaled, clamped.
+
+Edits travel as ``(kind, number)`` with whatever needs the gradients next, and are made anew there, out of place: so what
+the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are dropped. A
+message of their own to every owner would cost another round trip for each clipping, and fail on its own: a context of which
+half is clipped. The price is that `get_gradients` shows gradients as the pass left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+from gradwire.autograd.local_engine import GradientTable
+from gradwire.errors import ConfigurationError, DecodeError
+from gradwire.params.grads import clamped
+
+SCALE: Final = "scale"
+CLAMP: Final = "clamp"
+Edit = tuple[Literal["scale", "clamp"], float]
+
+
+def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
+    """The gradients after all edits.
+
+    Raises:
+        DecodeError: There is no such edit.
+    """
+    for kind, number in edits:
+        if kind == SCALE:
+            table = {leaf: gradient * number for leaf, gradient in table.items()}
+        elif kind == CLAMP:
+            table = {leaf: clamped(gradient, number) for leaf, gradient in table.items()}
+        else:
+            raise DecodeError(f"gradients cannot be edited by {kind!r}")
+    return table
+
+
+class EditLog:
+    """What is to be done to the gradients of contexts when they are next used.
+
+    Args:
+        is_over: Whether a context is: its edits are dropped.
+    """
+
+    def __init__(self, is_over: Callable[[int], bool]) -> None:
+        self._is_over = is_over
+        self._edits: dict[tuple[int, ...], tuple[Edit, ...]] = {}
+
+    def of(self, contexts: tuple[int, ...]) -> tuple[Edit, ...]:
+        """The edits for contexts that are used together.
+
+        Raises:
+            ConfigurationError: Some of them were edited together with others.
+        """
+        if not self._edits:
+            return ()
+        self._forget()
+        found = self._edits.get(contexts, ())
+        if not found:
+            for others in list(self._edits):
+                if not set(others).isdisjoint(contexts):
+                    raise ConfigurationError(
+                        f"gradients of contexts {others} were clipped or unscaled together, so they must be used together, "
+                        f"in the same order; not with {contexts}"
+                    )
+        return found
+
+    def add(self, contexts: tuple[int, ...], edit: Edit) -> None:
+        """One more, after those that there are."""
+        self._edits[contexts] = (*self.of(contexts), edit)
+
+    def drop(self, contexts: tuple[int, ...]) -> None:
+        """They were used: what comes next is as the passes left it."""
+        self._edits.pop(contexts, None)
+
+    def _forget(self) -> None:
+        for contexts in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile
+            if any(self._is_over(item) for item in contexts):
+                self._edits.pop(contexts, None)

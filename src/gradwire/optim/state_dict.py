@@ -1,0 +1,152 @@
+"""State dicts of distributed optimizers: torch's form, so that they load in one process, too.
+
+``{"state": {0: {...}}, "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["weight", "bias"]}]}``
+
+State is found by the parameter's name where both sides have names, and else by its number; where the parameters live does
+not matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from gradwire.errors import ConfigurationError
+from gradwire.shard.torch_optimizer import Form, form_of
+
+Options = dict[str, Any]
+RESERVED = ("params", "param_names")
+
+
+class OptionLog:
+    """What the owners were last told of each group, by its number.
+
+    Only options that the owners' groups have are told: schedulers keep some of their own beside them.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[Options] = []
+
+    def add(self, options: Options) -> None:
+        """A group that the owners have made, with these options."""
+        self._told.append({key: _kept(value) for key, value in options.items()})
+
+    def changes(self, groups: Sequence[Options]) -> dict[int, Options]:
+        """What the owners have not been told yet, by group."""
+        found: dict[int, Options] = {}
+        for number, (group, told) in enumerate(zip(groups, self._told, strict=True)):
+            for key, known in told.items():
+                value = group.get(key, known)
+                if value is not known and not _are_equal(value, known):
+                    found.setdefault(number, {})[key] = _kept(value)
+        return found
+
+    def note(self, changes: dict[int, Options]) -> None:
+        """The owners are being told that."""
+        for number, options in changes.items():
+            self._told[number].update(options)
+
+    def everything(self) -> dict[int, Options]:
+        """All options, for an owner that may have missed changes."""
+        return {number: dict(told) for number, told in enumerate(self._told)}
+
+
+def _kept(value: Any) -> Any:
+    """A tensor is changed in place by schedulers, so the log needs its own."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _are_equal(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
+        return (
+            isinstance(value, torch.Tensor)
+            and isinstance(known, torch.Tensor)
+            and value.dtype == known.dtype
+            and torch.equal(value, known)
+        )
+    return type(value) is type(known) and bool(value == known)
+
+
+NamedState = dict[str, dict[str, Any]]
+"""State of parameters by their names."""
+
+
+def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
+    """Shares no memory, as what came from another worker."""
+    return {
+        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        for name, found in state.items()
+    }
+
+
+def forms(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Form]]:
+    """Return what an owner has to know of a state to tell whether it fits."""
+    return {name: {str(key): form_of(value) for key, value in found.items()} for name, found in state.items()}
+
+
+def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A state dict of groups, and of what the owners have; without names if nobody gave any, as torch's."""
+    names = _names(groups)
+    numbers = {name: number for number, name in enumerate(names)}
+    packed = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in RESERVED}
+        named = {} if _are_numbers(names) else {"param_names": list(group["param_names"])}
+        packed.append({**options, "params": [numbers[name] for name in group["param_names"]], **named})
+    return {"state": {numbers[name]: found for name, found in state.items()}, "param_groups": packed}
+
+
+def unpack(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[NamedState, list[dict[str, Any]]]:
+    """The state of the parameters in some groups by name, and the options of each group.
+
+    Raises:
+        ConfigurationError: The state dict is one of other parameters.
+    """
+    try:
+        state, saved = state_dict["state"], list(state_dict["param_groups"])
+        sizes = [len(group["params"]) for group in saved]
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError('not the state of an optimizer: it needs "state" and "param_groups"') from error
+    if len(saved) != len(groups):
+        raise ConfigurationError(
+            f"loaded state dict has a different number of parameter groups: {len(saved)} instead of {len(groups)}"
+        )
+    names = _match(saved, sizes, groups)
+    found = {name: state[number] for number, name in names.items() if number in state}
+    for name, values in found.items():
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(f"not the state of an optimizer: that of parameter {name!r} is not a dict")
+    options = [copy.deepcopy({k: v for k, v in group.items() if k not in RESERVED}) for group in saved]
+    return found, options
+
+
+def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Which parameter each number of a state dict means."""
+    numbers, own = list(chain.from_iterable(group["params"] for group in saved)), _names(groups)
+    if all(len(group.get("param_names", ())) == size for group, size in zip(saved, sizes, strict=True)):
+        theirs = _names(saved)
+        if set(theirs) == set(own):
+            return dict(zip(numbers, theirs, strict=True))
+        if not (_are_numbers(theirs) or _are_numbers(own)):
+            missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
+            raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+    if sizes != [len(group["params"]) for group in groups]:
+        raise ConfigurationError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    return dict(zip(numbers, own, strict=True))
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(group["param_names"] for group in groups))
+
+
+def _are_numbers(names: Sequence[str]) -> bool:
+    """Whether nobody gave these parameters names."""
+    return list(names) == [str(number) for number in range(len(names))]

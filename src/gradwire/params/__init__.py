@@ -1,0 +1,1 @@
+"""Parameters that several contexts share."""

@@ -1,0 +1,107 @@
+"""Norms and limits of gradients, dense or sparse: for optimizers of references and of shards alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradwire.errors import OptimizerError
+
+
+def clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:
+    """The gradient with no element beyond that limit or its negative; the original is left as it is."""
+    if not gradient.is_sparse:
+        return gradient.clamp(-limit, limit)
+    whole = gradient.coalesce()  # torch clamps no sparse tensors; entries of one place count together
+    return torch.sparse_coo_tensor(
+        whole.indices(), whole.values().clamp(-limit, limit), whole.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of one gradient; of one without elements, what adds nothing to others: torch knows no largest one there."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    if not values.numel():
+        return values.new_full((), float("inf") if norm_type < 0 else 0.0)
+    found: torch.Tensor = torch.linalg.vector_norm(values, norm_type)
+    return found
+
+
+def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether there is no infinite number and none that is not a number."""
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(torch.isfinite(values).all()):
+            return False
+    return True
+
+
+def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """The norm of all gradients, of their norms, as `torch.nn.utils.clip_grad_norm_` computes it.
+
+    Raises:
+        OptimizerError: It is not finite, and that is an error.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise OptimizerError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({float(total)}), so it cannot be clipped; "
+            f"pass error_if_nonfinite=False to scale by it all the same"
+        )
+    return total
+
+
+def clip_factor(total: torch.Tensor, max_norm: float) -> float:
+    """What gradients are multiplied with, so that their norm is at most that."""
+    return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+_changed = threading.Condition()  # guards `_users`
+_users: dict[int, int] = {}  # which thread uses `.grad`, by id of the leaf
+
+
+class GradClaim:
+    """A lock on ``.grad`` of some leaves, all at once, so no two claims wait for each other. Reentrant in a thread.
+
+    Args:
+        leaves: The leaves; kept until the lock is gone.
+    """
+
+    __slots__ = ("_leaves", "_taken")
+
+    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
+        self._leaves = list(leaves)
+        self._taken: set[int] = set()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock; as `threading.Lock.acquire`."""
+        own, wanted = threading.get_ident(), set(map(id, self._leaves))
+        until = time.monotonic() + timeout if timeout >= 0 else None
+        with _changed:
+            while any(_users[item] != own for item in wanted & _users.keys()):
+                left_s = None if until is None else until - time.monotonic()
+                if not blocking or (left_s is not None and left_s <= 0):
+                    return False
+                _changed.wait(left_s)
+            self._taken = wanted - _users.keys()
+            _users.update(dict.fromkeys(self._taken, own))
+        return True
+
+    def release(self) -> None:
+        """Give the lock back, but for leaves that an outer claim of this thread has."""
+        with _changed:
+            for item in self._taken:
+                del _users[item]
+            self._taken = set()
+            _changed.notify_all()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether this thread has claimed one of the leaves already, and is asking again from inside."""
+        with _changed:
+            return any(_users.get(id(leaf)) == threading.get_ident() for leaf in self._leaves)

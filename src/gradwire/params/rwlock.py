@@ -1,0 +1,543 @@
+"""Calls that use shared parameters, and steps that change them: neither while the other is under way.
+
+A call reads a group of parameters, or everything if nobody knows what it will use, from its beginning to its end, except
+while it waits for something else (another call, its turn): then it reads nothing, so no circle of waiting can close. Waiting
+that gradwire cannot see is found by its effect: a call that has used no processor for two seconds is taken to wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from gradwire.errors import ConfigurationError, RpcTimeout
+from gradwire.rpc.connection import current_request, while_waiting
+from gradwire.rpc.server import cpu_ticks
+
+
+class UsesParameters(Protocol):
+    """An autograd context, as far as shared parameters are concerned with it."""
+
+    turns: set[Group]
+
+    @property
+    def context_id(self) -> int:
+        """Its id."""
+        ...
+
+    @property
+    def released(self) -> str | None:
+        """Why it is over; None while it is open."""
+        ...
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call a function once the context is over."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise an error if the context is over."""
+        ...
+
+
+class Turns:
+    """The state of one group.
+
+    Attributes:
+        num_readers: Calls that read now.
+        num_changers: Steps under way.
+        num_pending: Steps that wait for the readers.
+        holder: The context whose turn it is, or 0.
+    """
+
+    __slots__ = ("_line", "holder", "num_changers", "num_pending", "num_readers")
+
+    def __init__(self) -> None:
+        self.num_readers = 0
+        self.num_changers = 0
+        self.num_pending = 0
+        self.holder = 0
+        self._line: collections.deque[int] = collections.deque()
+
+    def __repr__(self) -> str:
+        state = f"{self.num_readers} readers, {self.num_changers} changers"
+        return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {self.num_in_line} in line>"
+
+    # -- reading and changing ----------------------------------------------------------------------------------------
+
+    def can_read(self, is_patient: bool) -> bool:
+        """Whether a call may begin to read; a patient one lets steps that wait go first."""
+        return not self.num_changers and not (is_patient and self.num_pending)
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_line(self) -> int:
+        """Contexts that wait for their turn."""
+        return len(self._line)
+
+    def ask_turn(self, context_id: int) -> bool:
+        """Whether it is that context's turn; if not, it stands in line from now on."""
+        if self.holder == context_id:
+            return True
+        if context_id not in self._line:
+            self._line.append(context_id)
+        if self.holder or self._line[0] != context_id:
+            return False
+        self._line.popleft()
+        self.holder = context_id
+        return True
+
+    def leave_line(self, context_id: int) -> None:
+        """The context does not want a turn any more."""
+        if context_id in self._line:
+            self._line.remove(context_id)
+
+    def end_turn(self, context_id: int) -> bool:
+        """The context is done with the group; whether it was its turn."""
+        self.leave_line(context_id)
+        was_holder = self.holder == context_id
+        if was_holder:
+            self.holder = 0
+        return was_holder
+
+
+class Change:
+    """A step on some groups: all of them at once, so that nobody holds one and waits for another.
+
+    Args:
+        groups: What is changed.
+        everything: What calls read that may use anything.
+    """
+
+    def __init__(self, groups: Collection[Turns], everything: Turns) -> None:
+        self._groups = [*groups, everything]
+        self._own = groups
+        self._everything = everything
+        # How many of the groups count this step. Each changes together with a group's count, in one line: Ctrl-C may come
+        # between two groups, and what was counted is taken back.
+        self._num_waiting = 0
+        self._num_begun = 0
+
+    def wait(self) -> None:
+        """The step wants to begin."""
+        for group in self._groups:
+            group.num_pending, self._num_waiting = group.num_pending + 1, self._num_waiting + 1
+
+    def stop_waiting(self) -> None:
+        """The step begins, or does not want to any more."""
+        while number := self._num_waiting:
+            group = self._groups[number - 1]
+            group.num_pending, self._num_waiting = group.num_pending - 1, number - 1
+
+    def begin(self) -> bool:
+        """Begins, if nobody is in the way."""
+        if self._everything.num_readers:
+            return False
+        for group in self._own:
+            if group.num_readers or group.num_changers:
+                return False
+        for group in self._groups:
+            group.num_changers, self._num_begun = group.num_changers + 1, self._num_begun + 1
+        return True
+
+    def end(self) -> None:
+        """The step is over, if it has begun, and does not wait."""
+        while number := self._num_begun:
+            group = self._groups[number - 1]
+            group.num_changers, self._num_begun = group.num_changers - 1, number - 1
+        if self._num_waiting:
+            self.stop_waiting()
+
+
+Mode = Literal["snapshot", "serialize", "hogwild"]
+
+_MODES = get_args(Mode)
+
+lock = threading.RLock()  # guards the tables below, all Turns and all users
+changed = threading.Condition(lock)  # told when somebody may go on
+_guarded: dict[int, Guarded] = {}  # by id of the parameter
+_by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
+_gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
+
+
+class Group:
+    """Parameters that were guarded together."""
+
+    __slots__ = ("__weakref__", "mode", "turns")
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.turns = Turns()
+
+    def __repr__(self) -> str:
+        return f"<Group {self.mode}: {self.turns!r}>"
+
+
+EVERYTHING = Group("snapshot")
+"""What calls read that may use anything."""
+
+
+class Cell:
+    """Memory that a parameter has, or had.
+
+    Args:
+        param: The parameter.
+    """
+
+    __slots__ = ("_last_version", "_ref")
+
+    def __init__(self, param: weakref.ref[torch.Tensor]) -> None:
+        self._ref = param
+        self._last_version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Counts changes in place of the values; None when nobody can change them any more and nobody did."""
+        if self._last_version is not None:
+            return self._last_version
+        param = self._ref()
+        return param._version if param is not None else None
+
+    def leave(self, version: int) -> None:
+        """The parameter has moved elsewhere: from now on the values stay as they are."""
+        self._last_version = version
+
+
+class Guarded:
+    """One parameter that contexts share.
+
+    Attributes:
+        group: What it was guarded with.
+        cell: Its memory.
+        users: Contexts on this worker that have used its memory and have not stepped since. The list is replaced, never
+            changed, so it may be looked at without the lock.
+    """
+
+    __slots__ = ("_address", "_ref", "cell", "group", "users")
+
+    def __init__(self, param: torch.Tensor, group: Group) -> None:
+        self.group = group
+        self.users: list[weakref.ref[UsesParameters]] = []
+        self._ref = weakref.ref(param, functools.partial(_forget, id(param)))
+        self.cell = Cell(self._ref)
+        self._address = 0
+        self.locate(param)
+
+    def locate(self, param: torch.Tensor) -> None:
+        """Notes where the parameter's memory is."""
+        now = address_of(param)
+        if now == self._address:
+            return
+        self.leave()
+        self._address = now
+        if now:
+            _by_memory.setdefault(now, []).append(self)
+
+    def leave(self) -> None:
+        """The parameter's memory is not where it was, or the parameter is gone."""
+        known = _by_memory.get(self._address)
+        if known is not None and self in known:
+            known.remove(self)
+            if not known:
+                del _by_memory[self._address]
+        self._address = 0
+
+    def cell_at(self, address: int) -> Cell | None:
+        """The cell that is at an address, if the parameter's memory is still there."""
+        cell, param = self.cell, self._ref()
+        return cell if param is not None and address_of(param) == address else None
+
+    def is_of(self, param: torch.Tensor) -> bool:
+        """Whether this is that parameter's."""
+        return self._ref() is param
+
+    def users_except(self, own: Container[int]) -> list[weakref.ref[UsesParameters]]:
+        """The users that are not over, but for some, by the ids of their contexts."""
+        return [
+            user
+            for user in self.users
+            if (context := user()) is not None and context.released is None and context.context_id not in own
+        ]
+
+    def move(self, param: torch.Tensor) -> None:
+        """Gives the parameter new memory with the same values; the old one stays as it is."""
+        before = self.cell
+        param.data = param.data.clone()  # first: whoever finds it at its old address has found its old cell before
+        with lock:
+            before.leave(param._version)
+            self.cell = Cell(self._ref)
+            self.users = []  # what they saw is safe
+            self.locate(param)
+
+
+def check_mode(mode: str) -> None:
+    """
+    Raises:
+        ConfigurationError: There is no such mode.
+    """
+    if mode not in _MODES:
+        raise ConfigurationError(f"concurrency must be one of {', '.join(_MODES)}, not {mode!r}")
+
+
+def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
+    """See `gradwire.params.snapshots.guard`."""
+    check_mode(mode)
+    group = Group(mode)
+    with lock:
+        while _gone:
+            _gone.popleft().leave()
+        for param in params:
+            known = _guarded.get(id(param))
+            if known is None or not known.is_of(param):
+                _guarded[id(param)] = Guarded(param, group)
+            else:
+                known.locate(param)
+                group = known.group if known.group.mode == mode else group
+    return group
+
+
+def find(param: torch.Tensor) -> Guarded | None:
+    """What is known about a parameter."""
+    known = _guarded.get(id(param))
+    return known if known is not None and known.is_of(param) else None
+
+
+def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded]]:
+    """What is known about parameters; those that nobody guarded are from now on, as ``"snapshot"``."""
+    todo = list(params)
+    with lock:
+        found = [(param, item) for param in todo if (item := _guarded.get(id(param))) is not None and item.is_of(param)]
+        if len(found) != len(todo):
+            guard(todo, "snapshot")
+            return find_all(todo)
+        for param, item in found:
+            item.locate(param)
+    return found
+
+
+def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
+    """The parameters whose memory a tensor has; more than one if they are parts of one buffer."""
+    address = address_of(tensor)
+    known = _by_memory.get(address)
+    if known is None:
+        return []
+    return [(item, cell) for item in list(known) if (cell := item.cell_at(address)) is not None]
+
+
+def has_any() -> bool:
+    """Whether any parameter of this process is guarded."""
+    return bool(_guarded)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 if it has none of its own kind."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a lazy module's before its first call
+        return 0
+
+
+def _forget(key: int, ref: weakref.ref[Any]) -> None:
+    """A parameter is gone. Runs in finalizers, so it takes no lock: single operations only."""
+    known = _guarded.get(key)
+    if known is not None and known._ref is ref:
+        _guarded.pop(key, None)
+        _gone.append(known)
+
+
+_WAIT_S = 60.0
+_SLICE_S = 0.2
+_MARGIN_S = 0.5
+_PATIENCE_S = 1.0  # how long a call lets steps go first that wait for other calls
+IDLE_S = 2.0
+
+
+class _Local(threading.local):
+    call: Call | None = None  # what the current thread serves, if it has to do with shared parameters
+
+
+_local = _Local()
+_readers: set[Call] = set()  # calls that read something now; guarded by `lock`
+
+
+class Call:
+    """One call that uses shared parameters: in which context, and which groups it reads now.
+
+    Args:
+        context: None outside of contexts.
+    """
+
+    __slots__ = ("_groups", "_outer", "_request", "_thread", "_ticks", "_wanted", "context")
+
+    def __init__(self, context: UsesParameters | None) -> None:
+        self.context = context
+        self._wanted: set[Group] = set()
+        self._groups: set[Group] = set()  # guarded by `lock`
+        self._request = current_request()
+        self._thread = threading.get_native_id()
+        self._ticks = (0, 0.0)  # processor time when it was looked at, and when that was
+
+    def __enter__(self) -> Call:
+        self._outer, _local.call = _local.call, self
+        if self._request is not None:
+            self._request.held = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+        _local.call = self._outer
+        if self._request is not None:
+            self._request.held = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its request is what the thread serves: one that waits may serve another meanwhile."""
+        return self._request is current_request()
+
+    def read(self, group: Group) -> None:
+        """From now on, until the call waits or ends, nobody changes the group.
+
+        Raises:
+            RpcTimeout: A step takes longer than this call may.
+        """
+        if group in self._groups or EVERYTHING in self._groups:
+            return
+        with lock:
+            if not group.turns.can_read(is_patient=not self._groups):
+                self._wait_readable(group)
+            group.turns.num_readers += 1
+            self._groups.add(group)
+            self._wanted.add(group)
+            self._ticks = (0, 0.0)
+            _readers.add(self)
+
+    def _wait_readable(self, group: Group) -> None:
+        began, deadline = time.monotonic(), deadline_here()
+        while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
+            if time.monotonic() >= deadline:
+                raise late("another trainer's step on these parameters has not ended")
+            changed.wait(_SLICE_S)
+
+    def let_go(self) -> None:
+        """Steps may go on."""
+        if not self._groups:
+            return
+        with lock:
+            for group in self._groups:
+                group.turns.num_readers -= 1
+                if group.turns.num_pending:
+                    changed.notify_all()
+            self._groups.clear()
+            _readers.discard(self)
+
+    def take_back(self) -> None:
+        """Reads what it read before. If a step takes too long for that, what the call uses next will tell."""
+        with contextlib.suppress(RpcTimeout):
+            for group in self._wanted:
+                self.read(group)
+
+    def pause(self) -> None:
+        """The call itself makes a step, which would wait for it otherwise."""
+        self.let_go()
+        if self._request is not None:
+            self._request.held = None
+
+    def go_on(self) -> None:
+        """That step is over."""
+        if self._request is not None:
+            self._request.held = self
+        if self.is_current:
+            self.take_back()
+
+    def has_slept(self, now: float) -> bool:
+        """Whether its thread has used no processor for a while, since it was first looked at."""
+        ticks = cpu_ticks(self._thread)
+        if not self._ticks[1] or ticks != self._ticks[0]:
+            self._ticks = (ticks, now)
+        return now - self._ticks[1] >= IDLE_S
+
+
+def call_of_thread() -> Call | None:
+    """The call that this thread serves, if it is known to have to do with shared parameters."""
+    call = _local.call
+    return call if call is not None and call.is_current else None
+
+
+def begin(change: Change) -> Call | None:
+    """Waits until nobody reads or changes the groups, and begins to change them.
+
+    Returns:
+        The call that this thread serves, for `end`: it reads nothing meanwhile.
+
+    Raises:
+        RpcTimeout: Calls that use the groups, or another step, have not ended in time.
+    """
+    call = _local.call
+    if call is not None:
+        call.pause()
+    try:
+        with lock:
+            if change.begin():
+                return call
+        _wait_begun(change)
+    except BaseException:
+        end(change, call)
+        raise
+    return call
+
+
+def end(change: Change, call: Call | None) -> None:
+    """The change is over."""
+    try:
+        with lock:
+            change.end()
+            changed.notify_all()
+    finally:
+        if call is not None:
+            call.go_on()
+
+
+def _wait_begun(change: Change) -> None:
+    try:
+        deadline = deadline_here()
+        with while_waiting(), changed:
+            change.wait()
+            while not change.begin():
+                if time.monotonic() >= deadline:
+                    raise late("calls that use these parameters, or another step, have not ended")
+                changed.wait(_SLICE_S)
+                _let_sleepers_go()
+    finally:
+        with lock:
+            change.stop_waiting()
+            changed.notify_all()
+
+
+def _let_sleepers_go() -> None:
+    now = time.monotonic()
+    for call in [call for call in _readers if call.has_slept(now)]:
+        call.let_go()
+
+
+def deadline_here() -> float:
+    """Until when the current thread may wait: a little less than its caller, who is to be told why."""
+    request, now = current_request(), time.monotonic()
+    if request is None or request.deadline == float("inf"):
+        return now + _WAIT_S
+    return request.deadline - min(_MARGIN_S, (request.deadline - now) / 4)
+
+
+def late(reason: str) -> RpcTimeout:
+    """The error of somebody who has waited in vain."""
+    request = current_request()
+    worker = request.source.server.agent.info.name if request is not None else ""
+    what = f"{request.function} on worker {worker}" if request is not None else "a step of this process"
+    return RpcTimeout(f"{what} waited in vain: {reason} (phase: run)", worker, "run")

@@ -1,0 +1,607 @@
+"""Runs what other workers ask for.
+
+    Call --> queued --slot--> running --result--> Reply
+         \\-- control lane: runs at once, in the thread that read it
+
+A function runs in the thread that read its request. When it waits for a call of its own, it gives up both its slot and
+the reading, so others go on.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from gradwire.errors import (
+    CallCancelled,
+    ConnectionClosed,
+    NotExposed,
+    ResourceExhausted,
+    RpcError,
+    RpcTimeout,
+    TransportError,
+)
+from gradwire.rpc.connection import Incoming, Request, current_request, set_current_request
+from gradwire.rpc.functions import Later, is_async_execution
+from gradwire.rpc.interceptors import Envelope
+from gradwire.rpc.oneway import notice_of
+from gradwire.rpc.reader import Reader, release_hold
+from gradwire.transports.base import Listener
+from gradwire.transports.stream import StreamConnection
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Goodbye, prepare
+
+if TYPE_CHECKING:
+    from gradwire.rpc.agent import Agent
+
+
+R = TypeVar("R")
+
+
+class Slots(Generic[R]):
+    """Decides which request may run now.
+
+    Args:
+        limit: Functions that run at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_running = 0
+        self._num_waiting = 0
+        self._queue: collections.deque[R] = collections.deque()
+        self._held: collections.deque[R] = collections.deque()  # empty while the worker serves
+        self._is_serving = True
+        self._num_finished = 0
+        self._finished_at_last_look = -1
+        self._num_granted = 1
+
+    def __repr__(self) -> str:
+        return (
+            f"<Slots {self._num_running}/{self._limit} running, {self._num_waiting} waiting, {len(self._queue)} queued"
+            f"{'' if self._is_serving else f', {len(self._held)} held back'}>"
+        )
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._is_serving
+
+    def on_hold(self) -> None:
+        """The worker does not serve yet: requests of others that arrive are held back."""
+        self._is_serving = False
+
+    def on_serve(self) -> list[R]:
+        """The worker serves from now on: the requests to run at once."""
+        self._is_serving = True
+        self._queue.extend(self._held)
+        self._held.clear()
+        granted = []
+        while (request := self._next()) is not None:
+            granted.append(request)
+        return granted
+
+    def on_request(self, request: R, *, is_own: bool = False) -> bool:
+        """A request arrived: True if it may run now; else it is queued, or held back unless it is the worker's own."""
+        if not (self._is_serving or is_own):
+            self._held.append(request)
+            return False
+        if self._num_running < self._limit:
+            self._num_running += 1
+            return True
+        self._queue.append(request)
+        return False
+
+    def on_finished(self) -> R | None:
+        """A function ended: the request that gets its slot."""
+        self._num_running -= 1
+        self._num_finished += 1
+        return self._next() if self._queue else None
+
+    def on_wait(self) -> R | None:
+        """A running function begins to wait for a call: the request that gets its slot."""
+        self._num_running -= 1
+        self._num_waiting += 1
+        return self._next()
+
+    def on_wait_over(self) -> None:
+        """It goes on. It does not queue again, so for a moment more than `limit` may run."""
+        self._num_waiting -= 1
+        self._num_running += 1
+
+    def on_cancelled(self, request: R) -> bool:
+        """A request is no longer wanted: True if it was still queued or held back."""
+        for requests in (self._queue, self._held):
+            if request in requests:
+                requests.remove(request)
+                return True
+        return False
+
+    def on_stall(self, is_working: bool = False) -> list[R]:
+        """Called now and then: requests to run beyond the limit if nothing has moved since the last look.
+
+        Args:
+            is_working: Whether a function that runs has used the processor; then it is at work and not waiting.
+        """
+        has_progressed = is_working or self._num_finished != self._finished_at_last_look
+        self._finished_at_last_look = self._num_finished
+        if has_progressed or not self._queue:
+            self._num_granted = 1
+            return []
+        granted = [self._queue.popleft() for _ in range(min(self._num_granted, len(self._queue)))]
+        self._num_granted *= 2
+        self._num_running += len(granted)
+        return granted
+
+    def _next(self) -> R | None:
+        if self._queue and self._num_running < self._limit:
+            self._num_running += 1
+            return self._queue.popleft()
+        return None
+
+
+_log = logging.getLogger("gradwire")
+_failures = logging.getLogger("gradwire.failures")  # what user functions raise; silent unless its level is DEBUG
+_STALL_S = 0.1
+_NEVER = float("inf")
+_PAUSE_S = 0.5
+_ANSWER_LOOK_S = 0.002
+
+Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
+
+
+class Server:
+    """Accepts connections and runs what arrives on them.
+
+    Args:
+        agent: The worker.
+        num_slots: User functions that run at once.
+    """
+
+    def __init__(self, agent: Agent, num_slots: int) -> None:
+        self.agent = agent
+        self._lock = threading.Lock()  # guards _slots
+        self._slots: Slots[Request] = Slots(num_slots)
+        self._incoming: set[Incoming] = set()
+        self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
+        self._control: dict[str, Callable[..., Any]] = {}
+        self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
+        self._keeper: tuple[str, Keep] | None = None
+        self._next_stall_check = 0.0
+        self.num_served = 0
+        self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
+        self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
+        # What ends with an answer, and the thread that does it, by a key of its own; single operations only.
+        self._answering: dict[object, int] = {}
+
+    def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
+        """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
+
+        Args:
+            name: Of the operation.
+            handler: Must not block. It may return a `torch.futures.Future` to answer later.
+            kinds: The types of its arguments, as msgspec knows them, with their ranges and lengths. What is not of these
+                types does not reach the handler.
+        """
+        kind = tuple[kinds]  # type: ignore[valid-type]
+        prepare(kind)
+        self._control_kinds[f"~{name}"] = kind
+        self._control[f"~{name}"] = handler
+
+    def register_keeper(self, name: str, keep: Keep) -> None:
+        """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
+
+        Interceptors do not see the note, and put what they want around the whole.
+        """
+        self._keeper = name, keep
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def on_listener_ready(self, listener: Listener) -> None:
+        """Somebody connects."""
+        try:
+            self._accept_all(listener)
+        except ResourceExhausted as error:
+            _log.warning("%s: %s", self.agent.info.name, error)
+            self._paused[listener] = time.monotonic() + _PAUSE_S
+            self.agent.reactor.expect(self._paused[listener])
+        else:
+            self.agent.reactor.arm(listener.fileno())
+
+    def _accept_all(self, listener: Listener) -> None:
+        reactor = self.agent.reactor
+        while (connection := listener.accept_nowait()) is not None:
+            half_open = [item for item in list(self._incoming) if item.is_half_open]
+            if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
+                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
+            incoming = Incoming(self, connection)
+            self._incoming.add(incoming)
+            try:
+                incoming.reader.start()
+            except ConnectionClosed as error:  # this worker has just shut down
+                incoming.reader.end(error)
+                return
+            if self.agent.is_closed:  # it may have closed all connections before this one was among them
+                incoming.reader.end(ConnectionClosed("shutdown"))
+                return
+            reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
+
+    def make_room_for(self, newest: Incoming) -> None:
+        """A worker has opened another connection: of too many with the same purpose, the oldest gives way."""
+        known = [
+            item
+            for item in list(self._incoming)
+            if item.peer is not None and item.lane == newest.lane and item.info.name == newest.info.name
+        ]
+        num_over = len(known) - self.agent.config.limits.connections
+        for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
+            reason = f"more than {self.agent.config.limits.connections} connections of one worker"
+            with contextlib.suppress(TransportError, TimeoutError):
+                item.connection.send(Goodbye(reason), deadline=time.monotonic())
+            item.reader.end(ConnectionClosed(reason))
+
+    def forget(self, incoming: Incoming) -> None:
+        """A connection ended."""
+        self._incoming.discard(incoming)
+
+    def take_notices(
+        self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
+    ) -> bool:
+        """Handles notices of a worker in the calling thread, which waits for them; whether anything came.
+
+        Args:
+            name: The worker's.
+            seconds: How long.
+            is_done: Whether the thread need not wait any longer.
+            is_wanted: Told a note, whether it may be handled here; the rest goes to service threads.
+        """
+
+        def may_run_here(frame: Frame) -> bool:
+            note = notice_of(frame)
+            return note is not None and is_wanted(note)
+
+        for incoming in list(self._incoming):
+            if incoming.lane == "calls" and incoming.peer is not None and incoming.peer.info.name == name:
+                return incoming.reader.serve_for(seconds, is_done, may_run_here)
+        return False
+
+    def end_incoming(self, name: str, incarnation: int) -> None:
+        """Closes what an older incarnation of a worker had opened."""
+        for incoming in list(self._incoming):
+            peer = incoming.peer
+            if peer is not None and peer.info.name == name and peer.incarnation <= incarnation:
+                incoming.reader.end(ConnectionClosed("an older incarnation"))
+
+    def sweep(self, now: float) -> float:
+        """Closes handshakes that take too long, and grants a slot when nothing moves; returns when to look again."""
+        wanted = _NEVER
+        for listener, until in list(self._paused.items()):
+            if until <= now:
+                del self._paused[listener]
+                self.agent.reactor.arm(listener.fileno())
+            else:
+                wanted = min(wanted, until)
+        for incoming in list(self._incoming):
+            if incoming.is_half_open:
+                ends = incoming.opened + self.agent.config.limits.handshake_timeout_s
+                if ends <= now:
+                    incoming.reader.end(ConnectionClosed("the handshake took too long"))
+                else:
+                    wanted = min(wanted, ends)
+        if self._slots.num_queued:
+            wanted = min(wanted, now + _STALL_S)
+            if now >= self._next_stall_check:
+                self._next_stall_check = now + _STALL_S
+                is_working = self._has_worked()
+                with self._lock:
+                    granted = self._slots.on_stall(is_working)
+                for request in granted:
+                    self._run_soon(request)
+        return wanted
+
+    def _has_worked(self) -> bool:
+        """Whether any function that runs has used the processor since the last look; those that wait have not."""
+        numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
+        before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
+        return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def accept(self, request: Request) -> None:
+        """Runs a request here and now if a slot is free; queues it otherwise."""
+        with self._lock:
+            may_run = self._slots.on_request(request)
+        if may_run:
+            self._run(request)
+        else:
+            self.agent.reactor.expect(time.monotonic() + _STALL_S)
+
+    def accept_elsewhere(self, request: Request) -> None:
+        """As `accept`, for a call of this worker to itself: runs in another thread, and is never held back."""
+        with self._lock:
+            may_run = self._slots.on_request(request, is_own=True)
+        if may_run:
+            self._run_soon(request)
+        else:
+            self.agent.reactor.expect(time.monotonic() + _STALL_S)
+
+    def hold_calls(self) -> None:
+        """Hold calls of other workers back until `start_serving`."""
+        with self._lock:
+            self._slots.on_hold()
+
+    def start_serving(self) -> None:
+        """Run the calls that were held back, and from now on those that come. May be called again."""
+        with self._lock:
+            granted = self._slots.on_serve()
+        for request in granted:
+            self._run_soon(request)
+        self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
+
+    def _run_soon(self, request: Request) -> None:
+        self.agent.reactor.run_soon(lambda: self._run(request))
+
+    def _run(self, request: Request | None) -> None:
+        while request is not None:
+            self._execute(request)
+            with self._lock:
+                request = self._slots.on_finished()
+
+    def _execute(self, request: Request) -> None:
+        with self._lock:
+            is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+            if is_wanted:
+                request.phase = "run"
+        if not is_wanted:
+            request.source.requests.pop(request.call_id, None)
+            return
+        outer, thread, notes = current_request(), threading.get_ident(), request.notes
+        set_current_request(request)
+        self._executing[thread] = request
+        try:
+            keeper = self._keeper if notes else None
+            kept = notes.pop(keeper[0], None) if keeper is not None else None
+            function, args, kwargs = request.source.load(request)
+            called = function
+            if keeper is not None and kept is not None:
+                called = keeper[1](request.source.info, request.function, kept, function)
+            if notes:
+                envelope = Envelope("call", request.source.info, request.function)
+                value = self.agent.codec.run(called, args, kwargs, envelope, notes)
+            else:
+                value = called(*args, **kwargs)
+            del args, kwargs  # a tensor that only the arguments held is free before the reply is made
+            if type(value) is Later:
+                self._answer_later(request, value.future)
+            elif is_async_execution(function):
+                self._answer_later(request, value)
+            else:
+                request.source.reply(request, value)
+        except BaseException as error:  # whatever the function raised belongs to the caller
+            if _failures.isEnabledFor(logging.DEBUG):
+                who = self.agent.info.name, request.function, request.source.info.name
+                _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
+            request.source.fail(request, error)
+        finally:
+            set_current_request(outer)
+            self._executing.pop(thread, None)
+            self.num_served += 1
+            if not torch.is_grad_enabled():  # what a function switches off stays off in its thread
+                torch.set_grad_enabled(True)
+
+    def _answer_later(self, request: Request, future: Any) -> None:
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise RpcError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                f"{request.function}, which is marked with async_execution, returned {type(future).__name__}"
+            )
+
+        def answer(done: Any) -> None:
+            with self.answering():
+                try:
+                    request.source.reply(request, torch._C.Future.wait(done))
+                except BaseException as error:
+                    request.source.fail(request, error)
+
+        future.add_done_callback(answer)
+
+    def run_control(self, request: Request) -> None:
+        """Runs a control handler in the thread that read the request."""
+        with self.answering():
+            try:
+                handler = self._control.get(request.function)
+                if handler is None:
+                    raise NotExposed(f"no control operation {request.function!r}")
+                kind = self._control_kinds[request.function]
+                frame, request.frame = request.frame, None
+                value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
+                if isinstance(value, torch._C.Future):
+                    self._answer_later(request, value)
+                else:
+                    request.source.reply(request, value)
+            except BaseException as error:
+                request.source.fail(request, error)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Surround what ends with answers to other workers: `close` lets it end first.
+
+        An operation that completes several futures for several workers surrounds them all. The first of them may wake a
+        thread of this worker that leaves at once.
+        """
+        key = object()
+        self._answering[key] = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._answering.pop(key, None)
+
+    def _answers_due(self) -> list[object]:
+        own = threading.get_ident()  # the calling thread cannot wait for itself
+        return [key for key, thread in list(self._answering.items()) if thread != own]
+
+    def drop(self, request: Request) -> str:
+        """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
+        with self._lock:
+            request.is_dropped = True
+            is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
+            phase = "held" if is_held else request.phase
+        if phase in ("queue", "held"):
+            request.frame = None
+        nested = request.waits_for
+        if nested is not None:
+            self.agent.caller.cancel(nested)
+        return phase
+
+    def cancel(self, peer: WorkerInfo, call_id: int) -> str:
+        """Drops a call on its caller's behalf; returns how far it got."""
+        for incoming in list(self._incoming):
+            if incoming.lane == "calls" and incoming.peer is not None and incoming.info == peer:
+                # Noted before looking, and looked up after a request is listed: one of the two sees the other.
+                incoming.note_cancelled(call_id)
+                request = incoming.requests.get(call_id)
+                if request is not None:
+                    phase = self.drop(request)
+                    if phase in ("queue", "held"):
+                        incoming.requests.pop(call_id, None)
+                    return phase
+                return "reply" if call_id <= incoming.last_call_id else "send"
+        return "send"
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surrounds every wait for a call: a function that waits holds neither its slot nor the reading."""
+        release_hold()
+        request = current_request()
+        if request is None:
+            yield
+            return
+        held = request.held
+        if held is not None:
+            held.let_go()
+        with self._lock:
+            successor = self._slots.on_wait()
+        if successor is not None:
+            self._run_soon(successor)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._slots.on_wait_over()
+            if held is not None:
+                held.take_back()
+
+    def time_left(self, timeout_s: float) -> float:
+        """A timeout (0 for none), shortened to what the current request has left.
+
+        Raises:
+            RpcTimeout: Nothing is left.
+            CallCancelled: The caller has given up.
+        """
+        request = current_request()
+        if request is None:
+            return timeout_s
+        if request.is_dropped:
+            raise CallCancelled(f"nobody waits for {request.function} any more, so it can make no more calls")
+        if request.deadline == float("inf"):
+            return timeout_s
+        left = request.deadline - time.monotonic()
+        if left <= 0:
+            raise RpcTimeout(
+                f"{request.function}, which {request.source.info.name} called, has passed its deadline and can make no "
+                f"more calls",
+                self.agent.info.name,
+                "run",
+            )
+        return min(left, timeout_s) if timeout_s > 0 else left
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no function runs, waits or is queued, and no answer is owed."""
+        slots = self._slots
+        owed = sum(len(item.requests) for item in list(self._incoming) if item.lane == "calls")
+        # Looked at last: a request is taken off its list while its answer is being sent.
+        return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
+
+    @property
+    def has_visitors(self) -> bool:
+        """Whether another worker still has a control lane open to this one."""
+        return any(incoming.lane == "control" for incoming in list(self._incoming))
+
+    def has_control_lane_of(self, name: str) -> bool:
+        """Whether that worker has a control lane open to this one."""
+        known = [incoming for incoming in list(self._incoming) if incoming.peer is not None]
+        return any(incoming.lane == "control" and incoming.info.name == name for incoming in known)
+
+    def visitors(self) -> list[WorkerAddress]:
+        """Who has a connection open to this worker."""
+        return [incoming.peer for incoming in list(self._incoming) if incoming.peer is not None]
+
+    def has_unread_call_of(self, name: str) -> bool:
+        """Whether a call of that worker lies here whose arguments nobody has looked at yet."""
+        return any(
+            request.frame is not None
+            for incoming in list(self._incoming)
+            if incoming.peer is not None and incoming.info.name == name
+            for request in list(incoming.requests.values())
+        )
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Functions running, waiting and queued, and connections."""
+        slots = self._slots
+        return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
+
+    def readers(self) -> list[Reader]:
+        """Who reads what other workers opened."""
+        return [incoming.reader for incoming in list(self._incoming)]
+
+    def connections(self) -> list[StreamConnection]:
+        """What other workers opened."""
+        return [incoming.connection for incoming in list(self._incoming)]
+
+    def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
+        """Ends every connection in good order."""
+        for incoming in list(self._incoming):
+            say_goodbye(incoming.connection)
+            incoming.reader.end(ConnectionClosed("shutdown"))
+
+    def wait_answered(self, deadline: float) -> None:
+        """Return when the answers that are due now have been sent, or the deadline has passed."""
+        due, pause = self._answers_due(), threading.Event()  # never set: a wait that Ctrl-C interrupts
+        while any(key in self._answering for key in due) and time.monotonic() < deadline:
+            pause.wait(_ANSWER_LOOK_S)
+
+
+def cpu_ticks(thread: int) -> int:
+    """Processor time that a thread of this process has used, in hundredths of a second."""
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,180 @@
+"""From placements, as people write them, to the engine that knows the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.remote_device import _remote_device
+
+from gradwire import rpc
+from gradwire.errors import ConfigurationError, GradwireError
+from gradwire.shard.backend import Engine
+from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.layout import Layout, Place
+from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_placement
+from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.types import WorkerInfo
+
+current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_group", default=None)
+"""Set by `load_with_process_group`."""
+
+
+def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Engine:
+    """The engine for shards with these placements.
+
+    Args:
+        shards: All of a tensor.
+        process_group: For placements that name ranks; None for the default group.
+
+    Raises:
+        ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
+        RuntimeError: There is no process group, or this process is no RPC worker.
+        ConfigurationError: The workers trust each other with data only.
+    """
+    kinds = {_kind(shard.placement) for shard in shards}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"placements name either ranks ('rank:0/cpu') or RPC workers ('worker0/cpu'), not both: "
+            f"{[str(shard.placement) for shard in shards]}"
+        )
+    if kinds == {"worker"}:
+        if process_group is not None:
+            raise ValueError("a process group was given, but the placements name RPC workers")
+        _check_rpc(shards[0].placement)
+        here = rpc._get_current_rpc_agent()
+        if here.trust == "data" and any(_name(shard) != here.info.name for shard in shards):
+            raise ConfigurationError(
+                'sharded tensors over RPC workers need trust="code": their operations run functions of torch where the '
+                "shards are. Use a process group, or remote modules with exposed functions"
+            )
+        return WorkerEngine()
+    if not dist.is_initialized():
+        raise RuntimeError("placements name ranks, but there is no process group; call init_process_group first")
+    return GroupEngine(process_group if process_group is not None else current_process_group.get())
+
+
+def _name(shard: ShardMetadata) -> str | None:
+    return shard.placement.worker_name() if shard.placement is not None else None
+
+
+def _kind(placement: _remote_device | None) -> str:
+    if placement is None:
+        raise ValueError("a shard has no placement; say who has it, such as 'rank:0/cpu' or 'worker0/cpu'")
+    if placement.rank() is not None:
+        return "rank"
+    if placement.worker_name() is not None:
+        return "worker"
+    raise ValueError(
+        f"placement {placement} names only a device; say whose: 'rank:0/{placement}' or 'worker0/{placement}'"
+    )
+
+
+def layout_of(shards: Sequence[ShardMetadata], engine: Engine) -> Layout:
+    """Who has what, for an engine.
+
+    Raises:
+        ValueError: A placement names a rank that is not in the group, or a worker that is not in the cluster.
+    """
+    places = tuple(_place(shard.placement, engine) for shard in shards)
+    return engine.complete(Layout(tuple(shard.box for shard in shards), places))
+
+
+def _place(placement: Any, engine: Engine) -> Place:
+    if isinstance(engine, GroupEngine):
+        return _group_rank(placement.rank(), engine)
+    return _find_worker(placement).name
+
+
+def _find_worker(placement: _remote_device) -> WorkerInfo:
+    _check_rpc(placement)
+    name = placement.worker_name()
+    assert name is not None  # the caller has looked
+    try:
+        return rpc.get_worker_info(name)
+    except GradwireError as error:
+        raise ValueError(f"Invalid worker name {name!r} in placement {placement}: {error}") from error
+
+
+def _check_rpc(placement: _remote_device | None) -> None:
+    if not rpc._is_current_rpc_agent_set():
+        raise RuntimeError(
+            f"RPC framework needs to be initialized for placements with worker names, such as {placement}; call "
+            "gradwire.rpc.init_rpc first"
+        )
+
+
+def _group_rank(rank: int, engine: GroupEngine) -> int:
+    """The rank in the group; outside of the group, whose members are not known there, the rank among all."""
+    if not engine.is_member:
+        return rank
+    members = dist.get_process_group_ranks(engine._group)
+    if rank not in members:
+        raise ValueError(f"Global rank {rank} does not exist in input process group: it has {members}")
+    return members.index(rank)
+
+
+def placement_of(place: Place, device: Any, engine: Engine) -> _remote_device:
+    """A placement, from a place of an engine."""
+    if isinstance(place, str):
+        return _remote_device(f"{place}/{device}")
+    assert isinstance(engine, GroupEngine)
+    is_local = engine.group is not None and engine.is_member
+    rank = dist.get_global_rank(engine.group, place) if is_local else place
+    return _remote_device(f"rank:{rank}/{device}")
+
+
+def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | None) -> tuple[int | None, torch.device]:
+    """The rank and the device that a placement names: PyTorch's private name.
+
+    Args:
+        pg: A process group; None for the default one.
+        remote_device: The placement.
+
+    Returns:
+        The rank among all ranks, or that of the RPC worker; None if it names neither. The device.
+
+    Raises:
+        ValueError: The placement is missing, or names a rank or worker that does not exist.
+        RuntimeError: It names a worker, and this process is not an RPC worker.
+    """
+    if remote_device is None:
+        raise ValueError("remote device is None; say who has the shard, such as 'rank:0/cpu' or 'worker0/cpu'")
+    device: torch.device = remote_device.device()
+    if remote_device.worker_name() is not None:
+        return _find_worker(remote_device).id, device
+    rank = remote_device.rank()
+    if rank is not None:
+        _group_rank(rank, GroupEngine(pg))
+    return rank, device
+
+
+def placements_of(spec: Any) -> list[Any]:
+    """Those of a spec, where they can be known without a tensor."""
+    if isinstance(spec, ChunkShardingSpec):
+        return list(spec.placements)
+    return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
+
+
+def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
+    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told.
+
+    Raises:
+        RuntimeError: This process is not in the group.
+    """
+    group = process_group if process_group is not None else current_process_group.get()
+    names = [as_placement(item) for spec in specs for item in placements_of(spec) if item is not None]
+    has_ranks = any(item.rank() is not None for item in names)
+    has_workers = any(item.rank() is None and item.worker_name() is not None for item in names)
+    if not dist.is_initialized() or (has_workers and not has_ranks):
+        return None
+    if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
+        return None  # no placements, as of Sharders only: what an RPC worker does need not be done by all ranks
+    found = GroupEngine(group)
+    if not found.is_member:
+        raise RuntimeError("this rank is not in the process group; only its members can shard with it")
+    return found

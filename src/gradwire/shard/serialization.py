@@ -1,0 +1,292 @@
+"""Sharded tensors in messages and in pickles.
+
+Over RPC workers a sharded tensor may be an argument or a result of a call, by itself or inside of something: its parts are
+references, so only they travel, and whoever gets them can use the tensor like its sender. Parts that are on the sender
+become references, too.
+
+    sender                                                   receiver
+    metadata, spec, [tensor, reference to b, ...]  ------>   metadata, spec, [reference to sender, reference to b, ...]
+
+In a process group every rank has its own parts and nothing else. Such a tensor cannot be sent; it can be pickled, for
+``torch.save``, and loaded by the same rank of a group of the same size.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.remote_device import _remote_device
+
+from gradwire import rpc
+from gradwire.errors import CannotSend
+from gradwire.rpc import codec as trips
+from gradwire.rref import RRef
+from gradwire.rref import context as references
+from gradwire.shard.backend import Part
+from gradwire.shard.dispatch import implements
+from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.layout import Box, Layout
+from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from gradwire.shard.placement import current_process_group, layout_of
+from gradwire.shard.sharding_spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    check_tensor,
+    validate_shards,
+)
+from gradwire.shard.tensor import ShardedTensor
+from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.wire.serialization import register_plain_type
+
+_MOST_DIMS = 64
+_MOST_SHARDS = 4096  # looking for overlaps takes time with more
+
+# -- what is known of a tensor, as plain data --------------------------------------------------------------------------
+
+
+def describe(tensor: ShardedTensor) -> tuple[Any, ...]:
+    """Metadata and spec of a tensor: lists, numbers and texts, unless the spec is of a class of somebody else's."""
+    metadata = tensor._metadata
+    properties = metadata.tensor_properties
+    shards = [(item.shard_offsets, item.shard_sizes, str(item.placement)) for item in metadata.shards_metadata]
+    return list(metadata.size), shards, properties.dtype, tensor.requires_grad, properties.pin_memory, _describe(tensor)
+
+
+def _describe(tensor: ShardedTensor) -> Any:
+    spec = tensor._sharding_spec
+    if type(spec) is ChunkShardingSpec:
+        return [spec.dim, [str(item) for item in spec.placements]]
+    return None if type(spec) is EnumerableShardingSpec else spec
+
+
+def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
+    """What `describe` was given.
+
+    Raises:
+        ValueError, TypeError: It is not what `describe` returns.
+    """
+    size, shards, dtype, requires_grad, pin_memory, spec = described
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is needed, not {dtype!r}")
+    if not isinstance(size, Sequence) or len(size) > _MOST_DIMS or len(shards) > _MOST_SHARDS:
+        raise ValueError(f"a size of at most {_MOST_DIMS} dimensions and at most {_MOST_SHARDS} shards are needed")
+    found = [
+        ShardMetadata(offsets, sizes, None if placement == "None" else _remote_device(placement))
+        for offsets, sizes, placement in shards
+    ]
+    validate_shards(found)
+    check_tensor(found, size)
+    properties = TensorProperties(dtype, requires_grad=bool(requires_grad), pin_memory=bool(pin_memory))
+    if isinstance(spec, list):
+        spec = ChunkShardingSpec(*spec)
+        if not -len(size) <= spec.dim < len(size):
+            raise ValueError(f"dimension {spec.dim} of a tensor of {len(size)} dimensions")
+    spec = EnumerableShardingSpec(found) if spec is None else spec
+    return ShardedTensorMetadata(found, torch.Size(size), properties), spec
+
+
+# -- in messages -------------------------------------------------------------------------------------------------------
+
+
+def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
+    """What another worker needs to use the tensor.
+
+    Raises:
+        CannotSend: It belongs to a process group.
+        RRefError: Not inside a message.
+    """
+    if not isinstance(tensor._engine, WorkerEngine):
+        raise CannotSend(
+            f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "
+            "local_tensor() or full_tensor(), or divide it among RPC workers (placements such as 'worker0/cpu')"
+        )
+    batch = tensor._batch.boxes[0].sizes if tensor._batch is not None else None
+    is_parameter = bool(getattr(tensor, "_is_param", False))
+    return describe(tensor), _references(tensor), tensor._is_result, batch, is_parameter
+
+
+def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
+    """References to all parts. Those to parts that are here are kept: a message may be packed twice before it leaves."""
+    known: list[RRef[Any]] = tensor.__dict__.get("_references", [])
+    now = references.here()  # another one than then, if this process has become another worker
+    by_part = {id(rref.local_value()): rref for rref in known if rref._known is now}
+    own = {id(part): by_part.get(id(part)) or RRef(part) for part in tensor._parts if isinstance(part, torch.Tensor)}
+    tensor.__dict__["_references"] = list(own.values())
+    return [own[id(part)] if isinstance(part, torch.Tensor) else part for part in tensor._parts]
+
+
+def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
+    """A tensor that came in a message. The fields are foreign data.
+
+    Raises:
+        ValueError, TypeError: They are not what `_pack` returns.
+    """
+    described, parts, is_result, batch, is_parameter = fields
+    if not isinstance(parts, list) or not all(isinstance(part, RRef) for part in parts):
+        raise TypeError("a list of references is needed, one for each shard")
+    metadata, spec = restore(described)
+    shards = metadata.shards_metadata
+    places = [item.placement.worker_name() or "" if item.placement else "" for item in shards]
+    if not all(places) or not isinstance(spec, ShardingSpec):
+        raise ValueError("not a tensor that is divided among RPC workers")
+    if [part.owner_name() for part in parts] != places:
+        raise ValueError(
+            f"{len(places)} references are needed, one for each shard, to a value on the worker that has it"
+        )
+    layout = Layout(tuple(item.box for item in shards), tuple(places))
+    dtype = metadata.tensor_properties.dtype
+    found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]
+    made = ShardedTensor._make(WorkerEngine(), spec, metadata, found, layout)
+    made._is_result = bool(is_result)
+    if batch is not None:  # whoever runs the program has all rows
+        size = tuple(torch.Size(batch))
+        if len(size) > _MOST_DIMS or any(length < 0 for length in size):
+            raise ValueError(f"{size} cannot be the size of a tensor")
+        made._batch = Layout((Box((0,) * len(size), size),), (rpc.get_worker_info().name,))
+    if is_parameter:
+        made._is_param = True  # what makes it a torch.nn.Parameter
+    return made
+
+
+def _unwrap(part: RRef[Any], shard: ShardMetadata, dtype: torch.dtype) -> Part:
+    """A part that is here is the tensor itself, unless it is still being made: nobody waits while a message is read.
+
+    One that could not be made stays a reference, which says why when it is used.
+
+    Raises:
+        ValueError: It is not that part of the tensor.
+    """
+    if not part.is_owner() or not part._state.is_done or part._state.error is not None:
+        return part
+    value = part.local_value()
+    if not isinstance(value, torch.Tensor) or list(value.shape) != shard.shard_sizes or value.dtype != dtype:
+        raise ValueError(f"the reference to shard {shard} leads to another value")
+    return value
+
+
+register_plain_type(ShardedTensor, "gradwire.ShardedTensor", _pack, _rebuild)
+
+
+# -- in pickles --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProcessGroupState:
+    """Who pickled a tensor: only the same rank of a group of the same size can load it."""
+
+    local_rank: int
+    global_rank: int
+    local_world_size: int
+    global_world_size: int
+
+    @classmethod
+    def of(cls, group: Any) -> ProcessGroupState:
+        """That of this process now."""
+        return cls(dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size())
+
+    def check(self, group: Any) -> None:
+        """
+        Raises:
+            RuntimeError: This process is another one.
+        """
+        now = ProcessGroupState.of(group)
+        for name, what in _CHECKED.items():
+            if getattr(self, name) != getattr(now, name):
+                raise RuntimeError(
+                    f"{what} at save time was {getattr(self, name)}, but at load time was {getattr(now, name)}. To load on "
+                    "other ranks, save with gradwire.checkpoint"
+                )
+
+
+_CHECKED = {
+    "local_rank": "Local rank",
+    "global_rank": "Global rank",
+    "local_world_size": "Local world size",
+    "global_world_size": "Global world size",
+}
+ShardedTensor.ProcessGroupState = ProcessGroupState  # type: ignore[attr-defined]
+
+
+@implements(torch.Tensor.__reduce_ex__)
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        CannotSend: It is in a message, and belongs to a process group.
+        PicklingError: It is over RPC workers, and not in a message.
+    """
+    tensor: ShardedTensor = args[0]
+    if trips.departing() is not None:
+        return _rebuild, (_pack(tensor),)
+    engine = tensor._engine
+    if not isinstance(engine, GroupEngine):
+        raise pickle.PicklingError(
+            f"{tensor!r} cannot be pickled: its parts are on other workers. Pass it in the arguments or the result of a "
+            "call, save it with gradwire.checkpoint, or pickle full_tensor()"
+        )
+    group = ProcessGroupState.of(engine.group)
+    state = (group.local_rank, group.global_rank, group.local_world_size, group.global_world_size)
+    is_parameter = bool(getattr(tensor, "_is_param", False))
+    with torch.no_grad():
+        parts = [part.detach() for part in tensor._parts if isinstance(part, torch.Tensor)]
+    return load_pickled, (describe(tensor), parts, state, tensor._remote_shards is not None, is_parameter)
+
+
+def _check_group() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group (init_process_group) before loading a pickled ShardedTensor"
+        )
+
+
+def load_pickled(
+    described: Any,
+    parts: list[torch.Tensor],
+    state: tuple[int, int, int, int],
+    has_references: bool,
+    is_parameter: bool,
+) -> ShardedTensor:
+    """A tensor of a process group that comes from a pickle; the group is that of `load_with_process_group`.
+
+    Raises:
+        RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
+    """
+    _check_group()
+    engine = GroupEngine(current_process_group.get())
+    ProcessGroupState(*state).check(engine.group)
+    metadata, spec = restore(described)
+    requires_grad = metadata.tensor_properties.requires_grad
+    layout = layout_of(metadata.shards_metadata, engine)
+    made = ShardedTensor._make(engine, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
+    if is_parameter:
+        made._is_param = True
+    if has_references:
+        from gradwire.shard.creation import share_references  # only then are there others to ask
+
+        share_references(made)
+    return made
+
+
+def _set_state(self: ShardedTensor, state: tuple[Any, ...]) -> None:
+    """Takes what PyTorch's own class has put into a pickle; gradwire's pickles do not come here.
+
+    Raises:
+        RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
+    """
+    from gradwire.shard.creation import init_from_local_shards_and_metadata  # needed for such pickles only
+
+    shards, metadata, pickled_by, spec, has_references = state
+    _check_group()
+    group = current_process_group.get()
+    pickled_by.check(group)
+    made = init_from_local_shards_and_metadata(shards, metadata, group, has_references, spec)
+    self._take_over(made)
+    self._remote_shards = made._remote_shards
+
+
+ShardedTensor.__setstate__ = _set_state  # type: ignore[method-assign, assignment]

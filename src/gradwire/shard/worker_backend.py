@@ -1,0 +1,251 @@
+"""Parts on RPC workers: one worker runs the program, and calls functions where the parts are.
+
+Every call is an ordinary call of `gradwire.rpc`. So inside a context it is recorded, and `backward` goes through it.
+A part is a reference to a tensor; one that is on this worker is the tensor itself. Calls need not wait for each other: a
+function whose argument is still being made waits for it where it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire import rpc
+from gradwire.rref import RRef, remote
+from gradwire.shard.backend import Answerer, Engine, Part, Question, Request
+from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves
+
+Range = tuple[int, int]
+Piece = tuple[Part, list[Range] | None, list[Range]]
+"""Something to put into a tensor: what it is taken from, where it is in there (None: all of it), and where it goes."""
+
+
+# What may not be made yet, by id; what was dropped matters to nobody. Single operations only: it may end in any thread.
+_started: dict[int, weakref.ref[RRef[Any]]] = {}
+
+
+def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RRef[Any]:
+    """Calls a function elsewhere, with gradients on or off as they are here."""
+    made: RRef[Any] = remote(place, _in_mode, (torch.is_grad_enabled(), function, arguments))
+    number = id(made)
+    _started[number] = weakref.ref(made, lambda _: _started.pop(number, None))
+    return made
+
+
+class WorkerEngine(Engine):
+    """The engine of the RPC worker that this process is."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkerEngine)
+
+    def __hash__(self) -> int:
+        return hash(WorkerEngine)
+
+    @property
+    def here(self) -> str:
+        """The name of this worker."""
+        return rpc.get_worker_info().name
+
+    @property
+    def askers(self) -> tuple[Place, ...]:
+        """This worker."""
+        return (self.here,)
+
+    def complete(self, layout: Layout) -> Layout:
+        """The layout: workers that have nothing have nothing to do."""
+        return layout
+
+    def numbers(self, layout: Layout) -> list[int]:
+        """All."""
+        return list(range(len(layout.boxes)))
+
+    def run(
+        self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
+    ) -> list[Part]:
+        """Calls the function where each part is."""
+        here = self.here
+        return [
+            _run(function, arguments, constants)
+            if place == here
+            else _start(place, _run, (function, arguments, constants))
+            for place, *arguments in zip(layout.places, *columns, strict=True)
+        ]
+
+    def move(
+        self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
+    ) -> list[Part]:
+        """Each worker takes what it is to have from those who have it."""
+        if old == new and not is_sum:
+            return list(parts)
+        pieces: list[list[Piece]] = [[] for _ in new.boxes]
+        for move in plan_moves(old.boxes, new.boxes):
+            part = parts[move.source]
+            source: list[Range] | None = _ranges(move.box, old.boxes[move.source])
+            if isinstance(part, torch.Tensor) and new.places[move.target] != self.here:
+                part, source = take(part, source), None  # only what is needed goes on its way
+            pieces[move.target].append((part, source, _ranges(move.box, new.boxes[move.target])))
+        return self._assemble_all(new, pieces, like, is_sum)
+
+    def _assemble_all(
+        self, layout: Layout, pieces: Sequence[list[Piece]], like: torch.Tensor, is_sum: bool
+    ) -> list[Part]:
+        here = self.here
+        rest = (str(like.device), like.dtype, is_sum)
+        made: list[Part] = []
+        for place, box, items in zip(layout.places, layout.boxes, pieces, strict=True):
+            arguments = (list(box.sizes), items, *rest)
+            made.append(assemble(*arguments) if place == here else _start(place, assemble, arguments))
+        return made
+
+    def replicate(
+        self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
+    ) -> torch.Tensor:
+        """This worker fetches the parts."""
+        (found,) = self.move(parts, layout, everywhere(size, self.askers), like, is_sum)
+        assert isinstance(found, torch.Tensor)
+        is_part = found._is_view() or any(found is part for part in parts)
+        return found.clone() if is_part else found  # what people do with it must not change the tensor
+
+    def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:
+        """Tensors that are here: each goes with the call that needs it."""
+        outer = Box((0,) * tensor.dim(), tuple(tensor.size()))
+        return [tensor[box.slices_in(outer)] for box in layout.boxes]
+
+    def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
+        """Tensors that are here, as with `divide`."""
+        return self.divide(rows, layout)
+
+    def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """One call to each part of which anything is asked.
+
+        If the question says so, parts of which nothing is asked are called, too: their gradient is zero then, not
+        nothing. To an optimizer that is not the same, and all parts of a parameter must be stepped alike.
+        """
+        if question.error is not None:
+            raise question.error
+        here, answers, waiting = self.here, {}, {}
+        for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
+            may_have_gradient = question.asks_all and layout.boxes[number].num_elements
+            if not (may_have_gradient or any(item.numel() for item in request)):
+                answers[number] = question.like.new_zeros(question.shape(number))
+            elif place != here:
+                call = (torch.is_grad_enabled(), *_call(question, parts, number))
+                waiting[number] = rpc.rpc_async(place, _answer_in_mode, args=call)
+        for number, place in enumerate(layout.places):
+            if place == here and number not in answers:
+                answers[number] = answer(*_call(question, parts, number))
+        for number, future in waiting.items():
+            answers[number] = future.wait()
+        return [answers[number] for number in range(len(parts))]
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What this worker says."""
+        return [list(numbers)]
+
+    def settle(self, parts: Sequence[Part] = ()) -> None:
+        """Waits for the calls whose results anybody still has. Others that fail tell whoever uses their results."""
+        waiting = [made for known in list(_started.values()) if (made := known()) is not None]
+        for future in [item._get_future() for item in waiting]:
+            with contextlib.suppress(Exception):
+                future.wait()
+        for made in waiting:  # only now: another thread may have to wait for them, too
+            _started.pop(id(made), None)
+        for part in parts:
+            if isinstance(part, RRef):
+                part._get_future().wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What this worker says."""
+        return [value]
+
+
+# -- where the parts are -------------------------------------------------------------------------------------------------
+
+
+def value_of(part: Any) -> Any:
+    """A part as a tensor: itself if it is here, a copy if it is not. Anything else is left as it is."""
+    return part.to_here() if isinstance(part, RRef) else part
+
+
+def _in_mode(is_grad_enabled: bool, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with torch.set_grad_enabled(is_grad_enabled):
+        return function(*arguments)
+
+
+def _run(function: Callable[..., Any], arguments: Iterable[Any], constants: dict[str, Any]) -> Any:
+    return function(*(value_of(item) for item in arguments), **constants)
+
+
+def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answerer, Part, Request, Any]:
+    return question.function, parts[number], question.requests[number], question.settings[number]
+
+
+def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
+    """Answers one question to a part that is here."""
+    return function(value_of(part), tuple(request), [[item.size(0) for item in request]], setting)
+
+
+def _answer_in_mode(is_grad_enabled: bool, *call: Any) -> torch.Tensor:
+    with torch.set_grad_enabled(is_grad_enabled):
+        return answer(*call)
+
+
+def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
+    """What lies there in a part that is here."""
+    tensor: torch.Tensor = value_of(part)
+    return tensor if ranges is None else tensor[tuple(slice(start, end) for start, end in ranges)]
+
+
+def assemble(
+    sizes: Sequence[int], pieces: Sequence[Piece], device: str, dtype: torch.dtype, is_sum: bool
+) -> torch.Tensor:
+    """A tensor of pieces; those that are elsewhere are fetched from there, all at once.
+
+    Args:
+        sizes: Of the tensor.
+        pieces: What to put where; they cover it, unless `is_sum`.
+        device: Of the tensor.
+        dtype: Of the tensor.
+        is_sum: Whether pieces that overlap add up; what none of them covers is zero then.
+    """
+    futures = {
+        number: rpc.rpc_async(part.owner(), take, args=(part, source))
+        for number, (part, source, _) in enumerate(pieces)
+        if isinstance(part, RRef) and not part.is_owner()
+    }
+    values = [
+        futures[number].wait() if number in futures else take(part, source)
+        for number, (part, source, _) in enumerate(pieces)
+    ]
+    if len(values) == 1 and list(values[0].size()) == list(sizes):
+        return values[0]
+    slices = [tuple(slice(start, end) for start, end in target) for _, _, target in pieces]
+    found: torch.Tensor = _Assemble.apply(sizes, device, dtype, is_sum, slices, *values)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Assemble(torch.autograd.Function):
+    """A tensor of pieces, each of which takes its part of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sizes: Any, device: str, dtype: torch.dtype, is_sum: bool, slices: Any, *values: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.slices = slices
+        made = (torch.zeros if is_sum else torch.empty)(*sizes, dtype=dtype, device=device)
+        for target, value in zip(slices, values, strict=True):
+            part = made[target]
+            part.add_(value) if is_sum else part.copy_(value)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, None, None, None, *(gradients[0][target] for target in ctx.slices)
+
+
+def _ranges(box: Box, outer: Box) -> list[Range]:
+    return [(item.start, item.stop) for item in box.slices_in(outer)]

@@ -1,0 +1,308 @@
+"""Exceptions as data and back. No pickle, and no constructor of a class that was sent.
+
+    worker c                    worker b                          worker a (the caller)
+      raises ValueError
+      describe_exception  --->  rebuild_exception, raised again
+                                describe_exception          --->  rebuild_exception
+                                                                  ValueError
+                                                                    __cause__  RemoteTraceback of b
+                                                                      __cause__  RemoteTraceback of c
+
+Every hop keeps the traceback of the one before it as its cause, so an ordinary printed traceback shows the whole way.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from itertools import pairwise
+from typing import Any, Final
+
+from gradwire.config import Limits
+from gradwire.errors import CannotSend, DecodeError, LimitExceeded, RemoteCallFailed
+from gradwire.types import Trust
+from gradwire.wire import plain as _plain
+from gradwire.wire.messages import ErrorInfo, check_text
+
+MAX_CHAIN: Final = 8
+"""Exceptions of one chain that are sent: the one that was raised, and the causes behind it."""
+
+MAX_CAUSES: Final = 16
+"""Longest chain that is accepted."""
+
+_MAX_TYPE_CHARS: Final = 1024
+
+_DETAILS_LIMITS: Final = Limits()
+_UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit)
+# Attributes that built-in exceptions keep outside of `args` and `__dict__`.
+_BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (
+    (ImportError, ("name", "path")),
+    (AttributeError, ("name",)),
+    (NameError, ("name",)),
+)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another worker; it is the `__cause__` of the exception that arrived here.
+
+    Attributes:
+        worker: Name of the worker where it was raised.
+        traceback: Its text.
+        info: The exception as it came, to be passed on.
+    """
+
+    def __init__(self, worker: str, traceback: str, info: ErrorInfo | None = None) -> None:
+        super().__init__(worker, traceback)
+        self.worker = worker
+        self.traceback = traceback
+        self.info = info
+
+    def __str__(self) -> str:
+        return f"on worker '{self.worker}':\n{self.traceback}"
+
+
+def describe_exception(exc: BaseException, worker: str, limits: Limits) -> ErrorInfo:
+    """Describe an exception so that another worker can raise it. Never raises, whatever the exception is.
+
+    Args:
+        exc: What was raised here, perhaps after it came from a third worker.
+        worker: This worker's name.
+        limits: `Limits.error_text_bytes` bounds the texts of the whole chain together.
+    """
+    chain = _chain_of(exc)
+    budget = max(64, min(limits.error_text_bytes, limits.header_bytes // 2) // len(chain))
+    described: ErrorInfo | None = None
+    for link in reversed(chain):
+        if isinstance(link, ErrorInfo):
+            described = _shorten(link, budget, described)
+        else:
+            described = _describe_one(link, worker, budget, described)
+    assert described is not None  # the chain holds at least `exc`
+    return described
+
+
+def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
+    """The exception and what is behind it, nearest first; what came from other workers as it came."""
+    chain: list[BaseException | ErrorInfo] = []
+    seen: set[int] = set()
+    link: Any = exc
+    while link is not None and len(chain) < MAX_CHAIN and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, RemoteTraceback) and link.info is not None:
+            link = link.info
+        chain.append(link)
+        if isinstance(link, ErrorInfo):
+            link = link.cause
+        else:
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return chain
+
+
+def _describe_one(exc: BaseException, worker: str, budget: int, cause: ErrorInfo | None) -> ErrorInfo:
+    message = _safe_str(exc)
+    try:
+        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__, chain=False))
+    except BaseException as error:  # a hostile exception may raise anything, e.g. from __str__
+        text = f"(the traceback cannot be shown: {type(error).__name__})"
+    details = _encode_details(exc, message)
+    return ErrorInfo(
+        type_name=_type_name(type(exc)),
+        message=clean(message, budget // 4),
+        traceback=clean(text, budget // 2),
+        worker=worker,
+        details=details if len(details) <= budget // 4 else b"",
+        cause=cause,
+    )
+
+
+def _shorten(info: ErrorInfo, budget: int, cause: ErrorInfo | None) -> ErrorInfo:
+    return ErrorInfo(
+        type_name=info.type_name,
+        message=clean(info.message, budget // 4),
+        traceback=clean(info.traceback, budget // 2),
+        worker=info.worker,
+        details=info.details if len(info.details) <= budget // 4 else b"",
+        cause=cause,
+    )
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    try:
+        return clean(f"{kind.__module__}:{kind.__qualname__}", 512)
+    except BaseException:  # a metaclass may raise anything
+        return "builtins:BaseException"
+
+
+def _safe_str(exc: BaseException) -> str:
+    try:
+        text = str(exc)
+        return text if type(text) is str else "".join(text)
+    except BaseException as error:
+        return f"(its text cannot be shown: str() raised {type(error).__name__})"
+
+
+def clean(text: str, max_bytes: int | None = None) -> str:
+    """Make a text harmless to print, and cut its middle if it is too long.
+
+    Control characters, escape sequences and marks that reorder text become visible escapes; newline and tab stay.
+    """
+    if max_bytes is None:
+        return _UNSAFE.sub(_escape, text)
+    ends = text if len(text) <= 2 * max_bytes else text[:max_bytes] + text[-max_bytes:]
+    raw = _UNSAFE.sub(_escape, ends).encode()
+    if len(raw) <= max_bytes:
+        return raw.decode()
+    note = f"\n... {len(text) - max_bytes} of {len(text)} characters cut ...\n"
+    half = max(0, max_bytes - len(note)) // 2
+    if half == 0:
+        return raw[:max_bytes].decode(errors="ignore")
+    return raw[:half].decode(errors="ignore") + note + raw[-half:].decode(errors="ignore")
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+def _encode_details(exc: BaseException, message: str) -> bytes:
+    """Arguments and attributes, as far as they are plain data."""
+    try:
+        args = _arguments_of(exc)
+        attributes = dict(getattr(exc, "__dict__", None) or {})
+        for kind, names in _BUILTIN_FIELDS:
+            if isinstance(exc, kind):
+                attributes.update((name, getattr(exc, name, None)) for name in names)
+        args = args if _encoded(args) is not None else (message,)
+        kept = {key: value for key, value in attributes.items() if type(key) is str and _encoded(value) is not None}
+        return _encoded((args, kept)) or b""
+    except BaseException:  # properties and proxies may raise anything
+        return b""
+
+
+def _arguments_of(exc: BaseException) -> tuple[Any, ...]:
+    if isinstance(exc, OSError) and exc.filename is not None and len(exc.args) == 2:
+        more = () if exc.filename2 is None else (None, exc.filename2)
+        return (*exc.args, exc.filename, *more)
+    return tuple(exc.args)
+
+
+def _encoded(value: Any) -> bytes | None:
+    try:
+        body, tensors = _plain.dumps(value, _DETAILS_LIMITS)
+    except (_plain.NotPlain, CannotSend):
+        return None
+    return None if tensors else body
+
+
+def check_error(info: ErrorInfo, limits: Limits) -> None:
+    """Refuse an exception that no worker would describe like that.
+
+    Raises:
+        LimitExceeded: A name or the chain of causes is too long.
+        DecodeError: The name of a worker has control characters.
+    """
+    link: ErrorInfo | None = info
+    for _ in range(MAX_CAUSES):
+        if link is None:
+            return
+        check_text(link.worker, "a worker's name", limits.name_bytes)
+        if len(link.type_name) > _MAX_TYPE_CHARS:
+            raise LimitExceeded(f"an exception's type of {len(link.type_name)} characters")
+        link = link.cause
+    raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
+
+
+def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:
+    """Make the exception that another worker described.
+
+    Its own type where that is known here: built-in, of torch or gradwire, and with ``trust="code"`` any class that is
+    already loaded. Everything else becomes `RemoteCallFailed`. Its `__cause__` is a `RemoteTraceback`.
+    """
+    kind = _find_class(info.type_name, trust)
+    made = _make(kind, info) if kind is not None else None
+    if made is None:
+        worker, type_name = clean(info.worker), clean(info.type_name.replace(":", "."))
+        made = RemoteCallFailed(f"{type_name} on worker '{worker}': {clean(info.message)}", worker, type_name)
+    made.__cause__ = _remote_traceback(info)
+    return made
+
+
+def _remote_traceback(info: ErrorInfo) -> RemoteTraceback:
+    links: list[RemoteTraceback] = []
+    link = info
+    while len(links) < 2 * MAX_CHAIN:
+        links.append(RemoteTraceback(clean(link.worker), clean(link.traceback), link))
+        if link.cause is None:
+            break
+        link = link.cause
+    for nearer, farther in pairwise(links):
+        nearer.__cause__ = farther
+    return links[0]
+
+
+def _find_class(type_name: str, trust: Trust) -> type[Exception] | None:
+    module_name, _, qualname = type_name.partition(":")
+    is_ours = module_name in ("builtins", "torch", "gradwire.errors") or module_name.startswith("torch.")
+    if not is_ours and trust != "code":
+        return None
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):  # reads dictionaries: getattr on a module may import things
+        found = getattr(found, "__dict__", {}).get(part)
+    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(found, _NOT_FROM_AFAR):
+        return None
+    return found
+
+
+def _make(kind: type[Exception], info: ErrorInfo) -> Exception | None:
+    try:
+        args, attributes = _decode_details(info)
+        made: Any = kind(*args) if kind.__module__ == "builtins" else _make_bare(kind, args)
+        for name, value in attributes.items():
+            _set_attribute(made, name, value)
+        str(made), repr(made)
+    except (Exception, SystemExit):  # whatever its methods do: the caller must learn of the failure
+        return None
+    return made if isinstance(made, Exception) else None
+
+
+def _make_bare(kind: type[Exception], args: tuple[Any, ...]) -> Any:
+    """An instance whose `__init__` has not run. Built-in constructors do nothing else; others might."""
+    for base in kind.__mro__:
+        if "__new__" not in vars(base):
+            continue
+        try:
+            made = base.__new__(kind, *args)
+            made.args = args
+            return made
+        except TypeError:  # of several built-in bases, only the one that laid out the instance may make it
+            continue
+    return None
+
+
+def _decode_details(info: ErrorInfo) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if info.details:
+        try:
+            args, attributes = _plain.loads(info.details, [], _DETAILS_LIMITS)
+            if type(args) is tuple and type(attributes) is dict and all(type(name) is str for name in attributes):
+                return _clean_value(args), {name: _clean_value(value) for name, value in attributes.items()}
+        except (DecodeError, TypeError, ValueError):
+            pass
+    return (clean(info.message),), {}
+
+
+def _clean_value(value: Any) -> Any:
+    if type(value) is str:
+        return clean(value)
+    if type(value) in (list, tuple):
+        return type(value)(_clean_value(item) for item in value)
+    return value
+
+
+def _set_attribute(made: Exception, name: str, value: Any) -> None:
+    if name == "__notes__" and type(value) is list and all(type(note) is str for note in value):
+        made.__dict__[name] = value
+    elif any(isinstance(made, kind) and name in names for kind, names in _BUILTIN_FIELDS):
+        setattr(made, name, value)
+    elif not name.startswith("__") and not callable(getattr(type(made), name, None)):
+        made.__dict__[name] = value  # not by setattr, which may be the class's own code

@@ -1,0 +1,513 @@
+"""Plain data as msgpack: the codec that never runs foreign code.
+
+Msgpack knows None, bool, 64-bit ints, floats, str, bytes, arrays and maps; msgspec writes and reads these in C.
+Everything else is an extension (`Ext`), either a value by itself (a tensor's index, a complex number, a dtype) or the
+first item of an array, which then is not a list but a tuple, a set and so on. A user's list cannot begin with such a
+mark, because `Ext` is not among the types that users may send. Types are compared exactly: a subclass carries more than
+its data.
+
+The same tensor twice is one entry of the table and arrives as one object. Other objects that appear twice arrive as
+two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+from msgspec.msgpack import Ext
+
+from gradwire.config import KIB, Limits
+from gradwire.errors import CannotSend, ConfigurationError, DecodeError, LimitExceeded
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainClass:
+    """How instances of one class are taken apart and put together."""
+
+    kind: type
+    name: str
+    to_fields: Callable[[Any], Sequence[Any]]
+    from_fields: Callable[[list[Any]], Any]
+
+
+_lock = threading.Lock()  # guards writing; reading one key of a dict needs none
+BY_KIND: dict[type, PlainClass] = {}
+BY_NAME: dict[str, PlainClass] = {}
+
+
+def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
+    """Let instances of a dataclass, named tuple or enum travel between workers as plain data, with any trust.
+
+    Both sides have to register it. May be used as a decorator.
+
+    Args:
+        cls: The class. Subclasses are not included.
+        name: What the workers call it; by default ``module:qualname``.
+
+    Raises:
+        ConfigurationError: The class is of another kind, needs values its fields do not hold, or the name is taken.
+    """
+    if dataclasses.is_dataclass(cls):
+        _register(_dataclass(cls, _name_of(cls, name)))
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        _register(PlainClass(cls, _name_of(cls, name), tuple, lambda values: cls(*values)))
+    elif issubclass(cls, enum.Enum):
+        _register(
+            PlainClass(cls, _name_of(cls, name), lambda member: (member.name,), lambda values: cls[_only(values)])
+        )
+    else:
+        raise ConfigurationError(f"{cls!r} is no dataclass, named tuple or enum; use register_plain_type")
+    return cls
+
+
+def register_plain_type(
+    cls: type[T],
+    name: str,
+    to_fields: Callable[[T], Sequence[Any]],
+    from_fields: Callable[[list[Any]], T],
+) -> None:
+    """Let instances of any class travel as plain data, by functions that take them apart and put them together.
+
+    Args:
+        cls: The class. Subclasses are not included.
+        name: What the workers call it.
+        to_fields: Gives the values to send; they may be anything that can travel.
+        from_fields: Makes an instance of the values that came. They are foreign data: check them.
+
+    Raises:
+        ConfigurationError: The name is taken.
+    """
+    _register(PlainClass(cls, name, to_fields, from_fields))
+
+
+def _name_of(cls: type, name: str | None) -> str:
+    return name if name is not None else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _only(values: list[Any]) -> Any:
+    (value,) = values
+    return value
+
+
+def _dataclass(cls: type, name: str) -> PlainClass:
+    fields = dataclasses.fields(cls)
+    annotations = getattr(cls, "__dataclass_fields__", {})
+    if len(annotations) > len(fields) and any(
+        item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
+        for item in annotations.values()
+    ):
+        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not kept; use register_plain_type")
+    given = [item.name for item in fields if item.init]
+    derived = [item.name for item in fields if not item.init]
+    names = given + derived
+
+    def from_fields(values: list[Any]) -> Any:
+        if len(values) != len(names):
+            raise ValueError(f"{name} has {len(names)} fields, not {len(values)}")
+        made = cls(**dict(zip(given, values)))  # noqa: B905  derived fields follow
+        for field, value in zip(derived, values[len(given) :], strict=True):
+            object.__setattr__(made, field, value)
+        return made
+
+    return PlainClass(cls, name, lambda value: [getattr(value, field) for field in names], from_fields)
+
+
+def _register(entry: PlainClass) -> None:
+    with _lock:
+        known = BY_NAME.get(entry.name)
+        # A cell of a notebook that is run again defines its classes again; the newest one counts.
+        if known is not None and _name_of(known.kind, None) != _name_of(entry.kind, None):
+            raise ConfigurationError(f"the name {entry.name!r} is taken by {known.kind!r}")
+        BY_NAME[entry.name] = entry
+        BY_KIND[entry.kind] = entry
+
+
+_OWN: Final = "gradwire."
+_homes: dict[str, str] = {}  # modules, by a name or by what a name has before its last dot
+
+
+def set_home(name: str, module: str) -> None:
+    """Say which module registers a name, or all names that begin with ``name.``."""
+    _homes[name] = module
+
+
+def import_home(name: str) -> bool:
+    """Import the module that registers a name; whether there is one."""
+    if not name.startswith(_OWN):
+        return False
+    module = _homes.get(name) or _homes.get(name.rpartition(".")[0])
+    if module is None:
+        return False
+    importlib.import_module(module)
+    return True
+
+
+# Extension codes. Those from _TUPLE on mark an array.
+_TENSOR, _INT, _COMPLEX, _BYTEARRAY, _TORCH_NAME, _DEVICE = range(6)
+_TUPLE, _DICT, _SET, _FROZENSET, _SLICE, _RANGE, _SIZE, _CLASS = range(32, 40)
+
+_NATIVE: Final = frozenset((type(None), bool, float, str, bytes))
+_NATIVE_DECODED: Final = _NATIVE | {int}
+_TENSOR_MARKS: Final = tuple(Ext(_TENSOR, struct.pack("<I", index)) for index in range(64))
+_MARKS: Final = {code: Ext(code, b"") for code in range(_TUPLE, _CLASS)}
+_TUPLE_MARK: Final = _MARKS[_TUPLE]
+_TOO_DEEP: Final = "a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself"
+_COMPLEX_FORMAT: Final = struct.Struct("<dd")
+_MAX_EQUAL_HASHES: Final = 100
+
+_encode_msgpack: Final = msgspec.msgpack.Encoder().encode
+_decode_msgpack: Final = msgspec.msgpack.Decoder().decode
+
+# dtypes, layouts and memory formats by the name that torch gives them, e.g. "float32"
+_TORCH_OBJECTS: Final[dict[str, Any]] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+}
+
+
+class NotPlain(Exception):
+    """A value that this codec does not know. Carries it as its only argument."""
+
+
+class TensorTable:
+    """The tensors of one message in order of first use, each once."""
+
+    __slots__ = ("_indices", "max_items", "tensors", "untracked")
+
+    def __init__(self, max_items: float = float("inf")) -> None:
+        self.max_items = max_items  # in one container; others are left to pickle, which is faster with many
+        self.tensors: list[torch.Tensor] = []
+        self.untracked: list[torch.Tensor] = []  # not in the table; require grad, and gradients do not get through
+        self._indices: dict[int, int] = {}  # by id; the list keeps the tensors alive, so ids stay unique
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """The tensor's place in the table; it is added if it is new."""
+        tensors = self.tensors
+        new = len(tensors)
+        index = self._indices.setdefault(id(tensor), new)
+        if index == new:
+            tensors.append(tensor)
+        return index
+
+
+def dumps(value: Any, limits: Limits, max_items: float = float("inf")) -> tuple[bytes, list[torch.Tensor]]:
+    """Encode a value.
+
+    Raises:
+        NotPlain: It holds something that is not plain data, or a container of more than `max_items`.
+        CannotSend: It is nested too deeply, or holds itself.
+    """
+    table = TensorTable(max_items)
+    try:
+        raw = _ENCODERS.get(type(value), _encode_instance)(value, table, limits.depth)
+        return _encode_msgpack(raw), table.tensors
+    except (ValueError, OverflowError) as error:  # a lone surrogate, or a string of 4 GiB
+        raise NotPlain(value) from error
+
+
+def _encode_items(out: list[Any], items: Iterable[Any], table: TensorTable, depth: int) -> list[Any]:
+    if depth <= 0:
+        raise CannotSend(_TOO_DEEP)
+    for item in items:
+        kind = type(item)
+        out.append(item if kind in _NATIVE else _ENCODERS.get(kind, _encode_instance)(item, table, depth - 1))
+    return out
+
+
+def _encode_native(value: Any, table: TensorTable, depth: int) -> Any:
+    return value
+
+
+def _encode_int(value: int, table: TensorTable, depth: int) -> Any:
+    if -(2**63) <= value < 2**64:
+        return value
+    return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _encode_tensor(value: torch.Tensor, table: TensorTable, depth: int) -> Any:
+    if value.is_quantized or value.is_nested:
+        raise NotPlain(value)
+    index = table.index_of(value)
+    return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
+
+
+def _encode_list(value: list[Any], table: TensorTable, depth: int) -> Any:
+    if len(value) > table.max_items:
+        raise NotPlain(value)
+    return _encode_items([], value, table, depth)
+
+
+def _encode_tuple(value: tuple[Any, ...], table: TensorTable, depth: int) -> Any:
+    if len(value) > table.max_items:
+        raise NotPlain(value)
+    return _encode_items([_TUPLE_MARK], value, table, depth)
+
+
+def _encode_dict(value: dict[Any, Any], table: TensorTable, depth: int) -> Any:
+    if depth <= 0:
+        raise CannotSend(_TOO_DEEP)
+    if not value:
+        return value
+    if len(value) > table.max_items:
+        raise NotPlain(value)
+    if any(type(key) is not str for key in value):
+        return _encode_items([_MARKS[_DICT]], (item for pair in value.items() for item in pair), table, depth)
+    return dict(zip(value, _encode_items([], value.values(), table, depth), strict=True))
+
+
+def _encode_instance(value: Any, table: TensorTable, depth: int) -> Any:
+    entry = BY_KIND.get(type(value))
+    if entry is None:
+        raise NotPlain(value)
+    return _encode_items([Ext(_CLASS, entry.name.encode())], entry.to_fields(value), table, depth)
+
+
+def _items_encoder(code: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any, TensorTable, int], Any]:
+    return lambda value, table, depth: _encode_items([_MARKS[code]], take(value), table, depth)
+
+
+def _ext_encoder(code: int, take: Callable[[Any], bytes]) -> Callable[[Any, TensorTable, int], Any]:
+    return lambda value, table, depth: Ext(code, take(value))
+
+
+def _torch_name(value: Any) -> bytes:
+    return str(value).removeprefix("torch.").encode()
+
+
+_ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
+    **dict.fromkeys(_NATIVE, _encode_native),
+    int: _encode_int,
+    torch.Tensor: _encode_tensor,
+    torch.nn.Parameter: _encode_tensor,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    dict: _encode_dict,
+    set: _items_encoder(_SET, iter),
+    frozenset: _items_encoder(_FROZENSET, iter),
+    slice: _items_encoder(_SLICE, lambda value: (value.start, value.stop, value.step)),
+    range: _items_encoder(_RANGE, lambda value: (value.start, value.stop, value.step)),
+    torch.Size: _items_encoder(_SIZE, tuple),
+    complex: _ext_encoder(_COMPLEX, lambda value: _COMPLEX_FORMAT.pack(value.real, value.imag)),
+    bytearray: _ext_encoder(_BYTEARRAY, bytes),
+    torch.dtype: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.layout: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.memory_format: _ext_encoder(_TORCH_NAME, _torch_name),
+    torch.device: _ext_encoder(_DEVICE, lambda value: str(value).encode()),
+}
+
+
+class _Incoming:
+    """The tensors of one message, and how many of them the body has named so far."""
+
+    __slots__ = ("num_named", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.num_named = 0
+
+    def tensor_at(self, index: int) -> torch.Tensor:
+        if index == self.num_named < len(self.tensors):
+            self.num_named = index + 1
+        elif index >= self.num_named:
+            raise DecodeError(f"tensor {index} is named out of order or does not exist ({len(self.tensors)} came)")
+        return self.tensors[index]
+
+
+def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], limits: Limits) -> Any:
+    """Decode a value.
+
+    Raises:
+        DecodeError: The bytes are not what `dumps` writes, or do not name every tensor of the table.
+        LimitExceeded: The value is nested too deeply.
+    """
+    incoming = _Incoming(tensors)
+    try:
+        raw = _decode_msgpack(body)
+        value = raw if type(raw) in _NATIVE_DECODED else _decode(raw, incoming, limits.depth)
+    except RecursionError as error:
+        raise LimitExceeded(f"arguments nested deeper than {limits.depth} levels") from error
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, struct.error) as error:
+        raise DecodeError(f"not plain data: {error}") from error
+    if incoming.num_named != len(tensors):
+        raise DecodeError(f"{len(tensors)} tensors came, and the arguments name {incoming.num_named}")
+    return value
+
+
+def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
+    """Turn what msgspec read into the value; lists and dicts are changed in place."""
+    kind = type(raw)
+    if kind is Ext:
+        if raw.code == _TENSOR:
+            return incoming.tensor_at(int.from_bytes(raw.data, "little"))
+        return _VALUES[raw.code](bytes(raw.data))
+    if depth <= 0:
+        raise LimitExceeded("arguments nested deeper than Limits.depth allows")
+    if kind is list:
+        mark = raw[0] if raw else None
+        if type(mark) is not Ext or mark.code < _TUPLE:
+            return _decode_items(raw, incoming, depth)
+        del raw[0]
+        items = _decode_items(raw, incoming, depth)
+        return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, bytes(mark.data))
+    if kind is not dict:
+        raise DecodeError(f"not plain data: {kind.__name__}")
+    return _decode_map(raw, incoming, depth) if raw else raw
+
+
+def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any]:
+    for index, item in enumerate(items):
+        if type(item) not in _NATIVE_DECODED:
+            items[index] = _decode(item, incoming, depth - 1)
+    return items
+
+
+def _decode_map(raw: dict[Any, Any], incoming: _Incoming, depth: int) -> dict[str, Any]:
+    for key, item in raw.items():
+        if type(key) is not str:
+            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
+        if type(item) not in _NATIVE_DECODED:
+            raw[key] = _decode(item, incoming, depth - 1)
+    return raw
+
+
+def _check_hashes(keys: list[Any]) -> list[Any]:
+    """Refuse keys chosen to share one hash: a thousand of them are slow to insert, a million take the worker down."""
+    if len(keys) > _MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
+        raise DecodeError(f"a set or dict with more than {_MAX_EQUAL_HASHES} keys of one hash")
+    return keys
+
+
+def _make_dict(items: list[Any], data: bytes) -> dict[Any, Any]:
+    return dict(zip(_check_hashes(items[::2]), items[1::2], strict=True))
+
+
+def _make_instance(items: list[Any], data: bytes) -> Any:
+    name = data.decode()
+    entry = BY_NAME.get(name)
+    if entry is None and import_home(name):
+        entry = BY_NAME.get(name)
+    if entry is None:
+        raise DecodeError(
+            f"no class is registered here as {name[:200]!r} (gradwire.wire.serialization.register_plain_class)"
+        )
+    try:
+        return entry.from_fields(items)
+    except Exception as error:  # the constructor's own check of its arguments
+        raise DecodeError(f"{name} cannot be made of what came: {error}") from error
+
+
+def _make_range(items: list[Any], data: bytes) -> range:
+    start, stop, step = items
+    return range(start, stop, step)
+
+
+def _make_slice(items: list[Any], data: bytes) -> slice:
+    start, stop, step = items
+    return slice(start, stop, step)
+
+
+_VALUES: Final[dict[int, Callable[[bytes], Any]]] = {
+    _INT: lambda data: int.from_bytes(data, "little", signed=True),
+    _COMPLEX: lambda data: complex(*_COMPLEX_FORMAT.unpack(data)),
+    _BYTEARRAY: bytearray,
+    _TORCH_NAME: lambda data: _TORCH_OBJECTS[data.decode()],
+    _DEVICE: lambda data: torch.device(data.decode()),
+}
+_CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
+    _DICT: _make_dict,
+    _SET: lambda items, data: set(_check_hashes(items)),
+    _FROZENSET: lambda items, data: frozenset(_check_hashes(items)),
+    _SLICE: _make_slice,
+    _RANGE: _make_range,
+    _SIZE: lambda items, data: torch.Size(items),
+    _CLASS: _make_instance,
+}
+
+
+_BYTES_PER_ITEM: Final = 64  # what the cheapest container costs in memory, for one byte on the wire
+_FEWEST_ITEMS: Final = 16 * KIB
+_SAFE_RECURSION: Final = 10_000
+SCAN_FROM: Final = 8 * KIB
+"""Shorter bytes need no look: what is wrong with them is found cheaply by decoding them."""
+
+# For every first byte: (bytes of a length that follows, bytes besides it, what it is).
+_VALUE, _ARRAY, _MAP, _STRING = range(4)
+
+
+def _kinds() -> tuple[tuple[int, int, int], ...]:
+    table = [(0, 0, _VALUE)] * 256
+    for first in range(0x80, 0x90):
+        table[first] = (0, first & 15, _MAP)
+    for first in range(0x90, 0xA0):
+        table[first] = (0, first & 15, _ARRAY)
+    for first in range(0xA0, 0xC0):
+        table[first] = (0, first & 31, _STRING)
+    for step in range(3):  # lengths of 1, 2 and 4 bytes
+        table[0xC4 + step] = (1 << step, 0, _VALUE)  # bytes
+        table[0xC7 + step] = (1 << step, 1, _VALUE)  # extension with its code
+        table[0xD9 + step] = (1 << step, 0, _STRING)
+    for first, size in ((0xCA, 4), (0xCB, 8), (0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8), (0xD0, 1), (0xD1, 2)):
+        table[first] = (0, size, _VALUE)
+    for first, size in ((0xD2, 4), (0xD3, 8), (0xD4, 2), (0xD5, 3), (0xD6, 5), (0xD7, 9), (0xD8, 17)):
+        table[first] = (0, size, _VALUE)
+    table[0xDC], table[0xDD], table[0xDE], table[0xDF] = (2, 0, _ARRAY), (4, 0, _ARRAY), (2, 0, _MAP), (4, 0, _MAP)
+    return tuple(table)
+
+
+_MSGPACK_KINDS: Final = _kinds()
+
+
+def check_structure(data: bytes | bytearray | memoryview, limits: Limits) -> None:
+    """Refuse msgpack that is harmless in bytes and harmful in memory or time.
+
+    Raises:
+        LimitExceeded: It has more than `Limits.frame_bytes` / 64 items, or is nested too deeply to decode safely.
+        DecodeError: It has a map whose keys are not text, or is cut.
+    """
+    if len(data) <= SCAN_FROM:
+        return
+    most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)
+    raw = bytes(data)
+    if len(raw) > most or b"\xde" in raw or b"\xdf" in raw or sys.getrecursionlimit() > _SAFE_RECURSION:
+        _scan(raw, most)
+
+
+def _scan(raw: bytes, most: int) -> None:
+    offset, num_items, end = 0, 1, len(raw)
+    stack: list[int] = []  # of every open container: items to come, negative for a map
+    while True:
+        if offset >= end:
+            raise DecodeError("arguments that end too early")
+        length_bytes, extra, kind = _MSGPACK_KINDS[raw[offset]]
+        if stack and stack[-1] < 0 and stack[-1] % 2 == 0 and kind != _STRING:
+            raise DecodeError("a map whose keys are not text")
+        body_at = offset + 1 + length_bytes
+        count = extra + int.from_bytes(raw[offset + 1 : body_at], "big") if length_bytes else extra
+        if stack:
+            stack[-1] += 1 if stack[-1] < 0 else -1
+        if kind in (_ARRAY, _MAP):
+            offset = body_at
+            num_items += count * kind
+            stack.append(count if kind == _ARRAY else -2 * count)
+            if num_items > most or len(stack) > _SAFE_RECURSION:
+                raise LimitExceeded(f"arguments of more than {most} items, or nested more than {_SAFE_RECURSION} deep")
+        else:
+            offset = body_at + count
+        while stack and stack[-1] == 0:
+            stack.pop()
+        if not stack:
+            return
