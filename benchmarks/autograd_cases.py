@@ -167,7 +167,7 @@ class AutogradCase:
     num_steps: int
     gradwire: Side
     torch: Side | None = None
-    bar: int | None = None
+    bar: float | None = None
     beside: Side | None = None
     beside_name: str = ""
     beside_bar: float | None = None

@@ -157,6 +157,17 @@ class GradwirePair(Gradwire):
     server_names = ("server", "server2")
 
 
+def _with_servers(base: type[RpcPeer], num_servers: int) -> type[RpcPeer]:
+    """A system with so many servers, found by its name in this module as processes of it look for it."""
+    name = f"{base.__name__}{num_servers}"
+    names = tuple(f"server{number}" for number in range(1, num_servers + 1))
+    globals()[name] = type(name, (base,), {"server_names": names, "__module__": __name__})
+    return globals()[name]
+
+
+MANY_SERVERS = tuple(_with_servers(base, number) for number in (2, 4, 8) for base in (TorchRpc, Gradwire))
+
+
 class GradwireByHand(Gradwire):
     """gradwire's calls alone; gradients by hand."""
 
@@ -252,5 +263,6 @@ SYSTEMS = (
     Floor,
     BulkFloor,
     OneProcess,
+    *MANY_SERVERS,
 )
 PEERS = {system.__name__: system for system in SYSTEMS}

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # works wi
 from autograd_cases import AUTOGRAD_CASES, AutogradCase, Side, time_steps
 from cases import CASES, MIB, Case, echo_memory, idle_peers, reference_memory, time_round
 from checkpoint_cases import checkpoint_row, time_save, time_save_file
+from many_workers_cases import MANY_WORKERS_CASES, time_many_workers
 from optimizer_cases import OPTIMIZER_CASES, time_optimizer
 from rows import autograd_row, call_row
 from shard_cases import shard_rows
@@ -160,7 +161,11 @@ def main() -> int:
     rows = []
     try:
         rows += [bench.measure(case) for case in CASES if arguments.only in case.name]
-        for cases, time_works in ((AUTOGRAD_CASES, time_steps), (OPTIMIZER_CASES, time_optimizer)):
+        for cases, time_works in (
+            (AUTOGRAD_CASES, time_steps),
+            (OPTIMIZER_CASES, time_optimizer),
+            (MANY_WORKERS_CASES, time_many_workers),
+        ):
             rows += [bench.measure_autograd(case, time_works) for case in cases if arguments.only in case.name]
         if arguments.only in "sharding":
             rows += shard_rows(arguments.quick, bench.failures)
