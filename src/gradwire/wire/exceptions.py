@@ -207,8 +207,6 @@ def check_error(info: ErrorInfo, limits: Limits) -> None:
         if link is None:
             return
         check_text(link.worker, "a worker's name", limits.name_bytes)
-        if len(link.type_name) > _MAX_TYPE_CHARS:
-            raise LimitExceeded(f"an exception's type of {len(link.type_name)} characters")
         link = link.cause
     raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
 
