@@ -6,7 +6,7 @@ while it may be needed again.
     sender: LendingArena                                receiver: BorrowedSlots
       offer(n): a descriptor, with any frame     ->       add_fds(fds): map it, state byte := FREE, or leave it alone
       lend(n) finds the byte at FREE, SlotRef    ->       map_slot(ref, n)
-      fill(address), before or after it          ->       are_filled(), before anybody sees the buffer
+      fill(address), before or after it          ->       are_filled(), before the buffer is used
                                                           ... the tensor is used in place, then freed
       lend(m) finds the byte at FREE             <-       state byte := FREE, in the shared page itself
 
@@ -23,53 +23,49 @@ they end with the last object that refers to them: nothing here can pull memory 
 
 The peer can change the bytes of a slot at any time. What is checked must not lie in one: sparse and bool tensors, and
 between workers that only trust each other's data all integers, travel through the socket (`gradwire.wire.tensors`).
-`BufferPool` is the same idea for tensors that come that way.
+`gradwire.transports.buffer_pool` is the same idea for tensors that come that way.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import functools
+import mmap
 import os
+import stat
+import struct
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
-from gradwire.transports.memory import (
-    FILLING,
-    FREE,
-    LENT,
-    OFFERED,
-    PAGE,
-    RETIRED,
-    Buffer,
-    BufferPool,
-    PoolStatistics,
-    Slot,
-    check_memfd,
-    is_available,
-    make_memfd,
-    round_up,
-)
 from gradwire.wire.messages import SlotRef
 
-__all__ = [
-    "MAX_SLOTS",
-    "PAGE",
-    "ArenaStatistics",
-    "BorrowedSlots",
-    "BufferPool",
-    "Lease",
-    "LendingArena",
-    "PoolStatistics",
-    "is_available",
-]
+PAGE = 4096
+"""Bytes before a slot's data; the first one is its state."""
 
+FREE, LENT, RETIRED, FILLING, OFFERED = 0, 1, 2, 3, 4
+"""States of a slot. The sender offers, fills, lends and retires it; the receiver frees it, the first time by mapping it."""
+
+_NUMBER = struct.Struct("<Q")  # of a slot, in its first page
+_NUMBER_AT = 8
+_MAX_NUMBER = 2**63 - 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+# Linux's numbers; other systems lack the names, and this module has to be importable there.
+_F_ADD_SEALS, _F_GET_SEALS, _SEALS = 1033, 1034, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_SEAL_EXEC = 0x20  # some systems add it to every memfd
+_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
 
 MAX_SLOTS = 1024
 """Slots of one connection and direction: a process may have some 65,000 mappings in all."""
@@ -162,7 +158,7 @@ class LendingArena:
             if slot is None or (num_bytes > slot.num_touched and not self._has_touched(slot, num_bytes)):
                 self._num_refused += 1
                 return None
-            slot.state.value = FILLING  # first: if Ctrl-C hits, a slot that is in no list must not look free
+            slot.state.value = FILLING
             slot.last_lent = time.monotonic()
             lent.append(slot)
         return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
@@ -180,15 +176,9 @@ class LendingArena:
                 return None
             if not self._make_room(capacity, now):
                 return None
-            fd = None
             try:
-                fd = make_memfd(self._num_created, capacity)
-                slot = Slot(self._num_created, capacity, fd)
-            except BaseException as error:
-                if fd is not None:
-                    os.close(fd)
-                if not isinstance(error, OSError):  # Ctrl-C
-                    raise
+                slot, fd = make_slot(self._num_created, capacity)
+            except OSError:
                 self._next_offer = now + _PAUSE_S  # no descriptor or no memory: do not try with every call
                 return None
             slot.last_lent = now
@@ -310,19 +300,16 @@ class BorrowedSlots:
         Raises:
             DecodeError: One of them is not a slot, or its number is in use.
         """
-        for index, fd in enumerate(fds):
-            try:
-                with self._lock:
+        try:
+            with self._lock:
+                for fd in fds:
                     if not self._is_closed:
                         self._add_slot(fd)
-            except BaseException:
-                for other in fds[index + 1 :]:
-                    os.close(other)
-                raise
-            finally:
+        finally:
+            for fd in fds:
                 os.close(fd)
 
-    def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
+    def map_slot(self, ref: SlotRef, num_bytes: int) -> Any:
         """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
 
         Views of the buffer (tensors, memoryviews) keep it. Nobody may see it before `are_filled`.
@@ -422,3 +409,198 @@ def _pop_freed(lent: deque[Slot]) -> Slot | None:
             return slot
         lent.appendleft(slot)  # the next search begins with others, so that all are seen in the end
     return None
+
+
+# Slots and the memory behind them
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
+    try:
+        os.close(make_slot(0, PAGE)[1])
+    except OSError:
+        return False
+    return True
+
+
+class Slot:
+    """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
+
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "num_touched", "process_id", "slot_id", "state")
+
+    def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
+        self.slot_id, self.capacity = slot_id, capacity
+        self.memory = _map_shared(fd, PAGE + capacity)
+        self.address = self.memory.data_ptr() + PAGE
+        self.state = ctypes.c_uint8.from_address(self.address - PAGE)
+        self.loan: SlotLoan | None = None
+        self.last_lent = 0.0
+        self.num_touched = 0  # data bytes whose pages are there, as far as the sender has made them
+        self.process_id = os.getpid()
+
+    def borrow(self, num_bytes: int) -> Any:
+        """The slot's first bytes. When they are garbage collected, the slot is free."""
+        buffer = bytes_type(num_bytes).from_address(self.address)
+        buffer._memory = self.memory  # the mapping lives as long as the buffer
+        self.loan = loan = SlotLoan(buffer, _on_slot_freed)
+        loan.slot = self
+        return buffer
+
+    def touch(self, num_bytes: int) -> None:
+        """Make the pages of the first bytes, so that writing to them cannot fail.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        populate(self.address - PAGE, PAGE + num_bytes)
+        self.num_touched = num_bytes
+
+    def retire(self) -> None:
+        """Free the pages and tell the receiver that the slot will not be lent again."""
+        advise(self.address, self.capacity, _MADV_REMOVE)
+        self.state.value = RETIRED
+
+
+class SlotLoan(weakref.ref[Any]):
+    """Tells a slot that its buffer is gone; kept by the slot."""
+
+    __slots__ = ("slot",)
+    slot: Slot
+
+
+# What it needs is bound as defaults, because module globals may be gone when the interpreter ends.
+def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) -> None:
+    slot = loan.slot
+    if slot.process_id == getpid():  # a forked child frees its copy of the tensor; the parent still uses the slot
+        slot.loan = None  # first, so that a slot the sender sees as free can be borrowed
+        slot.state.value = free
+
+
+@functools.lru_cache(maxsize=256)
+def bytes_type(num_bytes: int) -> Any:
+    """The ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
+    return ctypes.c_ubyte * num_bytes
+
+
+def round_up(num_bytes: int) -> int:
+    """The capacity for so many bytes: a power of two, and no less than a page."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
+
+
+def make_slot(slot_id: int, capacity: int) -> tuple[Slot, int]:
+    """Make a slot of that number, on offer, and return its descriptor with it.
+
+    Raises:
+        OSError: No descriptor or no memory is left, or the system has no memfds.
+    """
+    fd = make_memfd(slot_id, capacity)
+    try:
+        return Slot(slot_id, capacity, fd), fd
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def make_memfd(slot_id: int, capacity: int) -> int:
+    """Make a memfd for a slot of that number that cannot be shrunk, grown or unsealed.
+
+    Raises:
+        OSError: No descriptor or no memory is left, or the system has no memfds.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    fd = os.memfd_create("gradwire", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, PAGE + capacity)
+        os.pwrite(fd, bytes([OFFERED]), 0)
+        os.pwrite(fd, _NUMBER.pack(slot_id), _NUMBER_AT)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memfd(fd: int) -> tuple[int, int]:
+    """Return number and capacity of a slot; refuse everything but a sealed memfd of this user.
+
+    Raises:
+        DecodeError: It is something else, or has a size that no slot has.
+    """
+    # Seals come first: any other file system may stall in fstat. No other seals: read-only memory cannot be mapped.
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:  # a file, a socket, a pipe
+        raise DecodeError(f"a file descriptor arrived that is not shared memory: {error}") from error
+    if seals & ~_SEAL_EXEC != _SEALS:
+        raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise DecodeError("a file descriptor arrived that is not shared memory of this user")
+    capacity = status.st_size - PAGE
+    if capacity < PAGE or capacity & (capacity - 1):
+        raise DecodeError(f"a slot of {capacity} bytes arrived, which is not a power of two from {PAGE}")
+    slot_id: int = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))[0]
+    if slot_id > _MAX_NUMBER:
+        raise DecodeError(f"a slot of number {slot_id} arrived")
+    return slot_id, capacity
+
+
+class _Mapping:
+    """Ends a mapping with the last object that refers to it."""
+
+    __slots__ = ("_address", "_num_bytes", "_unmap")
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address, self._num_bytes = address, num_bytes
+        self._unmap = _libc().munmap  # module globals may be gone when the interpreter ends
+
+    def __del__(self) -> None:
+        self._unmap(self._address, self._num_bytes)
+
+
+def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
+    """Map a file. Unlike `mmap.mmap`, keep no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
+
+    Raises:
+        OSError: There is no address space or no memory for it.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    mapping = _Mapping(address, num_bytes)
+    buffer = bytes_type(num_bytes).from_address(address)
+    buffer._mapping = mapping
+    with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Make pages in one call instead of a fault for each. No memory is then an error here, and not a signal later.
+
+    Raises:
+        OSError: There is no memory.
+    """
+    code = advise(address, num_bytes, _MADV_POPULATE_WRITE)
+    if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
+        raise OSError(code, os.strerror(code))
+
+
+def advise(address: int, num_bytes: int, advice: int) -> int:
+    """`madvise`; returns the error number. Linux only, where the numbers mean what they say."""
+    if not sys.platform.startswith("linux"):
+        return errno.ENOSYS
+    return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
+
+
+@functools.cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.mmap.restype = ctypes.c_void_p
+    return library

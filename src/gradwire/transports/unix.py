@@ -1,14 +1,13 @@
 """Workers on one machine: ``unix:///folder/name.sock``, with shared memory for large tensors.
 
-Nobody else gets in: the folder is 0700, and both sides ask the kernel for the other's user id. Large tensors travel in
-`arena` slots whose descriptors are passed with the frame that first uses them.
+Other users do not get in: the folder is 0700, and both sides ask the kernel for the other's user id. Large tensors travel in
+slots (`gradwire.transports.shared_memory`) whose descriptors are passed with a frame.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -17,18 +16,22 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from gradwire import _interrupts
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost
-from gradwire.transports import shared_memory as arena
-from gradwire.transports.base import Buffer
-from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions, check_exhausted, end
+from gradwire.transports.shared_memory import BorrowedSlots, is_available
+from gradwire.transports.stream import (
+    Buffer,
+    PlainChannel,
+    StreamConnection,
+    StreamOptions,
+    check_exhausted,
+    end_socket,
+)
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * struct.calcsize("i"))
-_MAX_BUFFERS = 512
-_CANNOT_PASS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE)  # descriptors; bytes may still go
 _PATH_BYTES = 107  # what the kernel takes
 _BUFFER_BYTES = 1 << 20  # a whole tensor below the shared-memory threshold fits, so that a send rarely waits
 
@@ -36,7 +39,7 @@ _BUFFER_BYTES = 1 << 20  # a whole tensor below the shared-memory threshold fits
 class UnixChannel(PlainChannel):
     """Bytes and descriptors over a connected Unix socket."""
 
-    def __init__(self, sock: socket.socket, slots: arena.BorrowedSlots) -> None:
+    def __init__(self, sock: socket.socket, slots: BorrowedSlots) -> None:
         super().__init__(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._slots = slots
@@ -57,26 +60,9 @@ class UnixChannel(PlainChannel):
                 self._slots.add_fds(descriptors)
         return num_bytes
 
-    def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
-        try:
-            if descriptors:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-                try:
-                    return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
-                except OSError as error:
-                    if error.errno not in _CANNOT_PASS:
-                        raise
-            if len(buffers) == 1:
-                return self._socket.send(buffers[0])
-            return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke while writing: {error}") from error
-
 
 class UnixListener:
-    """Listens at a socket file in a private folder and lets only its own user in."""
+    """Listens at a socket file in a private folder, and accepts connections of the same user only."""
 
     def __init__(self, path: Path, options: StreamOptions) -> None:
         check_private(path.parent)
@@ -114,7 +100,7 @@ class UnixListener:
         return _make_connection(sock, self._options, self.uri)
 
     def close(self) -> None:
-        end(self._socket)
+        end_socket(self._socket)
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:  # a later incarnation may listen there by now
                 self._path.unlink()
@@ -135,7 +121,7 @@ class UnixTransport:
         self._options = options
 
     def listen(self, worker: str) -> UnixListener:
-        """Starts to listen at ``<folder>/<worker>.sock``.
+        """Start to listen at ``<folder>/<worker>.sock``.
 
         Raises:
             ConfigurationError: The folder is open to others, or the path is too long.
@@ -145,43 +131,45 @@ class UnixTransport:
         return UnixListener(self._folder / f"{safe}.sock", self._options)
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Opens a connection to a worker of the same user.
+        """Open a connection to a worker of the same user.
 
         Raises:
-            ConnectFailed: Nobody listens there.
-            AuthenticationFailed: Another user does.
+            ConnectFailed: No worker listens there.
+            AuthenticationFailed: A worker of another user does.
         """
-        path = uri.removeprefix("unix://")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            sock.connect(path)
-            if peer_uid(sock) != os.geteuid():
-                raise AuthenticationFailed(f"{uri} belongs to user {peer_uid(sock)}, not to user {os.geteuid()}")
-            return _make_connection(sock, self._options, uri)
-        except OSError as error:
-            sock.close()
-            raise ConnectFailed(f"nobody answers at {uri}: {error}") from error
-        except BaseException:
-            sock.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            try:
+                _connect(sock, uri.removeprefix("unix://"), deadline)
+                uid = peer_uid(sock)
+            except OSError as error:
+                raise ConnectFailed(f"no answer at {uri}: {error}") from error
+            if uid != os.geteuid():
+                raise AuthenticationFailed(f"{uri} belongs to user {uid}, not to user {os.geteuid()}")
+            undo.pop_all()
+        return _make_connection(sock, self._options, uri)
+
+
+@_interrupts.interruptible
+def _connect(sock: socket.socket, path: str, deadline: float) -> None:
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+    sock.connect(path)
 
 
 def _make_connection(sock: socket.socket, options: StreamOptions, label: str) -> StreamConnection:
-    slots = arena.BorrowedSlots(options.limits.arena_bytes)
-    return StreamConnection(
-        UnixChannel(sock, slots), options, slots=slots if arena.is_available() else None, label=label
-    )
+    slots = BorrowedSlots(options.limits.arena_bytes)
+    return StreamConnection(UnixChannel(sock, slots), options, slots=slots if is_available() else None, label=label)
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end, as the kernel knows it."""
+    """Return the user id of the process at the other end, as the kernel knows it."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])
 
 
 def check_private(folder: Path) -> None:
-    """Refuses a folder that others could enter.
+    """Refuse a folder that other users could enter.
 
     Raises:
         ConfigurationError: It is missing, not ours, or open to others.
@@ -199,7 +187,7 @@ _LOCK = "lock"
 
 
 class SocketFolder:
-    """Made with mode 0700 in the system's temporary folder.
+    """A folder of mode 0700 in the system's temporary folder; those that killed processes left are removed first.
 
     Attributes:
         path: Where it is.
@@ -208,14 +196,14 @@ class SocketFolder:
     def __init__(self) -> None:
         _remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked before it has its name, so that nobody finds it unlocked.
+        # Locked before it has its name, so that another process never finds it unlocked.
         unnamed = self.path / f"{_LOCK}.new"
         self._descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Removes the folder. Idempotent."""
+        """Remove the folder. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -230,7 +218,7 @@ def _remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    # No O_CREAT: a folder without the file is just being made, or is somebody else's.
+    # No O_CREAT: a folder without the file is just being made, or belongs to another program.
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Frames that arrive before their shared memory is filled: late bytes, none at all, and senders that end in between."""
+"""A connection: frames that are cut off, and frames that arrive before their shared memory is filled."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import gradwire
 from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
 from gradwire.testing import ConnectionPair, local_agents, wait_until
 from gradwire.testing.transports import ANYTHING, Sender, call_ids, end_of, receive_frames, receive_tensors, send_call
-from gradwire.transports import shared_memory as arena
 from gradwire.transports import stream
-from gradwire.transports import stream as _parcel
-from gradwire.transports.stream import Parcel, StreamConnection, StreamOptions
+from gradwire.transports.shared_memory import is_available
+from gradwire.transports.stream import StreamConnection, StreamOptions, _SharedParts
 from gradwire.transports.unix import UnixListener, UnixTransport
+from gradwire.wire.framing import Frame
 
 KIB, MIB = 1 << 10, 1 << 20
 DEADLINE_S = 20.0
 
-pytestmark = pytest.mark.skipif(not arena.is_available(), reason="needs sealed memfds")
+pytestmark = pytest.mark.skipif(not is_available(), reason="needs sealed memfds")
 
 
 @pytest.fixture(autouse=True)
 def announcing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_parcel, "_ANNOUNCED_BYTES", MIB)  # also where there is one core
+    monkeypatch.setattr(stream, "_ANNOUNCED_BYTES", MIB)  # also where there is one core
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ class Copying:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = threading.Event(), threading.Event()
-        fill = Parcel.fill
+        fill = _SharedParts.fill
 
-        def held(parcel: Parcel) -> None:
+        def held(shared: _SharedParts) -> None:
             self.begun.set()
             assert self.may_go_on.wait(DEADLINE_S)
-            fill(parcel)
+            fill(shared)
 
-        monkeypatch.setattr(Parcel, "fill", held)
+        monkeypatch.setattr(_SharedParts, "fill", held)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_frames_behind_it_keep_their_order(pair: ConnectionPair, copying: Copyin
         send_call(pair.near, 3)
         assert pair.far.read_nowait() == []
         copying.may_go_on.set()
-        frames: list[stream.framing.Frame] = []
+        frames: list[Frame] = []
         wait_until(lambda: frames.extend(pair.far.read_nowait() or ()) or len(frames) == 3, DEADLINE_S, "three frames")
     assert call_ids(frames) == [1, 2, 3]
 
@@ -134,14 +134,14 @@ def test_frames_behind_it_keep_their_order(pair: ConnectionPair, copying: Copyin
 def test_the_slot_counts_as_lent_and_is_used_again(pair: ConnectionPair, copying: Copying) -> None:
     with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
         read_in_vain(pair.far)
-        assert pair.near.statistics().arena.num_lent == 1
+        assert pair.near.arena_statistics().num_lent == 1
         copying.may_go_on.set()
         receive_frames(pair.far, 1)
-    assert pair.near.statistics().arena.num_lent == 0
+    assert pair.near.arena_statistics().num_lent == 0
     for number in range(3):
         send_call(pair.near, number, b"", [numbers(256 * KIB, number)])
         assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB, number))
-    assert pair.near.statistics().arena.num_created == 1
+    assert pair.near.arena_statistics().num_created == 1
 
 
 # Mixed frames
@@ -198,7 +198,7 @@ def test_many_senders_with_bodies_larger_than_the_socket_takes(pair: ConnectionP
 def test_where_stores_are_not_ordered_bytes_go_first(
     pair: ConnectionPair, copying: Copying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_parcel, "_ANNOUNCED_BYTES", 0)
+    monkeypatch.setattr(stream, "_ANNOUNCED_BYTES", 0)
     with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
         (frame,) = receive_frames(pair.far, 1)  # while the sender is held where it would copy
         assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
@@ -219,7 +219,7 @@ def test_what_cannot_be_sent_is_found_before_the_frame_leaves(pair: ConnectionPa
     with pytest.raises(LimitExceeded):
         send_call(pair.near, 1, b"", [numbers(64 * KIB)] * 5000)
     assert pair.near.bytes_sent == before
-    assert pair.near.statistics().arena.num_lent == 0
+    assert pair.near.arena_statistics().num_lent == 0
     send_call(pair.near, 2, b"", [numbers(256 * KIB)])
     assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB))
 
@@ -228,14 +228,14 @@ def test_what_cannot_be_sent_is_found_before_the_frame_leaves(pair: ConnectionPa
 def test_a_copy_that_fails_ends_the_connection(
     pair: ConnectionPair, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def fail(parcel: Parcel) -> None:
+    def fail(shared: _SharedParts) -> None:
         raise error
 
-    monkeypatch.setattr(Parcel, "fill", fail)
+    monkeypatch.setattr(_SharedParts, "fill", fail)
     with pytest.raises(error):
         send_call(pair.near, 1, b"", [numbers(256 * KIB)])
     assert pair.near.is_closed
-    frames: list[stream.framing.Frame] = []
+    frames: list[Frame] = []
     assert isinstance(end_of(pair.far, frames), ConnectionLost)
     assert frames == []
 
@@ -248,7 +248,7 @@ def test_bytes_that_never_come_end_the_connection(
 ) -> None:
     monkeypatch.setattr(stream, "_FILL_S", 0.05)
     with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
-        frames: list[stream.framing.Frame] = []
+        frames: list[Frame] = []
         error = end_of(pair.far, frames)
         assert isinstance(error, DecodeError)
         assert "not filled" in str(error)
@@ -289,16 +289,17 @@ SENDER = """
 import os, signal, sys, time, torch
 from pathlib import Path
 from gradwire.testing.transports import ANYTHING, send_call
-from gradwire.transports import stream as _parcel
+from gradwire.transports import stream
 from gradwire.transports.stream import StreamOptions
 from gradwire.transports.unix import UnixTransport
 
-fill = _parcel.Parcel.fill
-def hit(parcel):
-    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-    fill(parcel)
-_parcel.Parcel.fill = hit
-_parcel._ANNOUNCED_BYTES = 1 << 20
+fill = stream._SharedParts.fill
+def hit(shared):
+    if shared._unfilled:
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    fill(shared)
+stream._SharedParts.fill = hit
+stream._ANNOUNCED_BYTES = 1 << 20
 near = UnixTransport(Path(sys.argv[1]).parent, StreamOptions()).connect("unix://" + sys.argv[1], time.monotonic() + 20)
 send_call(near, 0, b"", [torch.arange(65536, dtype=torch.int32)])
 while not any(slot.state.value == 0 for slot in near._arena._offered):
@@ -341,7 +342,7 @@ def start_sender(listener: UnixListener) -> Iterator[Callable[[str], tuple[int, 
 
 def test_a_sender_that_is_killed_in_between(start_sender: Callable[[str], tuple[int, StreamConnection]]) -> None:
     _, far = start_sender("SIGKILL")
-    frames: list[stream.framing.Frame] = []
+    frames: list[Frame] = []
     assert isinstance(end_of(far, frames), ConnectionLost)
     assert frames == []
 
@@ -363,15 +364,15 @@ def echo(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_call_keeps_its_deadline_and_the_connection_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_go_on, fill = threading.Event(), threading.Event(), Parcel.fill
+    begun, may_go_on, fill = threading.Event(), threading.Event(), _SharedParts.fill
 
-    def hold_replies(parcel: Parcel) -> None:
+    def hold_replies(shared: _SharedParts) -> None:
         if threading.current_thread().name.startswith("gradwire-b-"):
             begun.set()
             assert may_go_on.wait(DEADLINE_S)
-        fill(parcel)
+        fill(shared)
 
-    monkeypatch.setattr(Parcel, "fill", hold_replies)
+    monkeypatch.setattr(_SharedParts, "fill", hold_replies)
     with local_agents(2, trust="code") as (first, _):
         assert torch.equal(first.call("b", echo, (numbers(256 * KIB),)), numbers(256 * KIB))  # brings slots
         began = time.monotonic()

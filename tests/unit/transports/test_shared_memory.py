@@ -23,16 +23,25 @@ import pytest
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
-from gradwire.transports import shared_memory as arena_module
-from gradwire.transports.memory import OFFERED, Slot, make_memfd
-from gradwire.transports.shared_memory import MAX_SLOTS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports import shared_memory
+from gradwire.transports.buffer_pool import BufferPool
+from gradwire.transports.shared_memory import (
+    MAX_SLOTS,
+    OFFERED,
+    PAGE,
+    BorrowedSlots,
+    Lease,
+    LendingArena,
+    Slot,
+    make_memfd,
+)
 from gradwire.wire.messages import SlotRef
 
 KIB, MIB = 1 << 10, 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DEADLINE_S = 60.0
 
-pytestmark = pytest.mark.skipif(not arena_module.is_available(), reason="needs sealed memfds")
+pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs sealed memfds")
 
 
 def num_fds() -> int:
@@ -269,14 +278,14 @@ def limited(kind: int, soft: int) -> Iterator[None]:
 
 
 def test_without_descriptors_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_PAUSE_S", 0.0)
     with limited(resource.RLIMIT_NOFILE, 3):
         assert pair.arena.offer(MIB) is None
     assert pair.send(MIB, 1)[0] == 1
 
 
 def test_files_that_must_be_small_are_no_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_PAUSE_S", 0.0)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with limited(resource.RLIMIT_FSIZE, 64 * KIB):
@@ -333,12 +342,12 @@ def test_few_slots_are_offered_at_once(pair: Pair) -> None:
 
 def test_without_memfds_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    arena_module.is_available.cache_clear()
+    shared_memory.is_available.cache_clear()
     try:
-        assert not arena_module.is_available()
+        assert not shared_memory.is_available()
         assert pair.arena.offer(MIB) is None
     finally:
-        arena_module.is_available.cache_clear()
+        shared_memory.is_available.cache_clear()
 
 
 def test_without_memory_for_its_pages_a_slot_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +533,7 @@ def test_slots_beyond_the_limit_are_not_mapped() -> None:
 
 def test_slots_beyond_their_number_are_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SLOTS <= 1024
-    monkeypatch.setattr(arena_module, "MAX_SLOTS", 3)
+    monkeypatch.setattr(shared_memory, "MAX_SLOTS", 3)
     slots, offered = BorrowedSlots(MIB), make_memfd(3, PAGE)
     kept = os.dup(offered)
     slots.add_fds([*(make_memfd(slot_id, PAGE) for slot_id in range(3)), offered])
@@ -710,7 +719,7 @@ class Peer:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(DEADLINE_S)
-        source = Path(arena_module.__file__).parents[2]
+        source = Path(shared_memory.__file__).parents[2]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PEER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
