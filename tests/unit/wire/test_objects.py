@@ -327,7 +327,7 @@ def test_registering_refuses_what_it_cannot_rebuild() -> None:
 
     with pytest.raises(ConfigurationError, match="InitVar"):
         objects.register_plain_class(WithInitVar)
-    with pytest.raises(ConfigurationError, match="no dataclass"):
+    with pytest.raises(ConfigurationError, match="not a dataclass"):
         objects.register_plain_class(threading.Thread)
     with pytest.raises(ConfigurationError, match="taken"):
         objects.register_plain_class(Unregistered, name=f"{__name__}:Pair")
