@@ -344,25 +344,18 @@ class IncomingPayload:
         return Frame(self._message, self._buffers[0], self._buffers[1:], self._shortage)
 
 
-# Checks that depend on `Limits`; they return how long the payload has to be
+# Checks that depend on `Limits`; for messages with a payload they return how long it has to be
 
 
-def _check_hello(message: Hello, limits: Limits) -> None:
-    check_address(message.sender, limits)
-    check_text(message.to_name, "a worker's name", limits.name_bytes)
-
-
-def _check_challenge(message: Challenge, limits: Limits) -> None:
-    check_address(message.sender, limits)
-
-
-def _check_reason(message: Refused | Goodbye, limits: Limits) -> None:
-    if len(message.reason) > limits.error_text_bytes:
+def _check_message(message: Message, limits: Limits) -> None:
+    if isinstance(message, Hello | Challenge):
+        check_address(message.sender, limits)
+    if isinstance(message, Hello):
+        check_text(message.to_name, "a worker's name", limits.name_bytes)
+    elif isinstance(message, Refused | Goodbye) and len(message.reason) > limits.error_text_bytes:
         raise LimitExceeded(f"a reason of {len(message.reason)} characters")
-
-
-def _check_failure(message: Failure, limits: Limits) -> None:
-    check_error(message.error, limits)
+    elif isinstance(message, Failure):
+        check_error(message.error, limits)
 
 
 def _check_call(message: Call, limits: Limits, shared_dtypes: Container[int]) -> int:
@@ -382,17 +375,6 @@ def _check_reply(message: Call | Reply, limits: Limits, shared_dtypes: Container
     for meta in message.tensors:
         num_bytes += validate(meta, limits, shared_dtypes)
     return num_bytes
-
-
-_CHECKS: Final[dict[type[Message], Callable[..., Any]]] = {
-    Hello: _check_hello,
-    Challenge: _check_challenge,
-    Refused: _check_reason,
-    Call: _check_call,
-    Reply: _check_reply,
-    Failure: _check_failure,
-    Goodbye: _check_reason,
-}
 
 
 class _Kind(NamedTuple):
@@ -415,7 +397,7 @@ _KINDS: Final = {
         front=_FRONT.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0),
         seed=number << 24,
         decode=msgspec.msgpack.Decoder(kind).decode,
-        check=_CHECKS.get(kind, lambda message, limits: None),
+        check=_check_call if kind is Call else _check_reply if kind is Reply else _check_message,
         has_payload=kind in (Call, Reply),
         is_in_handshake=number < _FIRST_AFTER_HANDSHAKE,
     )

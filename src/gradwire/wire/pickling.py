@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copyreg
 import dis
+import functools
 import importlib
 import io
 import operator
 import pickle
 import sys
-import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -305,7 +305,6 @@ def _rebuild_typed_storage(data: torch.Tensor, dtype: torch.dtype) -> torch.Type
 
 _CONSTANT: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _MAX_PARTS: Final = 256
-_MAX_LOADED: Final = 512
 
 
 class CarriedFunction(msgspec.Struct, frozen=True):
@@ -319,21 +318,14 @@ class CarriedFunction(msgspec.Struct, frozen=True):
         Raises:
             CannotSend: It names something that this worker cannot import.
         """
-        with _lock:
-            function = _loaded.get(self.pickle)
-            if function is not None:
-                _loaded.move_to_end(self.pickle)
-                return function
-        function = loads(self.pickle, [])
-        with _lock:
-            _loaded[self.pickle] = function
-            if len(_loaded) > _MAX_LOADED:
-                _loaded.popitem(last=False)
-        return function
+        return _load_function(self.pickle)
 
 
-_lock = threading.Lock()  # guards _loaded
-_loaded: OrderedDict[bytes, Any] = OrderedDict()  # the least used first
+@functools.lru_cache(maxsize=512)
+def _load_function(body: bytes) -> Any:
+    return loads(body, [])
+
+
 _carried: weakref.WeakKeyDictionary[FunctionType, tuple[list[Any], CarriedFunction]] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
 

@@ -29,31 +29,18 @@ from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.types import Trust
 from gradwire.wire.messages import TensorMeta
 
-# The order is the protocol: a number below names a dtype on every worker, so new ones go to the end.
+# The order is the protocol: a number names a dtype or layout on every worker, so new ones go to the end.
 # fmt: off
-_DTYPE_NAMES: Final = (
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+DTYPES: Final = (
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+)
+LAYOUTS: Final = (
+    torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
 )
 # fmt: on
-
-
-def _known_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes of this torch, up to the first it lacks: without that one, later ones would get other numbers."""
-    found = [getattr(torch, name, None) for name in _DTYPE_NAMES]
-    return tuple(found[: found.index(None)] if None in found else found)  # type: ignore[arg-type]
-
-
-DTYPES: Final = _known_dtypes()
-LAYOUTS: Final = (
-    torch.strided,
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 FLAG_REQUIRES_GRAD: Final = 1
 FLAG_CONJ: Final = 2
 FLAG_NEG: Final = 4
