@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,8 +135,8 @@ class LendingArena:
         self._limit_bytes = limit_bytes
         self._retire_after_s = retire_after_s
         self._lock = threading.Lock()  # guards everything below; nothing under it waits or calls out
-        self._free: dict[int, list[Slot]] = {}  # by capacity; the most recently freed one is last
-        self._lent: dict[int, deque[Slot]] = {}  # by capacity; the most recently lent one is last
+        self._free: defaultdict[int, list[Slot]] = defaultdict(list)  # by capacity; the most recently freed is last
+        self._lent: defaultdict[int, deque[Slot]] = defaultdict(deque)  # by capacity; the most recently lent is last
         self._offered: list[Slot] = []  # not seen to be mapped by the receiver yet, the oldest first
         self._next_offer = 0.0
         self._num_created = 0
@@ -146,14 +146,10 @@ class LendingArena:
         self._is_closed = False
 
     def lend(self, num_bytes: int) -> Lease | None:
-        """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket; then see `offer`."""
+        """Return a slot to copy `num_bytes` into, or None if they must go through the socket; then see `offer`."""
         capacity = round_up(num_bytes) if num_bytes > 0 else 0  # no slot has a capacity of 0
         with self._lock:
-            lent = self._lent.get(capacity)
-            if lent is None:
-                self._free[capacity] = []
-                lent = self._lent[capacity] = deque()
-            free = self._free[capacity]
+            free, lent = self._free[capacity], self._lent[capacity]
             slot = free.pop() if free else _pop_freed(lent) or self._pop_mapped(free)
             if slot is None or (num_bytes > slot.num_touched and not self._has_touched(slot, num_bytes)):
                 self._num_refused += 1
@@ -164,7 +160,7 @@ class LendingArena:
         return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
 
     def offer(self, num_bytes: int) -> int | None:
-        """The descriptor of a new slot for messages like this one, to be sent along with it; the caller closes it.
+        """Return the descriptor of a new slot for messages like this one, to be sent along; the caller closes it.
 
         None where limits or the system do not allow another slot. What becomes of the frame does not matter here: a slot
         that the receiver does not map is given up after a while.
@@ -182,15 +178,13 @@ class LendingArena:
                 self._next_offer = now + _PAUSE_S  # no descriptor or no memory: do not try with every call
                 return None
             slot.last_lent = now
-            self._free.setdefault(capacity, [])
-            self._lent.setdefault(capacity, deque())
             self._offered.append(slot)
             self._num_created += 1
             self._bytes_mapped += capacity
             return fd
 
     def cancel(self, lease: Lease) -> None:
-        """The frame was not sent: the slot is free again."""
+        """Take a slot back whose frame was not sent."""
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
             if slot not in self._lent.get(capacity, ()):  # closed meanwhile
@@ -209,7 +203,7 @@ class LendingArena:
             self._bytes_mapped = 0
 
     def statistics(self) -> ArenaStatistics:
-        """What the arena holds now."""
+        """Return what the arena holds now."""
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
             num_slots = len(lent) + sum(map(len, self._free.values())) + len(self._offered)
@@ -264,7 +258,7 @@ class LendingArena:
         slot.retire()
 
     def _idle_slots(self, since: float) -> list[Slot]:
-        """Free slots that were lent last before `since`, the oldest first."""
+        """Return the free slots that were lent last before `since`, the oldest first."""
         for capacity, lent in self._lent.items():
             for _ in range(len(lent)):
                 slot = lent.popleft()
@@ -310,12 +304,12 @@ class BorrowedSlots:
                 os.close(fd)
 
     def map_slot(self, ref: SlotRef, num_bytes: int) -> Any:
-        """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
+        """Return the first `num_bytes` of a slot, writable; it goes back to its sender when the buffer is freed.
 
-        Views of the buffer (tensors, memoryviews) keep it. Nobody may see it before `are_filled`.
+        Views of the buffer (tensors, memoryviews) keep it. It must not be used before `are_filled`.
 
         Raises:
-            DecodeError: `ref` is no slot that may be borrowed now, or its memory is not what it has to be.
+            DecodeError: `ref` does not name a slot that may be borrowed now.
             ConnectionClosed: `close` was called.
         """
         with self._lock:
@@ -334,10 +328,10 @@ class BorrowedSlots:
             return slot.borrow(num_bytes)
 
     def are_filled(self) -> bool:
-        """Whether the bytes of all slots that were mapped so far are there.
+        """Return whether the bytes of all slots that were mapped so far are there.
 
         Raises:
-            ConnectionClosed: `close` was called, and nobody knows any more.
+            ConnectionClosed: `close` was called, so that this cannot be known any more.
         """
         unfilled = self.unfilled
         while unfilled and unfilled[-1].state.value != FILLING:
@@ -355,10 +349,10 @@ class BorrowedSlots:
             self.unfilled = []  # not emptied: the thread that reads may be looking at it
             self._bytes_mapped = 0
         for slot in slots:
-            slot.loan = None  # ends the circle of slot and loan: nobody waits for this slot any more
+            slot.loan = None  # ends the circle of slot and loan
 
     def statistics(self) -> ArenaStatistics:
-        """What is mapped now."""
+        """Return what is mapped now."""
         with self._lock:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
@@ -393,7 +387,7 @@ class BorrowedSlots:
 
 
 def _explain_refusal(ref: SlotRef, num_bytes: int, slot: Slot | None) -> str:
-    """Why the receiver does not lend this slot's bytes to anybody; `slot` is the one it knows by that number."""
+    """Say why the receiver does not use this slot's bytes; `slot` is the one it knows by that number."""
     if not 0 < num_bytes <= ref.capacity:
         return f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}"
     if slot is None or slot.capacity != ref.capacity:
@@ -416,7 +410,7 @@ def _pop_freed(lent: deque[Slot]) -> Slot | None:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
+    """Return whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
     try:
         os.close(make_slot(0, PAGE)[1])
     except OSError:
@@ -440,7 +434,7 @@ class Slot:
         self.process_id = os.getpid()
 
     def borrow(self, num_bytes: int) -> Any:
-        """The slot's first bytes. When they are garbage collected, the slot is free."""
+        """Return the slot's first bytes. When they are garbage collected, the slot is free."""
         buffer = bytes_type(num_bytes).from_address(self.address)
         buffer._memory = self.memory  # the mapping lives as long as the buffer
         self.loan = loan = SlotLoan(buffer, _on_slot_freed)
@@ -479,12 +473,12 @@ def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) ->
 
 @functools.lru_cache(maxsize=256)
 def bytes_type(num_bytes: int) -> Any:
-    """The ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
+    """Return the ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
     return ctypes.c_ubyte * num_bytes
 
 
 def round_up(num_bytes: int) -> int:
-    """The capacity for so many bytes: a power of two, and no less than a page."""
+    """Return the capacity for so many bytes: a power of two, and no less than a page."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
 
 

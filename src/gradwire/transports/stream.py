@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -50,54 +50,6 @@ _MAX_LOOKS = 300  # for the same, before sleeping: about a quarter of a millisec
 _SLEEP_MS = 1
 _SLICE_S = 0.05  # how long a thread waits for its turn to write before it looks for a deferred Ctrl-C
 _scratch = threading.local()
-
-
-class Channel(Protocol):
-    """Moves bytes without ever blocking. One thread reads and one writes at a time; they may be different ones.
-
-    Attributes:
-        can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
-    """
-
-    can_vanish: bool
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-
-    def read_into(self, buffer: Buffer) -> int | None:
-        """Return the number of bytes read; 0 at the end of the stream; None when nothing is there now.
-
-        Raises:
-            ConnectionLost: The connection broke.
-        """
-
-    def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
-        """Return the number of bytes written, which may be fewer than given; None when there is no room now.
-
-        Raises:
-            ConnectionLost: The connection broke.
-        """
-
-    def write_waits_for_reading(self) -> bool:
-        """Return whether the last `write` stopped because it must read first (a TLS handshake does that)."""
-
-    def holds_unsent(self) -> bool:
-        """Return whether the last `write` took bytes that it did not report (TLS cannot give a record back)."""
-
-    def has_hidden_bytes(self) -> bool:
-        """Return whether bytes were taken from the descriptor that were not read yet (TLS decrypts ahead)."""
-
-    def certified_names(self) -> frozenset[str] | None:
-        """Return the worker names in the other side's certificate; None where the channel has no certificates."""
-
-    def is_vanished(self) -> bool:
-        """Return whether the other machine has not acknowledged anything for seconds, although it should.
-
-        Must be asked now and then where `can_vanish`: there is no event for it.
-        """
-
-    def close(self) -> None:
-        """End the connection. Idempotent; a thread that waits for the descriptor wakes up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +108,13 @@ class StreamConnection:
         return self._closed
 
     def certified_names(self) -> frozenset[str] | None:
-        """Return the worker names that the other side's certificate is good for; None without certificates."""
         return self._channel.certified_names()
 
     @property
     def can_vanish(self) -> bool:
-        """Whether `is_vanished` must be asked now and then."""
         return self._channel.can_vanish
 
     def is_vanished(self) -> bool:
-        """Return whether the other machine seems to be gone although the connection still stands."""
         return self._channel.is_vanished()
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -520,8 +469,14 @@ _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call
 _CANNOT_PASS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE)  # descriptors; bytes may still go
 
 
-class PlainChannel:
-    """Bytes over a connected socket: `inproc`, `unix` and unencrypted loopback `tcp`."""
+class Channel:
+    """Moves the bytes of one connection over a socket, without ever blocking.
+
+    One thread reads and one writes at a time; they may be different ones.
+
+    Attributes:
+        can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
+    """
 
     can_vanish = False  # on one machine the kernel reports the end of a process at once
 
@@ -533,6 +488,11 @@ class PlainChannel:
         return self._socket.fileno()
 
     def read_into(self, buffer: Buffer) -> int | None:
+        """Return the number of bytes read; 0 at the end of the stream; None when nothing is there now.
+
+        Raises:
+            ConnectionLost: The connection broke.
+        """
         try:
             return self._socket.recv_into(buffer)
         except BlockingIOError:
@@ -541,8 +501,13 @@ class PlainChannel:
             raise ConnectionLost(f"the connection broke while reading: {error}") from error
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
+        """Return the number of bytes written, which may be fewer than given; None when there is no room now.
+
+        Raises:
+            ConnectionLost: The connection broke.
+        """
         try:
-            if descriptors:  # only `UnixChannel` is given any
+            if descriptors:  # only on Unix sockets
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
                 try:
                     return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
@@ -558,19 +523,56 @@ class PlainChannel:
             raise ConnectionLost(f"the connection broke while writing: {error}") from error
 
     def write_waits_for_reading(self) -> bool:
+        """Return whether the last `write` stopped because it must read first (a TLS handshake does that)."""
         return False
 
     def holds_unsent(self) -> bool:
+        """Return whether the last `write` took bytes that it did not report (TLS cannot give a record back)."""
         return False
 
     def has_hidden_bytes(self) -> bool:
+        """Return whether bytes were taken from the descriptor that were not read yet (TLS decrypts ahead)."""
         return False
 
     def certified_names(self) -> frozenset[str] | None:
+        """Return the worker names that the other side's certificate is good for; None without certificates."""
         return None
 
     def is_vanished(self) -> bool:
+        """Return whether the other machine has not acknowledged anything for seconds, although it should.
+
+        Must be asked now and then where `can_vanish`: there is no event for it.
+        """
         return False
+
+    def close(self) -> None:
+        """End the connection. Idempotent; a thread that waits for the descriptor wakes up."""
+        end_socket(self._socket)
+
+
+class SocketListener:
+    """Accepts connections of one listening socket."""
+
+    def __init__(self, sock: socket.socket, uri: str, options: StreamOptions) -> None:
+        sock.setblocking(False)
+        self.uri = uri
+        self._socket = sock
+        self._options = options
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def accept_socket(self) -> socket.socket | None:
+        """Return the next connected socket, or None when there is none now.
+
+        Raises:
+            ResourceExhausted: The process is out of descriptors or memory; try again later.
+        """
+        try:
+            return self._socket.accept()[0]
+        except OSError as error:
+            check_exhausted(error)
+            return None
 
     def close(self) -> None:
         end_socket(self._socket)

@@ -21,11 +21,11 @@ from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFai
 from gradwire.transports import tls
 from gradwire.transports.stream import (
     Buffer,
-    PlainChannel,
+    Channel,
+    SocketListener,
     StreamConnection,
     StreamOptions,
     check_exhausted,
-    end_socket,
 )
 
 _NUM_PROBES = 4
@@ -34,7 +34,7 @@ _RECORD_BYTES = 16 << 10
 _TLS = "?tls"  # behind the address of a listener with keys
 
 
-class TcpChannel(PlainChannel):
+class TcpChannel(Channel):
     """Bytes over a TCP connection without encryption; loopback only."""
 
     can_vanish = True
@@ -150,37 +150,27 @@ def _translate(error: Exception) -> TransportError:
     return ConnectionLost(f"the connection broke: {error}")
 
 
-class TcpListener:
+class TcpListener(SocketListener):
     """Listens at one address of this machine."""
 
     def __init__(self, host: str, port: int, options: StreamOptions, context: ssl.SSLContext | None) -> None:
-        self._options = options
         self._context = context
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
+            sock = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
-        self._socket.setblocking(False)
-        self.uri = _make_uri(host, self._socket.getsockname()[1], context is not None)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        super().__init__(sock, _make_uri(host, sock.getsockname()[1], context is not None), options)
 
     def accept_nowait(self) -> StreamConnection | None:
-        try:
-            sock, _address = self._socket.accept()
-        except OSError as error:
-            check_exhausted(error)
+        sock = self.accept_socket()
+        if sock is None:
             return None
         try:
             return _make_connection(sock, self._options, self._context, self.uri, server_side=True)
         except OSError:
             sock.close()
             return None
-
-    def close(self) -> None:
-        end_socket(self._socket)
 
 
 class TcpTransport:

@@ -21,14 +21,7 @@ from pathlib import Path
 from gradwire import _interrupts
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost
 from gradwire.transports.shared_memory import BorrowedSlots, is_available
-from gradwire.transports.stream import (
-    Buffer,
-    PlainChannel,
-    StreamConnection,
-    StreamOptions,
-    check_exhausted,
-    end_socket,
-)
+from gradwire.transports.stream import Buffer, Channel, SocketListener, StreamConnection, StreamOptions
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * struct.calcsize("i"))
@@ -36,7 +29,7 @@ _PATH_BYTES = 107  # what the kernel takes
 _BUFFER_BYTES = 1 << 20  # a whole tensor below the shared-memory threshold fits, so that a send rarely waits
 
 
-class UnixChannel(PlainChannel):
+class UnixChannel(Channel):
     """Bytes and descriptors over a connected Unix socket."""
 
     def __init__(self, sock: socket.socket, slots: BorrowedSlots) -> None:
@@ -61,7 +54,7 @@ class UnixChannel(PlainChannel):
         return num_bytes
 
 
-class UnixListener:
+class UnixListener(SocketListener):
     """Listens at a socket file in a private folder, and accepts connections of the same user only."""
 
     def __init__(self, path: Path, options: StreamOptions) -> None:
@@ -70,37 +63,28 @@ class UnixListener:
             raise ConfigurationError(
                 f"{path} is longer than the {_PATH_BYTES} bytes of a Unix socket; use a shorter folder"
             )
-        self.uri = f"unix://{path}"
         self._path = path
-        self._options = options
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()  # left by an earlier incarnation that was killed
-            self._socket.bind(str(path))
-            self._socket.listen(1024)
+            sock.bind(str(path))
+            sock.listen(1024)
             self._inode = path.stat().st_ino
         except OSError as error:
-            self._socket.close()
+            sock.close()
             raise ConfigurationError(f"cannot listen at {path}: {error}") from error
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        super().__init__(sock, f"unix://{path}", options)
 
     def accept_nowait(self) -> StreamConnection | None:
-        try:
-            sock, _address = self._socket.accept()
-        except OSError as error:
-            check_exhausted(error)
-            return None
-        if peer_uid(sock) != os.geteuid():
+        sock = self.accept_socket()
+        if sock is not None and peer_uid(sock) != os.geteuid():
             sock.close()
             return None
-        return _make_connection(sock, self._options, self.uri)
+        return None if sock is None else _make_connection(sock, self._options, self.uri)
 
     def close(self) -> None:
-        end_socket(self._socket)
+        super().close()
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:  # a later incarnation may listen there by now
                 self._path.unlink()

@@ -245,13 +245,13 @@ class FrameDecoder:
         except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
             raise DecodeError(f"not a {kind.name} message: {error}") from error
         if not kind.has_payload:
-            kind.check(message, limits)
+            _check_message(message, limits)
             # A second spelling of the same message could hide fields that are never read. Calls are hot, and cannot.
             if _encode_header(message) != header:
                 raise DecodeError(f"a {kind.name} message that is not in its one spelling")
             frames.append(Frame(message, b"", []))
             return after
-        expected = kind.check(message, limits, self._shared_dtypes)
+        expected = _check_payload(message, limits, self._shared_dtypes)
         if expected != payload_bytes:
             raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
         if payload_bytes >= _SMALL_BYTES or end < after + payload_bytes:
@@ -344,10 +344,8 @@ class IncomingPayload:
         return Frame(self._message, self._buffers[0], self._buffers[1:], self._shortage)
 
 
-# Checks that depend on `Limits`; for messages with a payload they return how long it has to be
-
-
 def _check_message(message: Message, limits: Limits) -> None:
+    """Check a message that has no payload against `Limits`."""
     if isinstance(message, Hello | Challenge):
         check_address(message.sender, limits)
     if isinstance(message, Hello):
@@ -358,14 +356,12 @@ def _check_message(message: Message, limits: Limits) -> None:
         check_error(message.error, limits)
 
 
-def _check_call(message: Call, limits: Limits, shared_dtypes: Container[int]) -> int:
-    name = message.function
-    if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
-        check_text(name, "a function's name", limits.name_bytes)
-    return _check_reply(message, limits, shared_dtypes)
-
-
-def _check_reply(message: Call | Reply, limits: Limits, shared_dtypes: Container[int]) -> int:
+def _check_payload(message: Call | Reply, limits: Limits, shared_dtypes: Container[int]) -> int:
+    """Check a message that has a payload against `Limits`, and return how long the payload has to be."""
+    if type(message) is Call:
+        name = message.function
+        if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
+            check_text(name, "a function's name", limits.name_bytes)
     for name in message.notes:
         if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
             check_text(name, "a note's name", limits.name_bytes)
@@ -385,7 +381,6 @@ class _Kind(NamedTuple):
     front: bytes  # the first eight bytes of its frames
     seed: int  # its part of what the checksum of a header begins with
     decode: Callable[[bytes], Any]
-    check: Callable[..., Any]
     has_payload: bool  # whether it may carry arguments and tensors
     is_in_handshake: bool  # whether its headers are limited as those of unknown callers
 
@@ -397,7 +392,6 @@ _KINDS: Final = {
         front=_FRONT.pack(MAGIC, PROTOCOL_VERSION, number, 0, 0),
         seed=number << 24,
         decode=msgspec.msgpack.Decoder(kind).decode,
-        check=_check_call if kind is Call else _check_reply if kind is Reply else _check_message,
         has_payload=kind in (Call, Reply),
         is_in_handshake=number < _FIRST_AFTER_HANDSHAKE,
     )

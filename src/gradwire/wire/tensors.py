@@ -55,6 +55,7 @@ _IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
 _BY_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
 _STRIDED: Final = torch.strided
 _TENSOR: Final = torch.Tensor
+_is_wrapped: Final = _torch.is_functorch_wrapped_tensor
 _INT64_MAX: Final = 2**63 - 1
 _EXTENSION: Final = re.escape(_torch.privateuse1_backend_name())  # the one backend that may be added to torch
 _DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
@@ -99,7 +100,7 @@ def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[tor
     ):
         return _describe_any(tensor, limits)
     shape = tuple(tensor.shape)
-    if len(shape) > limits.num_dims or _torch.is_functorch_wrapped_tensor(tensor):
+    if len(shape) > limits.num_dims or _is_wrapped(tensor):
         return _describe_any(tensor, limits)
     if tensor.requires_grad:
         return TensorMeta(index, shape, tensor.nbytes, FLAG_REQUIRES_GRAD), [tensor.detach()]
@@ -137,7 +138,7 @@ def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
         reason = "it is quantised; send tensor.dequantize(), or int_repr() with its scale and zero point"
     elif tensor.is_nested:
         reason = "it is nested; send the list tensor.unbind()"
-    elif _torch.is_functorch_wrapped_tensor(tensor) or _torch.is_functional_tensor(tensor):
+    elif _is_wrapped(tensor) or _torch.is_functional_tensor(tensor):
         reason = "it belongs to a function transform (vmap, grad, functionalize); make the call outside of it"
     elif tensor.layout not in LAYOUTS:
         reason = f"its layout is {tensor.layout}; send tensor.to_dense()"

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import gradwire
+from gradwire import _interrupts
 from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
 from gradwire.testing import ConnectionPair, local_agents, wait_until
-from gradwire.testing.transports import ANYTHING, Sender, call_ids, end_of, receive_frames, receive_tensors, send_call
+from gradwire.testing.transports import (
+    ANYTHING,
+    Sender,
+    call_ids,
+    end_of,
+    hold_call,
+    receive_frames,
+    receive_tensors,
+    send_call,
+)
 from gradwire.transports import stream
 from gradwire.transports.shared_memory import is_available
-from gradwire.transports.stream import StreamConnection, StreamOptions, _SharedParts
+from gradwire.transports.stream import Channel, StreamConnection, StreamOptions, _SharedParts
 from gradwire.transports.unix import UnixListener, UnixTransport
 from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Call, Goodbye
+from gradwire.wire.serialization import EMPTY, pack_bare, unpack
+from gradwire.wire.tensors import rebuild
 
 KIB, MIB = 1 << 10, 1 << 20
 DEADLINE_S = 20.0
@@ -383,3 +399,144 @@ def test_a_call_keeps_its_deadline_and_the_connection_goes_on(monkeypatch: pytes
         assert time.monotonic() - began < 10.0
         may_go_on.set()
         assert torch.equal(first.call("b", echo, (numbers(256 * KIB, 2),)), numbers(256 * KIB, 2))
+
+
+# Frames that are cut off
+
+
+class CutChannel(Channel):
+    """Writes the first bytes of a frame, and then raises what it is told to; before the first byte, it has no room."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.error: BaseException | None = None
+        self.num_bytes = 0
+
+    def write(self, buffers: Sequence[Any], descriptors: Sequence[int]) -> int | None:
+        if self.error is None:
+            return super().write(buffers, descriptors)
+        if self.num_bytes:
+            size, self.num_bytes = self.num_bytes, 0
+            return super().write([b"".join(buffers)[:size]], ())
+        raise self.error
+
+
+@pytest.fixture
+def cut_pair() -> Iterator[ConnectionPair]:
+    first, second = socket.socketpair()
+    near = StreamConnection(CutChannel(first), StreamOptions(), slots=None, label="near")
+    far = StreamConnection(Channel(second), StreamOptions(), slots=None, label="far")
+    with ConnectionPair(near, far) as made:
+        yield made
+
+
+def channel_of(connection: StreamConnection) -> CutChannel:
+    assert isinstance(connection._channel, CutChannel)
+    return connection._channel
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 30])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), RuntimeError("?"), TimeoutError()], ids=repr)
+def test_an_exception_in_the_middle_of_a_frame_closes_the_connection(
+    cut_pair: ConnectionPair, error: BaseException, num_bytes: int
+) -> None:
+    channel_of(cut_pair.near).error, channel_of(cut_pair.near).num_bytes = error, num_bytes
+    with pytest.raises(type(error)):
+        send_call(cut_pair.near, 1, b"body", [torch.ones(3)])
+    assert cut_pair.near.is_closed
+    with pytest.raises(ConnectionClosed):
+        send_call(cut_pair.near, 2)
+    frames: list[Frame] = []
+    assert isinstance(end_of(cut_pair.far, frames), ConnectionLost)
+    assert frames == []
+
+
+def test_the_end_of_a_connection_does_not_hide_what_came_before_it(cut_pair: ConnectionPair) -> None:
+    send_call(cut_pair.far, 1, b"last words")
+    channel_of(cut_pair.near).error = ConnectionLost("broken")
+    with pytest.raises(ConnectionLost):
+        send_call(cut_pair.near, 1)
+    assert call_ids(receive_frames(cut_pair.near, 1)) == [1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["ctrl-c", "deadline"])
+def test_an_exception_before_the_first_byte_leaves_the_connection_as_it_was(
+    cut_pair: ConnectionPair, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
+) -> None:
+    near, num_polls = cut_pair.near, 0
+
+    def poll(poller: Any, timeout: float) -> Any:
+        nonlocal num_polls
+        num_polls += 1
+        if error is not None:
+            raise error
+        return []
+
+    hold_call(near, 1, b"held back")
+    with monkeypatch.context() as patch:
+        patch.setattr(_interrupts, "poll", poll)
+        patch.setattr(CutChannel, "write", lambda *_: None)  # no room
+        with pytest.raises(error or TimeoutError):
+            near.send(Goodbye("too late"), deadline=time.monotonic())
+    assert num_polls == 1
+    assert not near.is_closed
+    assert near.has_held_back
+    send_call(near, 2)
+    assert call_ids(receive_frames(cut_pair.far, 2)) == [1, 2]
+
+
+def test_a_thread_that_waits_for_its_turn_lets_ctrl_c_in(
+    cut_pair: ConnectionPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_interrupts, "deliver", interrupt)
+    with cut_pair.near._write_lock, pytest.raises(KeyboardInterrupt):
+        send_call(cut_pair.near, 1)
+    assert not cut_pair.near.is_closed
+    send_call(cut_pair.near, 2)
+    assert call_ids(receive_frames(cut_pair.far, 1)) == [2]
+
+
+# The path of a small message
+
+
+def num_calls(function: Callable[[], object]) -> tuple[int, int]:
+    """Return how many functions of gradwire were entered, and how many of C they called."""
+    found: Counter[str] = Counter()
+    package = str(Path(gradwire.__file__).parent)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        found[event] += frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found["call"], found["c_call"]
+
+
+def test_a_small_message_takes_a_handful_of_calls(pair: ConnectionPair) -> None:
+    tensor, limits = torch.ones(8), StreamOptions().limits
+
+    def send_tensor() -> None:
+        packed = pack_bare(((tensor,), {}))
+        assert packed is not None
+        pair.near.send(Call(1, "m:f", 1.0, packed.codec, 0), packed.body, packed.tensors)
+
+    def send_oneway() -> None:
+        pair.near.send(Call(0, "~m.f", 0.0, EMPTY, 0, (), {"note": [1, 2]}))
+
+    def read() -> None:
+        (frame,) = pair.far.read_nowait() or ()
+        message = frame.message
+        assert isinstance(message, Call)
+        tensors = [rebuild(meta, iter(frame.buffers)) for meta in message.tensors]
+        unpack(message.codec, frame.body, tensors, "code", limits)
+
+    for _ in range(2):  # the first time, some things are made
+        found = [num_calls(step) for step in (send_tensor, read, send_oneway, read)]
+    bounds = [(7, 30), (9, 22), (4, 16), (7, 18)]
+    assert all(python <= most[0] and c <= most[1] for (python, c), most in zip(found, bounds, strict=True)), found
