@@ -71,11 +71,9 @@ class InprocTransport:
         self._options = options
 
     def listen(self, worker: str) -> InprocListener:
-        """Start to listen under the worker's name."""
         return InprocListener(worker, self._options)
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Open a connection to a worker of this process."""
         near, far = socket.socketpair()
         with _lock:
             listener = _listeners.get(uri)

@@ -65,7 +65,8 @@ class Transport(Protocol):
 
         Raises:
             ConnectFailed: There is no answer.
-            AuthenticationFailed: The worker that answers does not belong to this cluster.
+            ResourceExhausted: This process has no descriptor left for it.
+            AuthenticationFailed: The worker that answers belongs to another user or cluster, or only one side has keys.
         """
 
 

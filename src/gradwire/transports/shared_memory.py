@@ -212,8 +212,7 @@ class LendingArena:
 
     def _pop_mapped(self, free: list[Slot]) -> Slot | None:
         """List the slots as free that the receiver has mapped since they were offered; take one out of `free`."""
-        mapped = [slot for slot in self._offered if slot.state.value == FREE]
-        for slot in mapped:
+        for slot in [slot for slot in self._offered if slot.state.value == FREE]:
             self._offered.remove(slot)
             self._free[slot.capacity].append(slot)
         return free.pop() if free else None
@@ -316,13 +315,12 @@ class BorrowedSlots:
             if self._is_closed:
                 raise ConnectionClosed("the connection of this slot is closed")
             slot = self._slots.get(ref.slot_id)
-            if (
-                slot is None
-                or slot.loan is not None
-                or slot.capacity != ref.capacity
-                or not 0 < num_bytes <= slot.capacity
-            ):
-                raise DecodeError(_explain_refusal(ref, num_bytes, slot))
+            if slot is None or slot.capacity != ref.capacity:
+                raise DecodeError(f"no slot {ref.slot_id} of {ref.capacity} bytes was received")
+            if not 0 < num_bytes <= slot.capacity:
+                raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
+            if slot.loan is not None:
+                raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
             if slot.state.value == FILLING:
                 self.unfilled.append(slot)
             return slot.borrow(num_bytes)
@@ -386,15 +384,6 @@ class BorrowedSlots:
                 self._bytes_mapped -= slot.capacity
 
 
-def _explain_refusal(ref: SlotRef, num_bytes: int, slot: Slot | None) -> str:
-    """Say why the receiver does not use this slot's bytes; `slot` is the one it knows by that number."""
-    if not 0 < num_bytes <= ref.capacity:
-        return f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}"
-    if slot is None or slot.capacity != ref.capacity:
-        return f"no slot {ref.slot_id} of {ref.capacity} bytes was received"
-    return f"slot {ref.slot_id} was lent again while it is in use"
-
-
 def _pop_freed(lent: deque[Slot]) -> Slot | None:
     """Take a slot out that the receiver has freed: the newest that can be found, so that its memory is warm."""
     for _ in range(min(len(lent), _MAX_SCAN)):
@@ -442,12 +431,14 @@ class Slot:
         return buffer
 
     def touch(self, num_bytes: int) -> None:
-        """Make the pages of the first bytes, so that writing to them cannot fail.
+        """Make the pages of the first bytes in one call, so that writing to them cannot fail (with a signal).
 
         Raises:
             OSError: There is no memory.
         """
-        populate(self.address - PAGE, PAGE + num_bytes)
+        code = advise(self.address - PAGE, PAGE + num_bytes, _MADV_POPULATE_WRITE)
+        if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
+            raise OSError(code, os.strerror(code))
         self.num_touched = num_bytes
 
     def retire(self) -> None:
@@ -541,19 +532,6 @@ def check_memfd(fd: int) -> tuple[int, int]:
     return slot_id, capacity
 
 
-class _Mapping:
-    """Ends a mapping with the last object that refers to it."""
-
-    __slots__ = ("_address", "_num_bytes", "_unmap")
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self._address, self._num_bytes = address, num_bytes
-        self._unmap = _libc().munmap  # module globals may be gone when the interpreter ends
-
-    def __del__(self) -> None:
-        self._unmap(self._address, self._num_bytes)
-
-
 def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
     """Map a file. Unlike `mmap.mmap`, keep no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
 
@@ -565,26 +543,14 @@ def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
     if address is None or address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    mapping = _Mapping(address, num_bytes)
     buffer = bytes_type(num_bytes).from_address(address)
-    buffer._mapping = mapping
+    weakref.finalize(buffer, _libc().munmap, address, num_bytes).atexit = False  # tensors may be used to the very end
     with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def populate(address: int, num_bytes: int) -> None:
-    """Make pages in one call instead of a fault for each. No memory is then an error here, and not a signal later.
-
-    Raises:
-        OSError: There is no memory.
-    """
-    code = advise(address, num_bytes, _MADV_POPULATE_WRITE)
-    if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
-        raise OSError(code, os.strerror(code))
-
-
 def advise(address: int, num_bytes: int, advice: int) -> int:
-    """`madvise`; returns the error number. Linux only, where the numbers mean what they say."""
+    """Call `madvise` and return the error number. Linux only, where the numbers mean what they say."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0

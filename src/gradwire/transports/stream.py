@@ -274,17 +274,12 @@ class StreamConnection:
             written = step or 0
 
     def _wait_writable(self, deadline: float | None) -> None:
-        reading = self._channel.write_waits_for_reading()
-        descriptor = self._channel.fileno()
-        if descriptor < 0:  # closed here a moment ago
-            raise ConnectionLost(f"{self.label} ended")
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN if reading else select.POLLOUT)
-        while not _interrupts.poll(poller, 200):
-            if self._closed:
-                raise ConnectionLost(f"{self.label} ended")
+        event = select.POLLIN if self._channel.write_waits_for_reading() else select.POLLOUT
+        while not _poll(self._channel.fileno(), event, 200):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.label} took no bytes")
+        if self._closed:
+            raise ConnectionLost(f"{self.label} ended")
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -340,7 +335,8 @@ class StreamConnection:
         Nothing can be waited for but the end of the connection.
         """
         assert self._slots is not None
-        has_ended = _has_hung_up(self._channel.fileno(), _SLEEP_MS)  # asked first: what was filled before it counts
+        # Asked first: what was filled before the end counts. Without an event to wait for, unread bytes do not hide it.
+        has_ended = _poll(self._channel.fileno(), 0, _SLEEP_MS)
         if self._closed:
             raise ConnectionClosed(f"{self.label} was closed here")
         if self._slots.are_filled():
@@ -358,7 +354,7 @@ class StreamConnection:
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Return whether something can be read within that time (or the connection ended)."""
-        return wait_readable(self._channel.fileno(), timeout_s)
+        return _poll(self._channel.fileno(), select.POLLIN, timeout_s * 1000)
 
     def receive(self, deadline: float) -> Frame:
         """Return the next frame, for the handshake of the side that connects.
@@ -578,22 +574,13 @@ class SocketListener:
         end_socket(self._socket)
 
 
-def wait_readable(descriptor: int, timeout_s: float) -> bool:
-    """Return whether the descriptor can be read (or was hung up) within that time."""
+def _poll(descriptor: int, events: int, timeout_ms: float) -> bool:
+    """Return whether an event or the end of the connection comes within that time."""
     if descriptor < 0:
         return True
     poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(_interrupts.poll(poller, max(0.0, timeout_s * 1000)))
-
-
-def _has_hung_up(descriptor: int, timeout_ms: int) -> bool:
-    """Return whether the other side has closed its socket, or does so within that time; unread bytes do not hide it."""
-    if descriptor < 0:
-        return True
-    poller = select.poll()
-    poller.register(descriptor, 0)
-    return bool(poller.poll(timeout_ms))
+    poller.register(descriptor, events)
+    return bool(_interrupts.poll(poller, max(0.0, timeout_ms)))
 
 
 def _num_bytes(buffer: Buffer) -> int:

@@ -206,24 +206,12 @@ class TcpTransport:
         self._client = tls.client_context(keys) if keys is not None else None
 
     def listen(self, worker: str) -> TcpListener:
-        """Start to listen.
-
-        Raises:
-            ConfigurationError: The address cannot be bound.
-        """
         listener = TcpListener(self._host, self._port, self._options, self._server)
         if self._advertised_host is not None:
             listener.uri = _make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
         return listener
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Open a connection.
-
-        Raises:
-            ConnectFailed: There is no answer.
-            ResourceExhausted: This process has no descriptor left for it.
-            AuthenticationFailed: One side has keys and the other has none, or both have none off loopback.
-        """
         host, port, is_tls = _split_uri(uri)
         if self._client is None and is_tls:
             raise AuthenticationFailed(f"{uri} wants TLS and this worker has no keys; pass tls= to every worker")

@@ -105,22 +105,11 @@ class UnixTransport:
         self._options = options
 
     def listen(self, worker: str) -> UnixListener:
-        """Start to listen at ``<folder>/<worker>.sock``.
-
-        Raises:
-            ConfigurationError: The folder is open to others, or the path is too long.
-        """
         # A name may hold any character; a file may not.
         safe = "".join(char if char.isalnum() or char in "-_." else f"%{ord(char):x}" for char in worker)
         return UnixListener(self._folder / f"{safe}.sock", self._options)
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Open a connection to a worker of the same user.
-
-        Raises:
-            ConnectFailed: No worker listens there.
-            AuthenticationFailed: A worker of another user does.
-        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)

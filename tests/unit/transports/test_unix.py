@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from gradwire.testing import ConnectionPair, wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
 from gradwire.transports import unix
 from gradwire.transports.stream import StreamConnection, StreamOptions
-from gradwire.transports.unix import UnixListener, UnixTransport
+from gradwire.transports.unix import SocketFolder, UnixListener, UnixTransport
 
 
 @pytest.fixture
@@ -222,3 +225,32 @@ def test_accepting_from_a_closed_listener_is_harmless(transport: UnixTransport) 
     listener.close()
     wait_until(lambda: listener.accept_nowait() is None, 1, "nobody comes")
     assert listener.fileno() == -1
+
+
+def test_is_private_and_removed() -> None:
+    folder = SocketFolder()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.close()
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_one_of_a_killed_process_is_removed_by_the_next() -> None:
+    program = (
+        "from gradwire.transports.unix import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    )
+    assert process.stdout is not None
+    path = process.stdout.readline().strip()
+    SocketFolder().close()
+    assert os.path.isdir(path), "the folder of a process that lives must stay"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    SocketFolder().close()
+    assert not os.path.exists(path)
