@@ -55,12 +55,12 @@ def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
 def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o077:  # not changed silently: it may be somebody's home
+    if mode & 0o077:  # not changed silently: it may be a home folder
         raise ConfigurationError(f"{folder} is open to others (mode {mode:o}); `chmod 700` it or name a new folder")
 
 
 def _load_authority(folder: Path) -> _Identity | None:
-    """The authority in a folder, or None if there is none."""
+    """Return the authority in a folder, or None if there is none."""
     certificate_file, key_file = folder / "ca.pem", folder / "ca.key"
     if not certificate_file.exists() and not key_file.exists():
         return None
@@ -86,7 +86,7 @@ def _make_authority(folder: Path, days: int) -> _Identity:
 
 
 def _issue(authority: _Identity, uri: str, days: int) -> _Identity:
-    """A certificate for a worker, for both ends of a connection: workers call and are called."""
+    """Issue a certificate for a worker, for both ends of a connection: workers call and are called."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gradwire worker")])  # the name is in the URI
     end = min(_now() + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc)
@@ -153,7 +153,7 @@ def _now() -> datetime.datetime:
 
 
 def check_files(keys: TlsKeys) -> None:
-    """Find out, with names of files, what would otherwise be an unclear failure of every handshake.
+    """Refuse files that would fail every handshake for an unclear reason, and say which and why.
 
     Raises:
         ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
