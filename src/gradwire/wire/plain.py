@@ -177,14 +177,10 @@ _ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
 }
 
 
+@dataclass(slots=True)
 class _Incoming:
-    """The tensors of one message, and how many of them the body has named so far."""
-
-    __slots__ = ("num_named", "tensors")
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.num_named = 0
+    tensors: list[torch.Tensor]
+    num_named: int = 0  # how many of them the body has named so far
 
     def tensor_at(self, index: int) -> torch.Tensor:
         if index == self.num_named < len(self.tensors):
