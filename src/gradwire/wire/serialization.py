@@ -108,7 +108,7 @@ def pack_bare(value: Any) -> Packed | None:
     if type(value) is not tuple or len(value) != 2:
         return None
     args, kwargs = value
-    if kwargs or type(args) is not tuple or type(kwargs) is not dict:
+    if type(args) is not tuple or type(kwargs) is not dict or kwargs:
         return None
     if not args:
         return Packed(EMPTY, b"", _NO_TENSORS)

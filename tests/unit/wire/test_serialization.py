@@ -51,6 +51,13 @@ def test_same_tensor_travels_once_and_arrives_as_one(trust: Trust) -> None:
     assert arrived[0][0] is arrived[0][1][1] is arrived[1]["again"] is shared
 
 
+@pytest.mark.parametrize("second", [torch.ones(2), {}, {"k": 1}, (), None], ids=repr)
+def test_pairs_that_are_not_the_arguments_of_a_call(second: Any) -> None:
+    first, arrived = round_trip((torch.ones(2), second))
+    assert torch.equal(first, torch.ones(2))
+    assert torch.equal(arrived, second) if isinstance(second, torch.Tensor) else arrived == second
+
+
 def test_many_tensors() -> None:
     values = [torch.tensor(i) for i in range(200)]
     assert [tensor.item() for tensor in round_trip(values)] == list(range(200))
