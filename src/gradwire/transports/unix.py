@@ -185,16 +185,11 @@ class SocketFolder:
 
 def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.lstat().st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
-                _remove_if_abandoned(folder)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    # No O_CREAT: a folder without the file is just being made, or belongs to another program.
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if folder.lstat().st_uid != os.geteuid() or not folder.is_dir() or folder.is_symlink():
+                continue
+            # No O_CREAT: a folder without the file is just being made, or belongs to another program.
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            shutil.rmtree(folder, ignore_errors=True)
