@@ -214,11 +214,9 @@ def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:
 
 def _remote_traceback(info: ErrorInfo) -> RemoteTraceback:
     links: list[RemoteTraceback] = []
-    link = info
-    while len(links) < 2 * MAX_CHAIN:
+    link: ErrorInfo | None = info
+    while link is not None and len(links) < MAX_CAUSES:
         links.append(RemoteTraceback(clean(link.worker), clean(link.traceback), link))
-        if link.cause is None:
-            break
         link = link.cause
     for nearer, farther in pairwise(links):
         nearer.__cause__ = farther

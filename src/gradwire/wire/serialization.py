@@ -181,28 +181,21 @@ def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     except (CannotSend, WorkerLost):  # a reference whose owner is gone
         raise
     except Exception as error:
-        where, culprit = _locate(value, _can_pickle)
+        where, culprit = _locate(value, lambda part: _succeeds(pickling.dumps, part))
         reason = f"{type(error).__name__}: {error}"[:500]
         raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from error
 
 
-def _can_pickle(value: Any) -> bool:
+def _succeeds(dumps: Callable[..., Any], *args: Any) -> bool:
     try:
-        pickling.dumps(value)
+        dumps(*args)
     except Exception:
         return False
     return True
 
 
 def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
-    def is_plain(part: Any) -> bool:
-        try:
-            plain.dumps(part, limits)
-        except (plain.NotPlain, CannotSend):
-            return False
-        return True
-
-    where, culprit = _locate(value, is_plain)
+    where, culprit = _locate(value, lambda part: _succeeds(plain.dumps, part, limits))
     if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
         describe(culprit, limits)
     advice = (
