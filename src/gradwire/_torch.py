@@ -50,3 +50,27 @@ class Carried(Generic[T]):
         elif _has(self._name):
             _remove(self._name)
         return before
+
+
+# used by wire
+
+is_functorch_wrapped_tensor: Any = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap, grad and the like
+is_functional_tensor: Any = torch._is_functional_tensor  # inside functionalize
+neg_view: Any = torch._neg_view  # flips the neg bit without a copy
+coo_indices: Any = torch.Tensor._indices  # unlike indices(), of tensors that are not coalesced, too
+coo_values: Any = torch.Tensor._values
+privateuse1_backend_name: Any = torch._C._get_privateuse1_backend_name  # the name of a backend added to torch
+DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass  # operators see plain tensors in this block
+make_subclass: Any = torch.Tensor._make_subclass  # a leaf of another class on the same memory
+get_obj_state: Any = torch._utils._get_obj_state  # attributes and slots that a subclass adds
+set_obj_state: Any = torch._utils._set_obj_state
+
+
+def untyped_storage_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the bytes of a typed storage; its public method warns about a deprecation."""
+    return storage._untyped_storage
+
+
+def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Make a typed storage without the warning about a deprecation."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

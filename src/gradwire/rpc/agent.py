@@ -42,8 +42,8 @@ from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.server import Server
 from gradwire.transports import registry
-from gradwire.transports.base import Listener, Transport
 from gradwire.transports.handshake import Identity
+from gradwire.transports.registry import Listener, Transport
 from gradwire.transports.stream import StreamConnection
 from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation

@@ -34,7 +34,7 @@ from gradwire.rpc.functions import Later, is_async_execution
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.oneway import notice_of
 from gradwire.rpc.reader import Reader, release_hold
-from gradwire.transports.base import Listener
+from gradwire.transports.registry import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.framing import Frame

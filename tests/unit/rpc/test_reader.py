@@ -17,7 +17,7 @@ from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.reader import Reader, has_hold, release_hold
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, call_ids, send_call, write_raw
-from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions
+from gradwire.transports.stream import Channel, StreamConnection, StreamOptions
 from gradwire.wire.framing import Frame
 
 
@@ -27,8 +27,8 @@ class Setting:
     def __init__(self, reactor: Reactor) -> None:
         first, second = socket.socketpair()
         options = StreamOptions()
-        self.here = StreamConnection(PlainChannel(first), options, slots=None, label="here")
-        self.there = StreamConnection(PlainChannel(second), options, slots=None, label="there")
+        self.here = StreamConnection(Channel(first), options, slots=None, label="here")
+        self.there = StreamConnection(Channel(second), options, slots=None, label="there")
         self.here.decoder.accept = ANYTHING
         self.seen: list[tuple[int, str]] = []  # which frame, and in which thread
         self.ends: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Types that threads check notes against are known to msgspec before there are threads."""
+"""Message types: what threads check notes against is known to msgspec before there are threads."""
 
 from __future__ import annotations
 

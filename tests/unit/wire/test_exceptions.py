@@ -111,7 +111,7 @@ def test_own_class_is_known_with_code_trust_only() -> None:
     stranger = round_trip(Custom(7, None), "data")
     assert type(stranger) is errors.RemoteCallFailed
     assert stranger.worker == "w1"
-    assert stranger.type_name.endswith("test_failures.Custom")
+    assert stranger.type_name.endswith("test_exceptions.Custom")
     assert "code 7" in str(stranger)
 
 

@@ -1,4 +1,4 @@
-"""Shared-memory slots, and the pool of private buffers, in one process and between two."""
+"""Shared-memory slots, in one process and between two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,16 +22,24 @@ import pytest
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
-from gradwire.transports import shared_memory as arena_module
-from gradwire.transports.memory import OFFERED, Slot, make_memfd
-from gradwire.transports.shared_memory import MAX_SLOTS, PAGE, BorrowedSlots, BufferPool, Lease, LendingArena
+from gradwire.transports import shared_memory
+from gradwire.transports.shared_memory import (
+    MAX_SLOTS,
+    OFFERED,
+    PAGE,
+    BorrowedSlots,
+    Lease,
+    LendingArena,
+    Slot,
+    make_memfd,
+)
 from gradwire.wire.messages import SlotRef
 
 KIB, MIB = 1 << 10, 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DEADLINE_S = 60.0
 
-pytestmark = pytest.mark.skipif(not arena_module.is_available(), reason="needs sealed memfds")
+pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="needs sealed memfds")
 
 
 def num_fds() -> int:
@@ -269,14 +276,14 @@ def limited(kind: int, soft: int) -> Iterator[None]:
 
 
 def test_without_descriptors_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_PAUSE_S", 0.0)
     with limited(resource.RLIMIT_NOFILE, 3):
         assert pair.arena.offer(MIB) is None
     assert pair.send(MIB, 1)[0] == 1
 
 
 def test_files_that_must_be_small_are_no_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_PAUSE_S", 0.0)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with limited(resource.RLIMIT_FSIZE, 64 * KIB):
@@ -333,12 +340,12 @@ def test_few_slots_are_offered_at_once(pair: Pair) -> None:
 
 def test_without_memfds_no_slot_is_offered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    arena_module.is_available.cache_clear()
+    shared_memory.is_available.cache_clear()
     try:
-        assert not arena_module.is_available()
+        assert not shared_memory.is_available()
         assert pair.arena.offer(MIB) is None
     finally:
-        arena_module.is_available.cache_clear()
+        shared_memory.is_available.cache_clear()
 
 
 def test_without_memory_for_its_pages_a_slot_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +531,7 @@ def test_slots_beyond_the_limit_are_not_mapped() -> None:
 
 def test_slots_beyond_their_number_are_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SLOTS <= 1024
-    monkeypatch.setattr(arena_module, "MAX_SLOTS", 3)
+    monkeypatch.setattr(shared_memory, "MAX_SLOTS", 3)
     slots, offered = BorrowedSlots(MIB), make_memfd(3, PAGE)
     kept = os.dup(offered)
     slots.add_fds([*(make_memfd(slot_id, PAGE) for slot_id in range(3)), offered])
@@ -565,17 +572,6 @@ def test_slots_are_freed_inside_calls_of_the_arena(pair: Pair) -> None:
     assert pair.slots.statistics().num_slots < 20
 
 
-def test_buffers_are_freed_inside_calls_of_the_pool() -> None:
-    pool = BufferPool(64 * MIB, smallest=PAGE)
-    with eager_collector():
-        for _ in range(100):
-            drop_in_cycle(pool.allocate(PAGE))
-    gc.collect()
-    statistics = pool.statistics()
-    assert (statistics.num_lent, statistics.num_idle) == (0, statistics.num_created)
-    assert statistics.num_created < 20
-
-
 def test_a_forked_child_does_not_free_its_parents_slots(pair: Pair) -> None:
     received = pair.send(PAGE, 6)
     with warnings.catch_warnings():
@@ -587,81 +583,6 @@ def test_a_forked_child_does_not_free_its_parents_slots(pair: Pair) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert pair.arena.statistics().num_lent == 1
     assert int(received[0]) == 6
-
-
-# The pool
-
-
-def test_small_buffers_are_plain() -> None:
-    assert type(BufferPool(MIB).allocate(1000)) is bytearray
-    assert BufferPool(MIB).allocate(0) == bytearray()
-
-
-def test_a_freed_buffer_is_used_again() -> None:
-    pool = BufferPool(4 * MIB)
-    first = torch.frombuffer(pool.allocate(300_000), dtype=torch.uint8)
-    address, view = first.data_ptr(), first[100:]
-    del first
-    assert pool.statistics().num_lent == 1
-    del view
-    assert pool.statistics().num_idle == 1
-    second = torch.frombuffer(pool.allocate(400_000), dtype=torch.uint8)
-    assert (second.data_ptr(), second.numel()) == (address, 400_000)
-
-
-def test_buffers_in_use_are_apart() -> None:
-    pool = BufferPool(4 * MIB)
-    held = [torch.frombuffer(pool.allocate(MIB), dtype=torch.uint8).fill_(index) for index in range(4)]
-    assert [int(each.sum()) // MIB for each in held] == [0, 1, 2, 3]
-
-
-def test_the_pool_keeps_no_more_than_its_limit() -> None:
-    pool = BufferPool(2 * MIB)
-    held = [pool.allocate(MIB) for _ in range(5)]
-    held.clear()
-    statistics = pool.statistics()
-    assert (statistics.num_idle, statistics.bytes_idle, statistics.num_created) == (2, 2 * MIB, 5)
-    assert len(pool.allocate(8 * MIB)) == 8 * MIB  # larger than the limit: made, and not kept
-    assert pool.statistics().bytes_idle <= 2 * MIB
-
-
-def test_a_closed_pool_keeps_nothing() -> None:
-    pool = BufferPool(8 * MIB)
-    held = torch.frombuffer(pool.allocate(MIB), dtype=torch.uint8).fill_(3)
-    drop_in_cycle(pool.allocate(MIB))
-    gc.collect()
-    pool.close()
-    pool.close()
-    assert int(held.sum()) == 3 * MIB
-    del held
-    assert pool.statistics().bytes_idle == 0
-
-
-def test_memory_that_the_system_does_not_have() -> None:
-    with pytest.raises(MemoryError, match="bytes"):
-        BufferPool(MIB).allocate(1 << 55)
-
-
-def test_the_pool_serves_many_threads() -> None:
-    pool, wrong = BufferPool(4 * MIB, smallest=PAGE), []
-
-    def work(seed: int) -> None:
-        held: list[torch.Tensor] = []
-        for index in range(150):
-            value = (seed * 50 + index) % 256
-            held.append(torch.frombuffer(pool.allocate(PAGE << (index % 3)), dtype=torch.uint8).fill_(value))
-            if len(held) > 3:
-                oldest, expected = held.pop(0), (value - 3) % 256
-                wrong.extend([seed] if not bool((oldest == expected).all()) else [])
-
-    threads = [threading.Thread(target=work, args=(seed,), name=f"gradwire-test-pool{seed}") for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert wrong == []
-    assert pool.statistics().num_lent == 0
 
 
 # Two processes
@@ -710,7 +631,7 @@ class Peer:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(DEADLINE_S)
-        source = Path(arena_module.__file__).parents[2]
+        source = Path(shared_memory.__file__).parents[2]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PEER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -1,10 +1,17 @@
-"""Tensors that are more than their elements travel where code may: subclasses, quantised and nested tensors, storages."""
+"""Pickles: tensors that are more than their elements, functions by value and by name."""
 
 from __future__ import annotations
 
 import copyreg
+import functools
+import gc
+import math
+import operator
+import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +19,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fuzz import wire_samples as samples
 from gradwire.config import Limits
-from gradwire.errors import CannotSend
+from gradwire.errors import CannotSend, DecodeError, GradwireError
 from gradwire.types import Trust
+from gradwire.wire import pickling as _pickled
 from gradwire.wire import serialization as objects
 from gradwire.wire import tensors
+from gradwire.wire.pickling import CarriedFunction, carry
 
 LIMITS = Limits()
 LARGE = 10_000
@@ -269,3 +278,282 @@ def test_tensors_of_one_place_stay_there() -> None:
         return row
 
     assert torch.vmap(inside)(torch.ones(2, 2)).shape == (2, 2)
+
+
+def round_trip(value: Any) -> Any:
+    packed = objects.pack(value, "code", LIMITS)
+    return objects.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
+
+
+class Unregistered(NamedTuple):
+    x: int
+
+
+def test_lambdas_closures_and_local_classes_go_by_value() -> None:
+    offset = torch.tensor([10.0])
+
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    add, made = round_trip((lambda x: x + offset, Local(3)))
+    assert add(1.0).item() == 11.0
+    assert made.value == 3
+    packed = objects.pack(lambda: offset, "code", LIMITS)
+    assert packed.tensors[0] is offset
+
+
+def test_modules_are_pickled_around_their_tensors() -> None:
+    model = torch.nn.Linear(2, 3)
+    packed = objects.pack(model, "code", LIMITS)
+    assert len(packed.tensors) == 2
+    arrived = objects.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
+    assert torch.equal(arrived(torch.ones(2)), model(torch.ones(2)))
+
+
+class FromMain:
+    pass
+
+
+def test_what_main_defines_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_reference = objects.pack(FromMain(), "code", LIMITS).body
+    monkeypatch.setattr(FromMain, "__module__", "__main__")
+    by_value = objects.pack(FromMain(), "code", LIMITS).body
+    assert b"cloudpickle" in by_value
+    assert b"cloudpickle" not in by_reference
+    assert objects.function_name(FromMain) is None
+
+
+class Reentrant:
+    """Packs something else while it is pickled, as a class that makes a call would."""
+
+    def __reduce__(self) -> Any:
+        inner = objects.pack(Unregistered(5), "code", LIMITS)
+        return (bytes, (inner.body,))
+
+
+def test_pack_inside_of_pack_and_from_many_threads() -> None:
+    body = round_trip(Reentrant())
+    assert objects.unpack(objects.PICKLE, body, [], "code", LIMITS) == Unregistered(5)
+    with ThreadPoolExecutor(8) as pool:
+        arrived = list(pool.map(lambda i: round_trip([Unregistered(i), torch.tensor(i)]), range(200)))
+    assert [(item.x, tensor.item()) for item, tensor in arrived] == [(i, i) for i in range(200)]
+
+
+class Refusing:
+    def __reduce__(self) -> Any:
+        raise CannotSend("a Refusing stays where it is")
+
+
+def test_class_may_say_itself_why_it_cannot_be_sent() -> None:
+    with pytest.raises(CannotSend, match="stays where it is"):
+        objects.pack([Refusing()], "code", LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        (b"", DecodeError, "not a pickle"),
+        (b"\x80\x05garbage", GradwireError, "pickle|rebuilt"),
+        (b"cno_such_module\nf\n.", CannotSend, "importable here"),
+        (b"coperator\nno_such_function\n.", CannotSend, "importable here"),
+        (b"cbuiltins\nint\n(S'x'\ntR.", CannotSend, "ValueError"),
+        (b"\x80\x05K\x07Q.", DecodeError, "tensor 7"),
+    ],
+)
+def test_bad_pickles(body: bytes, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        objects.unpack(objects.PICKLE, body, [], "code", LIMITS)
+
+
+class Worker:
+    @classmethod
+    def make(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    def stand() -> int:
+        return 1
+
+    def run(self) -> int:
+        return 2
+
+
+class Child(Worker):
+    pass
+
+
+def module_function() -> int:
+    return 7
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        torch.add,
+        torch.nn.functional.relu,
+        torch.nn.functional.linear,
+        torch.linalg.inv,
+        torch.Tensor.add,
+        torch.nn.Linear,
+        operator.add,
+        len,
+        str.upper,
+        math.sqrt,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_importable_functions_travel_by_name(fn: Any) -> None:
+    name = objects.function_name(fn)
+    assert name is not None
+    assert objects.resolve_function(name) is fn
+
+
+def test_functions_of_this_module() -> None:
+    assert objects.function_name(module_function) == f"{__name__}:module_function"
+    assert objects.function_name(Worker.stand) == f"{__name__}:Worker.stand"
+    assert objects.function_name(Worker.run) == f"{__name__}:Worker.run"
+    for fn in (Worker.make, Child.make):
+        name = objects.function_name(fn)
+        assert name is not None
+        assert objects.resolve_function(name)() == fn()
+
+
+def test_functions_without_a_name() -> None:
+    def closure() -> None:
+        pass
+
+    for fn in (closure, lambda: 1, functools.partial(len, []), Worker().run, [].append, torch.nn.ReLU(), None):
+        assert objects.function_name(fn) is None
+    assert objects.function_name(torch.add) == "torch:add"
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("no_such_module_here:f", ImportError),
+        ("torch:no_such_function", AttributeError),
+        ("torch:nn.functional.no_such", AttributeError),
+        ("torch:__version__", TypeError),
+        ("torch", ImportError),
+        (":f", ImportError),
+        ("torch:", ImportError),
+        ("", ImportError),
+    ],
+)
+def test_names_that_resolve_to_nothing(name: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        objects.resolve_function(name)
+
+
+def define(source: str, **names: Any) -> types.FunctionType:
+    """A function `f` as a script defines it."""
+    space: dict[str, Any] = {"__name__": "__main__", **names}
+    exec(source, space)
+    found: types.FunctionType = space["f"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "args", "result"),
+    [
+        ("def f(x): return x + 1", {}, (1,), 2),
+        ("def f(x): return math.sqrt(x) * factor", {"math": math, "factor": 2.0}, (4,), 4.0),
+        ("def g(x): return x * 3\ndef f(x): return g(x)", {}, (2,), 6),
+        ("def f(n): return 1 if n == 0 else n * f(n - 1)", {}, (5,), 120),
+        ("f = (lambda k: lambda x: x + k)(10)", {}, (1,), 11),
+        ("def f(x, *, y=(1, 'a')): return (x, y)", {}, (0,), (0, (1, "a"))),
+        ("def f(x): return x.to(kind)", {"kind": torch.float64}, (torch.ones(1),), torch.ones(1, dtype=torch.float64)),
+    ],
+)
+def test_one_pickle_serves_many_calls(source: str, names: dict[str, Any], args: Any, result: Any) -> None:
+    function = define(source, **names)
+    carried = carry(function)
+    assert carried is not None
+    assert carry(function) is carried
+    loaded = CarriedFunction(bytes(carried.pickle)).load()
+    assert loaded(*args) == result
+    assert CarriedFunction(bytes(carried.pickle)).load() is loaded
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def f(): return values", {"values": [1]}),
+        ("def f(): return values", {"values": torch.ones(1)}),
+        ("def f(): return model", {"model": torch.nn.Linear(1, 1)}),
+        ("class C: pass\ndef f(): return C", {}),
+        ("def f(x=[]): return x", {}),
+        ("def f():\n    global n\n    n += 1\n    return n", {"n": 0}),
+        ("def g():\n    global n\n    n += 1\n    return n\ndef f(): return g()", {"n": 0}),
+        ("def f(): return t", {"t": (1, [2])}),
+    ],
+)
+def test_what_may_change_is_pickled_anew(source: str, names: dict[str, Any]) -> None:
+    assert carry(define(source, **names)) is None
+
+
+def test_a_global_that_is_another_object_now_counts() -> None:
+    function = define("def f(): return factor", factor=1)
+    first = carry(function)
+    function.__globals__["factor"] = 2
+    second = carry(function)
+    assert first is not None
+    assert second is not None
+    assert (first.load()(), second.load()()) == (1, 2)
+
+
+def test_a_function_that_is_defined_again_counts() -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec("def g(): return 1\ndef f(): return g()", space)
+    first = carry(space["f"])
+    exec("def g(): return 2", space)
+    second = carry(space["f"])
+    assert first is not None
+    assert second is not None
+    assert (first.load()(), second.load()()) == (1, 2)
+
+
+def test_functions_are_not_kept_alive() -> None:
+    function = define("def f(): return 1")
+    assert carry(function) is not None
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
+
+
+def test_only_functions_are_carried() -> None:
+    assert carry(print) is None
+    assert carry(torch.nn.Linear) is None
+    assert carry([].append) is None
+
+
+def test_a_value_that_cannot_be_pickled_is_left_to_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("no")
+
+    monkeypatch.setattr(_pickled, "dumps", fail)
+    assert carry(define("def f(): return 1")) is None
+
+
+def test_recursive_functions_are_not_kept_alive_either() -> None:
+    def make() -> types.FunctionType:
+        found: types.FunctionType = define(
+            "def outer():\n    def f(n): return 1 if n == 0 else f(n - 1)\n    return f\nf = outer()"
+        )
+        return found
+
+    function = make()
+    assert carry(function) is not None
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("pickle", ["text", 5, None, [b""], bytearray(b"")])
+def test_a_function_by_value_is_one_pickle(pickle: Any) -> None:
+    packed = objects.pack(CarriedFunction(pickle), "data", Limits())
+    with pytest.raises(DecodeError, match="one pickle"):
+        objects.unpack(packed.codec, packed.body, [], "data", Limits())
