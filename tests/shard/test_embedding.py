@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradwire.shard import ShardedTensor
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 
 NUM_ROWS, WIDTH = 11, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -61,8 +61,8 @@ def check_embedding(world: World, options: list[dict[str, Any]]) -> int:
 
 @ENGINES
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_embedding(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_embedding, OPTIONS)) == {5 * len(OPTIONS)}
+def test_embedding(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_embedding, OPTIONS)) == {5 * len(OPTIONS)}
 
 
 def check_gradients_of_all(world: World, sparse: bool) -> list[bool]:
@@ -74,9 +74,9 @@ def check_gradients_of_all(world: World, sparse: bool) -> list[bool]:
 
 @ENGINES
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_reach_shards_that_nobody_asked(worlds: Worlds, engine: str, sparse: bool) -> None:
+def test_gradients_reach_shards_that_nobody_asked(worlds: Worlds, backend: str, sparse: bool) -> None:
     """They are zero there; optimizers with momentum or decay change such shards, too, as they would the whole table."""
-    for found in worlds.check(engine, 4, check_gradients_of_all, sparse):
+    for found in worlds.check(backend, 4, check_gradients_of_all, sparse):
         assert found == [True] * 4
 
 
@@ -105,8 +105,8 @@ def check_module(world: World) -> None:
 
 
 @ENGINES
-def test_module(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_module)
+def test_module(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_module)
 
 
 def check_one_bad_rank(world: World) -> str:
@@ -143,8 +143,8 @@ def check_misuse(world: World) -> list[str]:
 
 
 @ENGINES
-def test_misuse(worlds: Worlds, engine: str) -> None:
-    for said in worlds.check(engine, 2, check_misuse):
+def test_misuse(worlds: Worlds, backend: str) -> None:
+    for said in worlds.check(backend, 2, check_misuse):
         assert "-1 is no row" in said[0]
         assert "Long, Int" in said[1]
         assert "Padding_idx must be within" in said[2]

@@ -29,7 +29,7 @@ from gradwire.shard import (
 from gradwire.shard import creation as scattering
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 class Block(nn.Module):
@@ -121,10 +121,10 @@ def check_pieces(world: World) -> None:
 
 
 @ENGINES
-def test_parameters_by_any_spec(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 4, check_parameters)) == {15}
-    worlds.check(engine, 3, check_frozen_ones_and_buffers)
-    worlds.check(engine, 3, check_pieces)
+def test_parameters_by_any_spec(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 4, check_parameters)) == {15}
+    worlds.check(backend, 3, check_frozen_ones_and_buffers)
+    worlds.check(backend, 3, check_pieces)
 
 
 class Halves(ShardingSpec):
@@ -153,8 +153,8 @@ def check_specs_of_others(world: World) -> None:
 
 
 @ENGINES
-def test_specs_that_others_wrote(worlds: Worlds, engine: str) -> None:
-    assert worlds.check(engine, 2, check_specs_of_others)
+def test_specs_that_others_wrote(worlds: Worlds, backend: str) -> None:
+    assert worlds.check(backend, 2, check_specs_of_others)
 
 
 NUM_MIB = 48
@@ -216,8 +216,8 @@ def check_module(world: World) -> None:
 
 
 @ENGINES
-def test_modules_by_a_plan(worlds: Worlds, engine: str) -> None:
-    assert worlds.check(engine, 3, check_module)
+def test_modules_by_a_plan(worlds: Worlds, backend: str) -> None:
+    assert worlds.check(backend, 3, check_module)
 
 
 class SharedParts(nn.Module):
@@ -300,9 +300,9 @@ def check_refusals(world: World) -> int:
 
 
 @ENGINES
-def test_a_module_that_is_refused_is_as_it_was(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_refusals)) == {17}
-    assert worlds.check(engine, 2, check_shared_submodule)
+def test_a_module_that_is_refused_is_as_it_was(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_refusals)) == {17}
+    assert worlds.check(backend, 2, check_shared_submodule)
 
 
 class FailsOnOneRank(Sharder):

@@ -13,7 +13,7 @@ from gradwire.shard import ShardedTensor, dispatch
 from gradwire.shard.ops import pointwise as elementwise
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 def numbers(*size: int) -> torch.Tensor:
@@ -56,8 +56,8 @@ def compare_products(world: World, a: Any, b: Any, plain_a: torch.Tensor, plain_
 
 
 @ENGINES
-def test_kinds_of_operands(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_kinds_of_operands)) == {21}
+def test_kinds_of_operands(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_kinds_of_operands)) == {21}
 
 
 def check_attributes(world: World) -> None:
@@ -366,8 +366,8 @@ def check_all(world: World) -> int:
 
 @ENGINES
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_copies_conversions_and_initialisation(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_all)) == {len(CHECKS)}
+def test_copies_conversions_and_initialisation(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_all)) == {len(CHECKS)}
 
 
 def test_gradients_of_process_groups(worlds: Worlds) -> None:

@@ -157,11 +157,11 @@ def check_functions(world: World, keys: list[str]) -> int:
     return len(keys)
 
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 @ENGINES
 @pytest.mark.parametrize("num_places", [2, 3, 4])
-def test_every_function_of_the_table(worlds: Worlds, engine: str, num_places: int) -> None:
+def test_every_function_of_the_table(worlds: Worlds, backend: str, num_places: int) -> None:
     keys = [key for key in KEYS if not is_random(key)]
-    assert set(worlds.check(engine, num_places, check_functions, keys[num_places - 2 :: 3])) != {0}
+    assert set(worlds.check(backend, num_places, check_functions, keys[num_places - 2 :: 3])) != {0}

@@ -11,7 +11,7 @@ import torch
 from gradwire.shard import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 View = Callable[[Any], Any]
 
 # They fit every layout: no shard ends in the middle of a new dimension.
@@ -65,8 +65,8 @@ def check_any_layout(world: World) -> int:
 
 
 @ENGINES
-def test_parts_and_dimensions_of_length_one_of_any_layout(worlds: Worlds, engine: str) -> None:
-    assert min(worlds.check(engine, 3, check_any_layout)) == 5 * len(ANY_LAYOUT)
+def test_parts_and_dimensions_of_length_one_of_any_layout(worlds: Worlds, backend: str) -> None:
+    assert min(worlds.check(backend, 3, check_any_layout)) == 5 * len(ANY_LAYOUT)
 
 
 def check_other_shapes(world: World) -> int:
@@ -86,8 +86,8 @@ def check_other_shapes(world: World) -> int:
 
 
 @ENGINES
-def test_other_shapes_where_every_shard_stays_a_box(worlds: Worlds, engine: str) -> None:
-    assert min(worlds.check(engine, 4, check_other_shapes)) == 18
+def test_other_shapes_where_every_shard_stays_a_box(worlds: Worlds, backend: str) -> None:
+    assert min(worlds.check(backend, 4, check_other_shapes)) == 18
 
 
 def check_specs(world: World) -> list[Any]:
@@ -125,8 +125,8 @@ def check_rows(world: World) -> None:
 
 
 @ENGINES
-def test_rows_are_whose_they_were(worlds: Worlds, engine: str) -> None:
-    worlds.check(engine, 4, check_rows)
+def test_rows_are_whose_they_were(worlds: Worlds, backend: str) -> None:
+    worlds.check(backend, 4, check_rows)
 
 
 # -- batched products --------------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def check_bmm(world: World) -> int:
 
 @ENGINES
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_batched_products_of_any_two_operands(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert min(worlds.check(engine, num_places, check_bmm)) == 8
+def test_batched_products_of_any_two_operands(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert min(worlds.check(backend, num_places, check_bmm)) == 8
 
 
 def check_bmm_errors(world: World) -> bool:

@@ -8,7 +8,7 @@ import torch
 from gradwire.shard.sharded_tensor import reshard
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 def check_all_pairs(world: World) -> int:
@@ -72,5 +72,5 @@ def test_shards_alone(worlds: Worlds) -> None:
 
 @ENGINES
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_any_spec_to_any_other(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_all_pairs)) == {25}
+def test_any_spec_to_any_other(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_all_pairs)) == {25}

@@ -19,7 +19,7 @@ HERE = "driver/cpu"
 
 
 def both(test: Any) -> Any:
-    return pytest.mark.parametrize("engine", ["group", "workers"])(test)
+    return pytest.mark.parametrize("backend", ["group", "workers"])(test)
 
 
 # -- what only one rank has ----------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def check_whole_weight(world: World) -> None:
 
 
 @both
-def test_gradients_of_the_whole_add_up_if_everybody_has_rows_of_their_own(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_whole_weight)) == {None}
+def test_gradients_of_the_whole_add_up_if_everybody_has_rows_of_their_own(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_whole_weight)) == {None}
 
 
 def check_memory_of_gradients(world: GroupWorld) -> int:
@@ -165,8 +165,8 @@ def check_copies(world: World) -> None:
 
 
 @both
-def test_what_is_gathered_is_a_copy(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 2, check_copies)) == {None}
+def test_what_is_gathered_is_a_copy(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 2, check_copies)) == {None}
 
 
 def test_what_is_gathered_of_parts_that_are_here_is_a_copy(worlds: Worlds) -> None:
@@ -221,8 +221,8 @@ def check_text(world: World) -> None:
 
 
 @both
-def test_text_and_names_of_arguments(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 2, check_text)) == {None}
+def test_text_and_names_of_arguments(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 2, check_text)) == {None}
 
 
 def test_loading_waits_for_what_still_reads_the_tensor(worlds: Worlds, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from gradwire.shard.apply_plan import (
     specs_in,
     supply,
 )
-from gradwire.shard.backend import Engine
+from gradwire.shard.backend import Backend
 from gradwire.shard.creation import divide_tensor
-from gradwire.shard.group_backend import GroupEngine, Said, agree
+from gradwire.shard.group_backend import GroupBackend, Said, agree
 from gradwire.shard.metadata import ShardedTensorMetadata
 from gradwire.shard.placement import current_process_group
 from gradwire.shard.sharding_plan import ShardingPlan
@@ -158,19 +158,19 @@ def _run_sharder(step: SharderStep) -> nn.Module:
 
 
 def _divide_all(work: Work, src_rank: int) -> None:
-    for step, (engine, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
-        _divide(step, engine, metadata, src_rank, has_values)
+    for step, (backend, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
+        _divide(step, backend, metadata, src_rank, has_values)
 
 
 def _divide(
-    step: ParameterStep, engine: Engine, metadata: ShardedTensorMetadata, src_rank: int, has_values: bool
+    step: ParameterStep, backend: Backend, metadata: ShardedTensorMetadata, src_rank: int, has_values: bool
 ) -> None:
     """Puts a sharded tensor wherever the module has the parameter; nobody here keeps the original."""
     tensor = step.tensor
     if type(step.spec).shard is ShardingSpec.shard:
-        made = divide_tensor(engine, tensor, step.spec, metadata, src_rank, has_values)
+        made = divide_tensor(backend, tensor, step.spec, metadata, src_rank, has_values)
     else:  # a class of its own has its own way
-        group = engine.group if isinstance(engine, GroupEngine) else None
+        group = backend.group if isinstance(backend, GroupBackend) else None
         made = step.spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
     if isinstance(tensor, nn.Parameter):
         made._is_param = True  # what makes torch take a tensor of a class of one's own for a parameter
@@ -213,7 +213,7 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
 
 
 def _collect(output: ShardedTensor) -> torch.Tensor:
-    if not isinstance(output._engine, GroupEngine):
+    if not isinstance(output._backend, GroupBackend):
         return output.full_tensor()
     found, spec = output.local_tensor(), output.sharding_spec()
     if isinstance(spec, ChunkShardingSpec) and output.shape[spec.dim] == len(spec.placements):

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradwire.shard.backend import Engine
+from gradwire.shard.backend import Backend
 from gradwire.shard.creation import check_source, placed, scatter
-from gradwire.shard.group_backend import GroupEngine, Said, agree
+from gradwire.shard.group_backend import GroupBackend, Said, agree
 from gradwire.shard.layout import everywhere
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from gradwire.shard.placement import engine_for, find_group, layout_of, placements_of
+from gradwire.shard.placement import backend_for, find_group, layout_of, placements_of
 from gradwire.shard.sharder import Sharder
 from gradwire.shard.sharding_plan import ShardingPlan
 from gradwire.shard.sharding_spec import ShardingSpec
@@ -284,14 +284,14 @@ def find_lacking(everybody: Sequence[Inventory], source: int) -> dict[str, list[
     return dict(sorted(found.items()))  # all ranks must go through them in the same order
 
 
-def supply(engine: Engine, module: nn.Module, lacking: dict[str, list[int]], source: int, device: str) -> None:
+def supply(backend: Backend, module: nn.Module, lacking: dict[str, list[int]], source: int, device: str) -> None:
     """Gives ranks the tensors that they lack; tied ones stay tied."""
     slots = slots_of_tensors(module)
     for name, ranks in lacking.items():
         path, _, attribute = name.rpartition(".")
         tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
         layout = everywhere(tensor.size(), ranks)
-        for made in scatter(engine, tensor, source, layout, [device] * len(ranks), has_values=True):
+        for made in scatter(backend, tensor, source, layout, [device] * len(ranks), has_values=True):
             _put(made, slots[id(tensor)], isinstance(tensor, nn.Parameter))
 
 
@@ -307,24 +307,24 @@ class Work:
 
     Attributes:
         steps: What.
-        placed: For each parameter, its engine and who is to have what.
+        placed: For each parameter, its backend and who is to have what.
         group: All ranks; None over RPC workers.
         has_values: For each parameter, whether the source has values.
         lacking: Names of tensors that stay whole, each with the ranks that have no data of it.
     """
 
     steps: Steps
-    placed: list[tuple[Engine, ShardedTensorMetadata]]
-    group: GroupEngine | None
+    placed: list[tuple[Backend, ShardedTensorMetadata]]
+    group: GroupBackend | None
     has_values: list[bool]
     lacking: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
         """Where this rank's shards are to be, and so all that it lacks."""
-        for engine, metadata in self.placed:
-            layout = layout_of(metadata.shards_metadata, engine)
-            for number in layout.of(engine.here):
+        for backend, metadata in self.placed:
+            layout = layout_of(metadata.shards_metadata, backend)
+            for number in layout.numbers_at(backend.own_place):
                 if number < len(metadata.shards_metadata):
                     return str(metadata.shards_metadata[number].placement.device())  # type: ignore[union-attr]
         return "cpu"
@@ -397,4 +397,4 @@ def _check_places(specs: Sequence[ShardingSpec], process_group: Any) -> None:
     """
     shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in placements_of(spec)]
     if shards:
-        layout_of(shards, engine_for(shards, process_group))
+        layout_of(shards, backend_for(shards, process_group))

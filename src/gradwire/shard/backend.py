@@ -1,7 +1,7 @@
 """What operations on sharded tensors are written in, so that each is written once.
 
-An engine knows where the parts of tensors are and how functions get to them. There are two. In a **process group**
-(`group_engine`) every rank runs the same program and handles its own parts. Over **RPC workers** (`worker_engine`) one
+An backend knows where the parts of tensors are and how functions get to them. There are two. In a **process group**
+(`group_backend`) every rank runs the same program and handles its own parts. Over **RPC workers** (`worker_backend`) one
 worker runs the program and handles all parts, which are references to tensors elsewhere.
 
     run         a function of parts, where they are; what it returns stays there
@@ -71,7 +71,7 @@ class Question:
         return self.requests[number][self.along].size(0), *self.rests[number]
 
 
-class Engine(ABC):
+class Backend(ABC):
     """Where parts are and how functions get to them.
 
     All methods but `numbers` concern everybody: in a process group each rank must call them, in the same order. Lists of
@@ -80,12 +80,12 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def here(self) -> Place:
+    def own_place(self) -> Place:
         """This process."""
 
     @property
     @abstractmethod
-    def askers(self) -> tuple[Place, ...]:
+    def participants(self) -> tuple[Place, ...]:
         """Everybody who runs the program: all ranks, or this worker alone."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Engine(ABC):
         """The layout, with empty boxes for those who must have one."""
 
     @abstractmethod
-    def numbers(self, layout: Layout) -> list[int]:
+    def box_numbers(self, layout: Layout) -> list[int]:
         """The boxes whose parts this process handles: its own, or all."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Engine(ABC):
 
         Args:
             rows: One's own.
-            batch: Whose rows are where; its places are the askers.
+            batch: Whose rows are where; its places are the participants.
             layout: Who is to have what; boxes may overlap.
         """
 
@@ -156,7 +156,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers that everybody says, in the order of `askers`. All say as many."""
+        """The numbers that everybody says, in the order of `participants`. All say as many."""
 
     @abstractmethod
     def settle(self, parts: Sequence[Part] = ()) -> None:
@@ -168,4 +168,4 @@ class Engine(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """What everybody who runs the program says, in the order of `askers`."""
+        """What everybody who runs the program says, in the order of `participants`."""

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from gradwire import rpc
 from gradwire.rref import RRef
-from gradwire.shard import redistribute as moving
-from gradwire.shard.backend import Engine, Part
-from gradwire.shard.group_backend import GroupEngine, NoGroupEngine, agree
+from gradwire.shard import redistribute
+from gradwire.shard.backend import Backend, Part
+from gradwire.shard.group_backend import GroupBackend, NoGroupBackend, agree
 from gradwire.shard.layout import Box, Layout, Place, cut, whole
 from gradwire.shard.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import _parse_and_validate_remote_device as _parse_and_validate_remote_device
-from gradwire.shard.placement import engine_for, find_group, layout_of
+from gradwire.shard.placement import backend_for, find_group, layout_of
 from gradwire.shard.sharding_spec import ShardingSpec, as_placement, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
 from gradwire.shard.worker_backend import value_of
@@ -35,43 +35,43 @@ _MIN_PIECE_BYTES = 2**18
 
 
 def scatter(
-    engine: Engine, tensor: torch.Tensor, source: Place, layout: Layout, devices: Sequence[str], has_values: bool
+    backend: Backend, tensor: torch.Tensor, source: Place, layout: Layout, devices: Sequence[str], has_values: bool
 ) -> list[Part]:
     """The parts of a tensor, each with memory of its own, as leaves.
 
     Args:
-        engine: Knows the way to the parts.
+        backend: Knows the way to the parts.
         tensor: Of the same size and dtype for everybody; may be without data (``meta``) where it is not the source's.
         source: Whose tensor counts.
         layout: Who is to have what.
         devices: Of all boxes of the layout.
         has_values: Whether the source's tensor has data; if not, parts are whatever was in memory.
     """
-    sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
-    own_devices = [devices[number] for number in engine.numbers(layout)]
+    sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
+    own_devices = [devices[number] for number in backend.box_numbers(layout)]
     with torch.no_grad():
-        if has_values and isinstance(engine, GroupEngine):
-            return _to_ranks(engine, tensor, int(source), layout, own_devices)
-        parts = engine.run(
+        if has_values and isinstance(backend, GroupBackend):
+            return _to_ranks(backend, tensor, int(source), layout, own_devices)
+        parts = backend.run(
             make_empty, layout, sizes, own_devices, dtype=tensor.dtype, requires_grad=tensor.requires_grad
         )
         if has_values:
-            _fill_on_workers(engine, tensor.detach(), layout, parts)
+            _fill_on_workers(backend, tensor.detach(), layout, parts)
     return parts
 
 
 def _to_ranks(
-    engine: GroupEngine, tensor: torch.Tensor, source: int, layout: Layout, devices: Sequence[str]
+    backend: GroupBackend, tensor: torch.Tensor, source: int, layout: Layout, devices: Sequence[str]
 ) -> list[Part]:
     """What is moved between ranks goes in pieces anyway."""
     like = torch.empty(0, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
-    held = [tensor.detach()] if engine.here == source else []
-    moved = moving.move(held, Layout((whole(tensor.size()),), (source,)), layout, engine.group, like)
+    held = [tensor.detach()] if backend.own_place == source else []
+    moved = redistribute.move(held, Layout((whole(tensor.size()),), (source,)), layout, backend.group, like)
     return [part.to(device).requires_grad_(tensor.requires_grad) for part, device in zip(moved, devices, strict=True)]
 
 
-def _fill_on_workers(engine: Engine, tensor: torch.Tensor, layout: Layout, parts: list[Part]) -> None:
-    outer, here = whole(tensor.size()), engine.here
+def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, parts: list[Part]) -> None:
+    outer, here = whole(tensor.size()), backend.own_place
     for pieces in rounds(layout.boxes, tensor.element_size()):
         waiting = []
         for number, box in pieces:
@@ -161,14 +161,14 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
         raise TypeError(f"a sharded tensor needs a ShardingSpec, not {type(spec).__name__}")
     group, init_rrefs, properties = _read(options)
     metadata = spec.build_metadata(_size(size), properties)
-    engine = engine_for(metadata.shards_metadata, group)
-    layout = layout_of(metadata.shards_metadata, engine)
-    numbers = engine.numbers(layout)
+    backend = backend_for(metadata.shards_metadata, group)
+    layout = layout_of(metadata.shards_metadata, backend)
+    numbers = backend.box_numbers(layout)
     sizes = [list(layout.boxes[number].sizes) for number in numbers]
     devices = [str(_device(metadata, number)) for number in numbers]
     flags = {"dtype": properties.dtype, "pin_memory": properties.pin_memory, "requires_grad": properties.requires_grad}
-    parts = engine.run(make_part, layout, [kind] * len(numbers), sizes, devices, more=list(more), flags=flags)
-    made = ShardedTensor._make(engine, spec, metadata, parts, layout)
+    parts = backend.run(make_part, layout, [kind] * len(numbers), sizes, devices, more=list(more), flags=flags)
+    made = ShardedTensor._make(backend, spec, metadata, parts, layout)
     if init_rrefs:
         share_references(made)
     return made
@@ -184,7 +184,7 @@ def _device(metadata: ShardedTensorMetadata, number: int) -> Any:
     """That of a shard; places without shards use the kind of the first."""
     shards = metadata.shards_metadata
     placement = shards[number if number < len(shards) else 0].placement
-    assert placement is not None  # the engine was chosen by it
+    assert placement is not None  # the backend was chosen by it
     device = placement.device()
     if number >= len(shards) and device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())  # not that of another rank
@@ -258,17 +258,17 @@ def shard_tensor(
     """
     group = find_group([sharding_spec], process_group)
     if group is None:
-        engine, _ = placed(tensor, sharding_spec, process_group)
-        group = engine if isinstance(engine, GroupEngine) else None  # specs of other classes tell only now
+        backend, _ = placed(tensor, sharding_spec, process_group)
+        group = backend if isinstance(backend, GroupBackend) else None  # specs of other classes tell only now
     has_values = not tensor.is_meta
     if group is not None:
         has_values = _agree_on(group, tensor, sharding_spec, src_rank, process_group)
-    engine, metadata = placed(tensor, sharding_spec, process_group)
-    return divide_tensor(engine, tensor, sharding_spec, metadata, src_rank, has_values)
+    backend, metadata = placed(tensor, sharding_spec, process_group)
+    return divide_tensor(backend, tensor, sharding_spec, metadata, src_rank, has_values)
 
 
-def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Engine, ShardedTensorMetadata]:
-    """Who is to have what of a tensor, and the engine that gets it there. Nothing is moved, and nobody is asked.
+def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Backend, ShardedTensorMetadata]:
+    """Who is to have what of a tensor, and the backend that gets it there. Nothing is moved, and nobody is asked.
 
     Raises:
         TypeError: The spec is none.
@@ -280,13 +280,13 @@ def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tupl
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
-    engine = engine_for(metadata.shards_metadata, process_group)
-    layout_of(metadata.shards_metadata, engine)
-    return engine, metadata
+    backend = backend_for(metadata.shards_metadata, process_group)
+    layout_of(metadata.shards_metadata, backend)
+    return backend, metadata
 
 
 def divide_tensor(
-    engine: Engine,
+    backend: Backend,
     tensor: torch.Tensor,
     spec: ShardingSpec,
     metadata: ShardedTensorMetadata,
@@ -294,28 +294,30 @@ def divide_tensor(
     has_values: bool,
 ) -> ShardedTensor:
     """Divides a tensor, once everybody is known to be about to do so; see `shard_tensor`."""
-    layout = layout_of(metadata.shards_metadata, engine)
+    layout = layout_of(metadata.shards_metadata, backend)
     devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
-    source: Place = src_rank if isinstance(engine, GroupEngine) else engine.here
-    parts = scatter(engine, tensor, source, layout, devices, has_values)
-    return ShardedTensor._make(engine, spec, metadata, parts, layout)
+    source: Place = src_rank if isinstance(backend, GroupBackend) else backend.own_place
+    parts = scatter(backend, tensor, source, layout, devices, has_values)
+    return ShardedTensor._make(backend, spec, metadata, parts, layout)
 
 
-def check_source(engine: Engine, src_rank: Any) -> None:
+def check_source(backend: Backend, src_rank: Any) -> None:
     """
     Raises:
         ValueError: It is no rank of the group.
     """
-    if isinstance(engine, GroupEngine) and (type(src_rank) is not int or src_rank not in engine.askers):
-        raise ValueError(f"src_rank {src_rank!r} is no rank of the group, which has {len(engine.askers)}")
+    if isinstance(backend, GroupBackend) and (type(src_rank) is not int or src_rank not in backend.participants):
+        raise ValueError(f"src_rank {src_rank!r} is no rank of the group, which has {len(backend.participants)}")
 
 
-def _agree_on(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> bool:
+def _agree_on(
+    backend: GroupBackend, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: Any
+) -> bool:
     """Whether the source has values; raises for all ranks unless all are about to do the same."""
 
     def prepare() -> dict[str, Any]:
         _, metadata = placed(tensor, spec, process_group)
-        check_source(engine, src_rank)
+        check_source(backend, src_rank)
         return {
             "src_rank": src_rank,
             "sharding_spec": metadata.shards_metadata,
@@ -325,7 +327,7 @@ def _agree_on(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src
             "has_values": not tensor.is_meta,
         }
 
-    has_values: bool = agree(engine, prepare, own_matters=["has_values"])[src_rank]["has_values"]
+    has_values: bool = agree(backend, prepare, own_matters=["has_values"])[src_rank]["has_values"]
     return has_values
 
 
@@ -340,9 +342,9 @@ def share_references(tensor: ShardedTensor) -> None:
     Raises:
         RuntimeError: The ranks are not all RPC workers.
     """
-    if not isinstance(tensor._engine, GroupEngine):
+    if not isinstance(tensor._backend, GroupBackend):
         return
-    world = GroupEngine()
+    world = GroupBackend()
     own = rpc.get_worker_info() if rpc._is_current_rpc_agent_set() else None
     key = next(_numbers)
     _offered[key] = [RRef(shard) for shard in tensor.local_shards()] if own is not None else []
@@ -357,7 +359,7 @@ def share_references(tensor: ShardedTensor) -> None:
     futures = {
         info.id: rpc.rpc_async(info, _take_offered, args=(number,))
         for rank, (info, number, num_shards) in enumerate(said)
-        if rank != world.here and num_shards
+        if rank != world.own_place and num_shards
     }
     tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
     world.gather_objects(None)  # all ranks have them by now
@@ -388,12 +390,12 @@ def init_from_local_shards(
         ValueError: The shards of all ranks do not make up a tensor of that size, or ranks say different things. Every rank
             raises it, also if only one is to blame.
     """
-    engine = GroupEngine(process_group)
+    backend = GroupBackend(process_group)
     is_stacked = None in _flat(global_size)
     size = _size([0 if item is None else item for item in _flat(global_size)])
     problem = next(filter(None, (find_problem(shard, dist.get_rank()) for shard in local_shards)), "")
     told = (list(size), [(s.metadata, TensorProperties.create_from_tensor(s.tensor)) for s in local_shards])
-    said = engine.gather_objects((problem, told))
+    said = backend.gather_objects((problem, told))
     for text, _ in said:
         if text:
             raise ValueError(text)
@@ -402,7 +404,7 @@ def init_from_local_shards(
         own = (item for item in metadata.shards_metadata if _rank_of(item) == dist.get_rank())
         for shard, found in zip(local_shards, own, strict=True):
             shard.metadata = found
-    made = _from_own_shards(engine, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
+    made = _from_own_shards(backend, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
     if init_rrefs:
         share_references(made)
     return made
@@ -484,18 +486,18 @@ def _rank_of(shard: ShardMetadata) -> int:
 
 
 def _from_own_shards(
-    engine: Engine,
+    backend: Backend,
     metadata: ShardedTensorMetadata,
     local_shards: Sequence[Shard],
     spec: ShardingSpec,
     layout: Layout | None = None,
 ) -> ShardedTensor:
-    layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
+    layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
     tensors = {
         tuple(shard.metadata.shard_offsets) + tuple(shard.metadata.shard_sizes): shard.tensor for shard in local_shards
     }
     parts: list[Part] = []
-    for number in engine.numbers(layout):
+    for number in backend.box_numbers(layout):
         if number < len(metadata.shards_metadata):
             box = layout.boxes[number]
             if box.offsets + box.sizes not in tensors:
@@ -503,7 +505,7 @@ def _from_own_shards(
             parts.append(tensors[box.offsets + box.sizes])
         else:
             parts.append(_nothing(metadata, layout.num_dims))
-    return ShardedTensor._make(engine, spec, metadata, parts, layout)
+    return ShardedTensor._make(backend, spec, metadata, parts, layout)
 
 
 def _nothing(metadata: ShardedTensorMetadata, num_dims: int) -> torch.Tensor:
@@ -527,8 +529,8 @@ def init_from_local_shards_and_metadata(
     """
     shards = sharded_tensor_metadata.shards_metadata
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
-    engine = engine_for(shards, process_group)
-    if isinstance(engine, GroupEngine):
+    backend = backend_for(shards, process_group)
+    if isinstance(backend, GroupBackend):
         rank = dist.get_rank()
         expected = [shard for shard in shards if _rank_of(shard) == rank]
         if len(local_shards) != len(expected):
@@ -538,7 +540,7 @@ def init_from_local_shards_and_metadata(
             )
         for shard in local_shards:
             _check_properties(shard, sharded_tensor_metadata.tensor_properties, rank)
-    made = _from_own_shards(engine, sharded_tensor_metadata, local_shards, spec)
+    made = _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec)
     if init_rrefs:
         share_references(made)
     return made
@@ -586,14 +588,14 @@ def describe_local_shards(
     """
     shards = sharded_tensor_metadata.shards_metadata
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
-    engine = NoGroupEngine()
+    backend = NoGroupBackend()
     own = [shard.metadata.box for shard in local_shards]
     for shard, box in zip(local_shards, own, strict=True):
         if not any(box == item.box for item in shards):
             raise ValueError(f"the local shard {shard.metadata} is not in the metadata")
     boxes = tuple(item.box for item in shards)
-    places = tuple(engine.here if box in own else _rank_of(item) for box, item in zip(boxes, shards, strict=True))
-    return _from_own_shards(engine, sharded_tensor_metadata, local_shards, spec, Layout(boxes, places))
+    places = tuple(backend.own_place if box in own else _rank_of(item) for box, item in zip(boxes, shards, strict=True))
+    return _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec, Layout(boxes, places))
 
 
 def init_from_local_tensor(

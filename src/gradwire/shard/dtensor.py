@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box, whole
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import layout_of
@@ -43,11 +43,11 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    engine = tensor._engine
-    if not isinstance(engine, GroupEngine):
+    backend = tensor._backend
+    if not isinstance(backend, GroupBackend):
         raise ValueError("a DTensor is divided among the ranks of a process group, and this tensor among RPC workers")
-    mesh = device_mesh if device_mesh is not None else DeviceMesh.from_group(engine._group, tensor.device.type)
-    dims = _find_dims(tensor, engine, mesh)
+    mesh = device_mesh if device_mesh is not None else DeviceMesh.from_group(backend._group, tensor.device.type)
+    dims = _find_dims(tensor, backend, mesh)
     if dims is None:
         raise ValueError(
             f"{tensor!r} is divided in a way that a DTensor on {mesh} cannot be: each rank must have one chunk, as "
@@ -60,9 +60,9 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     )
 
 
-def _find_dims(tensor: ShardedTensor, engine: GroupEngine, mesh: DeviceMesh) -> tuple[int, ...] | None:
+def _find_dims(tensor: ShardedTensor, backend: GroupBackend, mesh: DeviceMesh) -> tuple[int, ...] | None:
     """The dimension that each axis of the mesh cuts, if there are such."""
-    members = dist.get_process_group_ranks(engine._group)
+    members = dist.get_process_group_ranks(backend._group)
     if sorted(mesh.mesh.flatten().tolist()) != sorted(members):
         return None
     owned: dict[int, list[Box]] = {rank: [] for rank in members}
@@ -128,8 +128,8 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
         )
     properties = TensorProperties(dtensor.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(shards, torch.Size(dtensor.size()), properties)
-    engine = GroupEngine(group)
-    made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, [local], layout_of(shards, engine))
+    backend = GroupBackend(group)
+    made = ShardedTensor._make(backend, infer_sharding_spec(shards), metadata, [local], layout_of(shards, backend))
     made._is_result = not local.is_leaf
     return made
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard import redistribute as moving
-from gradwire.shard.backend import Engine, Part, Question, Request
+from gradwire.shard import redistribute
+from gradwire.shard.backend import Backend, Part, Question, Request
 from gradwire.shard.layout import Layout, everywhere, for_everybody, whole
-from gradwire.shard.redistribute import talking
+from gradwire.shard.redistribute import collective
 
 Counts = list[list[list[int]]]
 """How long the tensors of requests are: by who asks, box of this rank, and position in the request."""
@@ -35,7 +35,7 @@ def ask(group: Any, question: Question, layout: Layout, parts: Sequence[torch.Te
         Exception: The error of the question.
         RuntimeError: Another rank has one.
     """
-    boxes = [layout.of(rank) for rank in range(dist.get_world_size(group))]  # by rank
+    boxes = [layout.numbers_at(rank) for rank in range(dist.get_world_size(group))]  # by rank
     mine = boxes[dist.get_rank(group)]
     counts, have_gradients = _exchange_counts(group, question, boxes)
     arrived = _exchange_requests(group, question, boxes, counts, have_gradients)
@@ -56,7 +56,7 @@ def _exchange_counts(group: Any, question: Question, boxes: Sequence[Sequence[in
     mine = boxes[dist.get_rank(group)]
     flat = torch.tensor(numbers, dtype=torch.int64, device=question.like.device)
     sent = [len(rank) * _MAX_TENSORS for rank in boxes]
-    found = moving.exchange(flat, sent, [len(mine) * _MAX_TENSORS for _ in boxes], group)
+    found = redistribute.exchange(flat, sent, [len(mine) * _MAX_TENSORS for _ in boxes], group)
     if question.error is not None:
         raise question.error
     told = found.view(len(boxes), len(mine), _MAX_TENSORS)
@@ -162,9 +162,9 @@ def _by_asker(answers: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]])
 
 
 def exchange(group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """`moving.exchange`, with gradients."""
+    """`redistribute.exchange`, with gradients."""
     if not flat.requires_grad:
-        return moving.exchange(flat, sent, received, group)
+        return redistribute.exchange(flat, sent, received, group)
     found: torch.Tensor = _Exchange.apply(group, flat, sent, received)  # type: ignore[no-untyped-call]
     return found
 
@@ -175,7 +175,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         ctx.exchange = group, sent, received
-        return moving.exchange(flat.detach(), sent, received, group)
+        return redistribute.exchange(flat.detach(), sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -183,10 +183,10 @@ class _Exchange(torch.autograd.Function):
         return None, exchange(group, gradients[0].contiguous(), received, sent), None, None
 
 
-class GroupEngine(Engine):
-    """The engine of a process group.
+class GroupBackend(Backend):
+    """The backend of a process group.
 
-    A rank outside of the group can have the engine, too: it knows the tensor, has no part of it, and exchanges nothing.
+    A rank outside of the group can have the backend, too: it knows the tensor, has no part of it, and exchanges nothing.
 
     Args:
         group: The process group; None for the default one. Outside of it, what `torch.distributed.new_group` returns there.
@@ -196,7 +196,7 @@ class GroupEngine(Engine):
         self.group = group
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupEngine) and other._group is self._group
+        return isinstance(other, GroupBackend) and other._group is self._group
 
     def __hash__(self) -> int:
         return hash(id(self._group))
@@ -208,7 +208,7 @@ class GroupEngine(Engine):
     @property
     def is_member(self) -> bool:
         """Whether this rank is in the group."""
-        return self.here >= 0
+        return self.own_place >= 0
 
     def _check_member(self) -> None:
         if not self.is_member:
@@ -218,22 +218,22 @@ class GroupEngine(Engine):
             )
 
     @property
-    def here(self) -> int:
+    def own_place(self) -> int:
         """The rank in the group; -1 outside of it."""
         return dist.get_rank(self.group)
 
     @property
-    def askers(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """All ranks."""
         return tuple(range(dist.get_world_size(self.group)))
 
     def complete(self, layout: Layout) -> Layout:
         """With an empty box for each rank that has none."""
-        return for_everybody(layout, self.askers)
+        return for_everybody(layout, self.participants)
 
-    def numbers(self, layout: Layout) -> list[int]:
+    def box_numbers(self, layout: Layout) -> list[int]:
         """Those of this rank."""
-        return layout.of(self.here)
+        return layout.numbers_at(self.own_place)
 
     def run(
         self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
@@ -254,7 +254,7 @@ class GroupEngine(Engine):
     ) -> torch.Tensor:
         """Every rank sends its parts to all others."""
         self._check_member()
-        target = everywhere(size, self.askers)
+        target = everywhere(size, self.participants)
         found: torch.Tensor = _Replicate.apply(self.group, layout, target, like, is_sum, *parts)  # type: ignore[no-untyped-call]
         return found
 
@@ -263,7 +263,7 @@ class GroupEngine(Engine):
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor = _Total.apply(self.group, tensor)  # type: ignore[no-untyped-call]
         outer = whole(tensor.size())
-        return [tensor[layout.boxes[number].slices_in(outer)] for number in self.numbers(layout)]
+        return [tensor[layout.boxes[number].slices_in(outer)] for number in self.box_numbers(layout)]
 
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
         """Every rank sends the others what they are to have of its rows."""
@@ -278,11 +278,11 @@ class GroupEngine(Engine):
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank says."""
         self._check_member()
-        num_askers = len(self.askers)
+        num_askers = len(self.participants)
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"  # "cuda" is the current one
         own = torch.tensor([*numbers] * num_askers, dtype=torch.int64, device=device)
         sizes = [len(numbers)] * num_askers
-        found: list[list[int]] = moving.exchange(own, sizes, sizes, self.group).view(num_askers, -1).tolist()
+        found: list[list[int]] = redistribute.exchange(own, sizes, sizes, self.group).view(num_askers, -1).tolist()
         return found
 
     def settle(self, parts: Sequence[Part] = ()) -> None:
@@ -291,26 +291,26 @@ class GroupEngine(Engine):
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank says."""
         self._check_member()
-        found: list[Any] = [None for _ in self.askers]
-        with talking(self.group, "gathering what every rank has to say"):
+        found: list[Any] = [None for _ in self.participants]
+        with collective(self.group, "gathering what every rank has to say"):
             dist.all_gather_object(found, value, self.group)
         return found
 
 
-class NoGroupEngine(GroupEngine):
-    """The engine of shards that belong to no process group: they can be looked at, and nothing else."""
+class NoGroupBackend(GroupBackend):
+    """The backend of shards that belong to no process group: they can be looked at, and nothing else."""
 
     @property
     def _group(self) -> Any:
         return None
 
     @property
-    def here(self) -> int:
+    def own_place(self) -> int:
         """Not a rank of anything; shards that are here have this number in the layout."""
         return -1
 
     @property
-    def askers(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """None: there are no others to exchange anything with."""
         return ()
 
@@ -352,7 +352,7 @@ class _Move(torch.autograd.Function):
         ctx: Any, group: Any, old: Layout, new: Layout, like: torch.Tensor, is_sum: bool, *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.move = group, old, new
-        return tuple(moving.move(parts, old, new, group, like, is_sum))
+        return tuple(redistribute.move(parts, old, new, group, like, is_sum))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -369,9 +369,9 @@ class _Replicate(torch.autograd.Function):
     def forward(
         ctx: Any, group: Any, old: Layout, new: Layout, like: torch.Tensor, is_sum: bool, *parts: torch.Tensor
     ) -> torch.Tensor:
-        mine = old.of(dist.get_rank(group))
+        mine = old.numbers_at(dist.get_rank(group))
         ctx.take = group, [old.boxes[number].slices_in(new.boxes[0]) for number in mine]
-        (found,) = moving.move(parts, old, new, group, like, is_sum)
+        (found,) = redistribute.move(parts, old, new, group, like, is_sum)
         return found
 
     @staticmethod
@@ -403,7 +403,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        with talking(group, "adding up a gradient of all ranks"):
+        with collective(group, "adding up a gradient of all ranks"):
             dist.all_reduce(total, group=group)
         return total
 
@@ -420,11 +420,11 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def agree(engine: Engine, prepare: Callable[[], Said], own_matters: Sequence[str] = ()) -> list[Said]:
+def agree(backend: Backend, prepare: Callable[[], Said], own_matters: Sequence[str] = ()) -> list[Said]:
     """What everybody is about to do; raises for all if somebody cannot, or if they are not about to do the same.
 
     Args:
-        engine: Knows who everybody is.
+        backend: Knows who everybody is.
         prepare: Finds out what this process is about to do.
         own_matters: Names of what may be different.
 
@@ -439,7 +439,7 @@ def agree(engine: Engine, prepare: Callable[[], Said], own_matters: Sequence[str
         said = prepare()
     except Exception as error:  # whatever it is, the others must hear of it
         failure, refusal = error, (type(error).__name__, str(error.args[0] if error.args else error))
-    everybody: list[tuple[tuple[str, str] | None, Said]] = engine.gather_objects((refusal, said))
+    everybody: list[tuple[tuple[str, str] | None, Said]] = backend.gather_objects((refusal, said))
     if failure is not None:
         raise failure
     for rank, (found, _) in enumerate(everybody):

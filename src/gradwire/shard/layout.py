@@ -118,7 +118,7 @@ class Layout:
     boxes: tuple[Box, ...]
     places: tuple[Place, ...]
 
-    def of(self, place: Place) -> list[int]:
+    def numbers_at(self, place: Place) -> list[int]:
         """Numbers of the boxes of a place."""
         return [number for number, owner in enumerate(self.places) if owner == place]
 

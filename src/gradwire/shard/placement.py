@@ -1,4 +1,4 @@
-"""From placements, as people write them, to the engine that knows the way there."""
+"""From placements, as people write them, to the backend that knows the way there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
 from gradwire.errors import ConfigurationError, GradwireError
-from gradwire.shard.backend import Engine
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.backend import Backend
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Layout, Place
 from gradwire.shard.metadata import ShardMetadata
 from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_placement
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.types import WorkerInfo
 
 current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_group", default=None)
 """Set by `load_with_process_group`."""
 
 
-def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Engine:
-    """The engine for shards with these placements.
+def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Backend:
+    """The backend for shards with these placements.
 
     Args:
         shards: All of a tensor.
@@ -52,10 +52,10 @@ def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> En
                 'sharded tensors over RPC workers need trust="code": their operations run functions of torch where the '
                 "shards are. Use a process group, or remote modules with exposed functions"
             )
-        return WorkerEngine()
+        return WorkerBackend()
     if not dist.is_initialized():
         raise RuntimeError("placements name ranks, but there is no process group; call init_process_group first")
-    return GroupEngine(process_group if process_group is not None else current_process_group.get())
+    return GroupBackend(process_group if process_group is not None else current_process_group.get())
 
 
 def _name(shard: ShardMetadata) -> str | None:
@@ -74,19 +74,19 @@ def _kind(placement: _remote_device | None) -> str:
     )
 
 
-def layout_of(shards: Sequence[ShardMetadata], engine: Engine) -> Layout:
-    """Who has what, for an engine.
+def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
+    """Who has what, for an backend.
 
     Raises:
         ValueError: A placement names a rank that is not in the group, or a worker that is not in the cluster.
     """
-    places = tuple(_place(shard.placement, engine) for shard in shards)
-    return engine.complete(Layout(tuple(shard.box for shard in shards), places))
+    places = tuple(_place(shard.placement, backend) for shard in shards)
+    return backend.complete(Layout(tuple(shard.box for shard in shards), places))
 
 
-def _place(placement: Any, engine: Engine) -> Place:
-    if isinstance(engine, GroupEngine):
-        return _group_rank(placement.rank(), engine)
+def _place(placement: Any, backend: Backend) -> Place:
+    if isinstance(backend, GroupBackend):
+        return _group_rank(placement.rank(), backend)
     return _find_worker(placement).name
 
 
@@ -108,23 +108,23 @@ def _check_rpc(placement: _remote_device | None) -> None:
         )
 
 
-def _group_rank(rank: int, engine: GroupEngine) -> int:
+def _group_rank(rank: int, backend: GroupBackend) -> int:
     """The rank in the group; outside of the group, whose members are not known there, the rank among all."""
-    if not engine.is_member:
+    if not backend.is_member:
         return rank
-    members = dist.get_process_group_ranks(engine._group)
+    members = dist.get_process_group_ranks(backend._group)
     if rank not in members:
         raise ValueError(f"Global rank {rank} does not exist in input process group: it has {members}")
     return members.index(rank)
 
 
-def placement_of(place: Place, device: Any, engine: Engine) -> _remote_device:
-    """A placement, from a place of an engine."""
+def placement_of(place: Place, device: Any, backend: Backend) -> _remote_device:
+    """A placement, from a place of an backend."""
     if isinstance(place, str):
         return _remote_device(f"{place}/{device}")
-    assert isinstance(engine, GroupEngine)
-    is_local = engine.group is not None and engine.is_member
-    rank = dist.get_global_rank(engine.group, place) if is_local else place
+    assert isinstance(backend, GroupBackend)
+    is_local = backend.group is not None and backend.is_member
+    rank = dist.get_global_rank(backend.group, place) if is_local else place
     return _remote_device(f"rank:{rank}/{device}")
 
 
@@ -149,7 +149,7 @@ def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | N
         return _find_worker(remote_device).id, device
     rank = remote_device.rank()
     if rank is not None:
-        _group_rank(rank, GroupEngine(pg))
+        _group_rank(rank, GroupBackend(pg))
     return rank, device
 
 
@@ -160,7 +160,7 @@ def placements_of(spec: Any) -> list[Any]:
     return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
 
 
-def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
+def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupBackend | None:
     """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told.
 
     Raises:
@@ -174,7 +174,7 @@ def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine
         return None
     if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
         return None  # no placements, as of Sharders only: what an RPC worker does need not be done by all ranks
-    found = GroupEngine(group)
+    found = GroupBackend(group)
     if not found.is_member:
         raise RuntimeError("this rank is not in the process group; only its members can shard with it")
     return found

@@ -30,7 +30,7 @@ from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
 
 
 @contextlib.contextmanager
-def talking(group: Any, what: str) -> Iterator[None]:
+def collective(group: Any, what: str) -> Iterator[None]:
     """Around whatever concerns all ranks of a group.
 
     Args:
@@ -172,8 +172,10 @@ def move(
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
     make = torch.zeros if is_sum else torch.empty
-    targets = {number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.of(rank)}
-    sources = {number: _readable(tensor) for number, tensor in zip(old.of(rank), tensors, strict=True)}
+    targets = {
+        number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.numbers_at(rank)
+    }
+    sources = {number: _readable(tensor) for number, tensor in zip(old.numbers_at(rank), tensors, strict=True)}
     ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
         ends.put(item, ends.source(item))
@@ -223,7 +225,7 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
         if peer != rank:
             traffic.add(number * width)
     arrived = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
-    with talking(group, "exchange between all ranks"):
+    with collective(group, "exchange between all ranks"):
         dist.all_to_all_single(
             arrived.view(torch.uint8),
             flat.view(torch.uint8),
@@ -246,10 +248,10 @@ def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) ->
         limit = max(1, PIECE_BYTES // like.element_size())
         outgoing = _cut_all(plan.outgoing.get(to, ()), limit)
         incoming = _cut_all(plan.incoming.get(origin, ()), limit)
-        with talking(group, f"exchange of parts: to rank {to}, from rank {origin}"):
+        with collective(group, f"exchange of parts: to rank {to}, from rank {origin}"):
             for sent, received in zip_longest(outgoing, incoming):
                 pipe.step(to, sent, origin, received)
-    with talking(group, "exchange of parts"):
+    with collective(group, "exchange of parts"):
         pipe.drain()
 
 

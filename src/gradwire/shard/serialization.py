@@ -29,7 +29,7 @@ from gradwire.rref import RRef
 from gradwire.rref import context as references
 from gradwire.shard.backend import Part
 from gradwire.shard.dispatch import implements
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box, Layout
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import current_process_group, layout_of
@@ -41,7 +41,7 @@ from gradwire.shard.sharding_spec import (
     validate_shards,
 )
 from gradwire.shard.tensor import ShardedTensor
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.wire.serialization import register_plain_type
 
 _MOST_DIMS = 64
@@ -101,7 +101,7 @@ def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
         CannotSend: It belongs to a process group.
         RRefError: Not inside a message.
     """
-    if not isinstance(tensor._engine, WorkerEngine):
+    if not isinstance(tensor._backend, WorkerBackend):
         raise CannotSend(
             f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "
             "local_tensor() or full_tensor(), or divide it among RPC workers (placements such as 'worker0/cpu')"
@@ -142,7 +142,7 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
     layout = Layout(tuple(item.box for item in shards), tuple(places))
     dtype = metadata.tensor_properties.dtype
     found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]
-    made = ShardedTensor._make(WorkerEngine(), spec, metadata, found, layout)
+    made = ShardedTensor._make(WorkerBackend(), spec, metadata, found, layout)
     made._is_result = bool(is_result)
     if batch is not None:  # whoever runs the program has all rows
         size = tuple(torch.Size(batch))
@@ -186,7 +186,7 @@ class ProcessGroupState:
     global_world_size: int
 
     @classmethod
-    def of(cls, group: Any) -> ProcessGroupState:
+    def current(cls, group: Any) -> ProcessGroupState:
         """That of this process now."""
         return cls(dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size())
 
@@ -195,7 +195,7 @@ class ProcessGroupState:
         Raises:
             RuntimeError: This process is another one.
         """
-        now = ProcessGroupState.of(group)
+        now = ProcessGroupState.current(group)
         for name, what in _CHECKED.items():
             if getattr(self, name) != getattr(now, name):
                 raise RuntimeError(
@@ -223,13 +223,13 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
     if trips.departing() is not None:
         return _rebuild, (_pack(tensor),)
-    engine = tensor._engine
-    if not isinstance(engine, GroupEngine):
+    backend = tensor._backend
+    if not isinstance(backend, GroupBackend):
         raise pickle.PicklingError(
             f"{tensor!r} cannot be pickled: its parts are on other workers. Pass it in the arguments or the result of a "
             "call, save it with gradwire.checkpoint, or pickle full_tensor()"
         )
-    group = ProcessGroupState.of(engine.group)
+    group = ProcessGroupState.current(backend.group)
     state = (group.local_rank, group.global_rank, group.local_world_size, group.global_world_size)
     is_parameter = bool(getattr(tensor, "_is_param", False))
     with torch.no_grad():
@@ -257,12 +257,12 @@ def load_pickled(
         RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
     """
     _check_group()
-    engine = GroupEngine(current_process_group.get())
-    ProcessGroupState(*state).check(engine.group)
+    backend = GroupBackend(current_process_group.get())
+    ProcessGroupState(*state).check(backend.group)
     metadata, spec = restore(described)
     requires_grad = metadata.tensor_properties.requires_grad
-    layout = layout_of(metadata.shards_metadata, engine)
-    made = ShardedTensor._make(engine, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
+    layout = layout_of(metadata.shards_metadata, backend)
+    made = ShardedTensor._make(backend, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
     if is_parameter:
         made._is_param = True
     if has_references:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from gradwire.errors import ConfigurationError
-from gradwire.shard.backend import Engine
+from gradwire.shard.backend import Backend
 from gradwire.shard.dispatch import implements
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import whole
 from gradwire.shard.tensor import ShardedTensor
 
@@ -36,7 +36,7 @@ def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
         )
     requires_grad = tensor.requires_grad
     with torch.no_grad():
-        parts = tensor._engine.run(copy_part, tensor._layout, tensor._parts, requires_grad=requires_grad)
+        parts = tensor._backend.run(copy_part, tensor._layout, tensor._parts, requires_grad=requires_grad)
         made = tensor._with_parts(parts)
     made._metadata = tensor._metadata
     made._is_result = False
@@ -122,7 +122,7 @@ class Parameter:
             raise ConfigurationError(f"parameter {name!r} is no tensor, but of type {type(value).__name__}")
         if not isinstance(value, ShardedTensor):
             return cls(name, value, (value,))
-        if not isinstance(value._engine, GroupEngine):
+        if not isinstance(value._backend, GroupBackend):
             raise ConfigurationError(
                 f"parameter {name!r} is divided among RPC workers; use gradwire.optim.DistributedOptimizer for it"
             )
@@ -183,13 +183,13 @@ def collect(parameters: Sequence[Parameter], state: Mapping[torch.Tensor, Values
 
 def _describe_all(parameters: Sequence[Parameter], state: Mapping[torch.Tensor, Values]) -> dict[str, list[_Described]]:
     """What everybody has of each sharded parameter; ranks of a group talk once."""
-    by_engine: dict[Engine, dict[str, _Described]] = {}
+    by_backend: dict[Backend, dict[str, _Described]] = {}
     for parameter in parameters:
         if isinstance(parameter.value, ShardedTensor):
-            by_engine.setdefault(parameter.value._engine, {})[parameter.name] = _describe(parameter, state)
+            by_backend.setdefault(parameter.value._backend, {})[parameter.name] = _describe(parameter, state)
     found: dict[str, list[_Described]] = {}
-    for engine, own in by_engine.items():
-        everybody = engine.gather_objects(own)
+    for backend, own in by_backend.items():
+        everybody = backend.gather_objects(own)
         found.update({name: [each[name] for each in everybody] for name in own})
     return found
 
@@ -300,7 +300,7 @@ def _from_sharded(target: torch.Tensor, value: ShardedTensor) -> list[Any]:
     with torch.no_grad():
         if not isinstance(target, ShardedTensor):
             return [value.full_tensor()]
-        if value._engine != target._engine:
+        if value._backend != target._backend:
             raise ConfigurationError("the state is divided among others than the parameter; gather it first")
-        moved = value._engine.move(value._parts, value._layout, target._layout, value._like)
+        moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
         return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]

@@ -1,7 +1,7 @@
 """`ShardedTensor`: one tensor to those who use it, in parts that are elsewhere.
 
 It is a `torch.Tensor` by its type only. Every function of torch that meets one is looked up in `dispatch`, and works on its
-parts through an `Engine`. So autograd sees the parts, never this object: parts have gradients, and ``requires_grad``,
+parts through an `Backend`. So autograd sees the parts, never this object: parts have gradients, and ``requires_grad``,
 ``grad`` and ``is_leaf`` speak of the parts.
 """
 
@@ -16,8 +16,8 @@ import torch
 from gradwire import rpc
 from gradwire.rref import RRef, remote
 from gradwire.shard import dispatch
-from gradwire.shard.backend import Engine, Part
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.backend import Backend, Part
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box, Layout, Place, everywhere
 from gradwire.shard.metadata import (
     Shard,
@@ -27,15 +27,15 @@ from gradwire.shard.metadata import (
     join_shards,
     make_shard,
 )
-from gradwire.shard.placement import engine_for, layout_of, placement_of
+from gradwire.shard.placement import backend_for, layout_of, placement_of
 from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 
 
 class ShardedTensorBase(torch.Tensor):
     """What is known of a sharded tensor, and its shards that are here; all that one of no process group can tell."""
 
-    _engine: Engine
+    _backend: Backend
     _metadata: ShardedTensorMetadata
     _sharding_spec: ShardingSpec
     _layout: Layout
@@ -53,7 +53,7 @@ class ShardedTensorBase(torch.Tensor):
         """The shards that this process has: none, one or several."""
         shards = self._metadata.shards_metadata
         found = []
-        for number, part in zip(self._engine.numbers(self._layout), self._parts, strict=True):
+        for number, part in zip(self._backend.box_numbers(self._layout), self._parts, strict=True):
             if number < len(shards):  # the others stand for ranks that have none
                 if isinstance(part, RRef) and part.is_owner():
                     part = part.local_value()
@@ -112,7 +112,7 @@ class ShardedTensor(ShardedTensorBase):
     @classmethod
     def _make(
         cls,
-        engine: Engine,
+        backend: Backend,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
         parts: Sequence[Part],
@@ -125,11 +125,11 @@ class ShardedTensor(ShardedTensorBase):
             metadata.size,
             dtype=properties.dtype,
             layout=properties.layout,
-            device=_device_of(engine, metadata, parts),
+            device=_device_of(backend, metadata, parts),
             requires_grad=False,
         )
-        made._engine, made._sharding_spec, made._metadata = engine, spec, metadata
-        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
+        made._backend, made._sharding_spec, made._metadata = backend, spec, metadata
+        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
         made._parts = list(parts)
         made._batch = None  # whose rows they are, if they come from everybody's own plain tensor
         made._is_result = False  # of an operation, and so no leaf
@@ -142,7 +142,7 @@ class ShardedTensor(ShardedTensorBase):
         if dtype is not None:
             properties.dtype = dtype
         metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
-        made = ShardedTensor._make(self._engine, self._sharding_spec, metadata, parts, self._layout)
+        made = ShardedTensor._make(self._backend, self._sharding_spec, metadata, parts, self._layout)
         made._batch = self._batch
         made._is_result = properties.requires_grad
         return made
@@ -159,7 +159,7 @@ class ShardedTensor(ShardedTensorBase):
     @property
     def _process_group(self) -> Any:
         """The process group, also if it is the default one; None over RPC workers."""
-        return self._engine._group if isinstance(self._engine, GroupEngine) else None
+        return self._backend._group if isinstance(self._backend, GroupBackend) else None
 
     @property
     def _init_rrefs(self) -> bool:
@@ -168,12 +168,12 @@ class ShardedTensor(ShardedTensorBase):
     @property
     def _like(self) -> torch.Tensor:
         """A tensor without elements that has the dtype of the parts, and the device of those of this rank."""
-        device = _device_of(self._engine, self._metadata, self._parts)
+        device = _device_of(self._backend, self._metadata, self._parts)
         return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
 
     def _boxes(self) -> list[Box]:
         """Those whose parts this process handles, in the order of the parts."""
-        return [self._layout.boxes[number] for number in self._engine.numbers(self._layout)]
+        return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             RuntimeError: It belongs to a process group and was not made with ``init_rrefs=True``.
         """
-        if isinstance(self._engine, WorkerEngine):
+        if isinstance(self._backend, WorkerBackend):
             return _references_to_shards(self)
         if self._remote_shards is None:
             raise RuntimeError(
@@ -215,12 +215,12 @@ class ShardedTensor(ShardedTensorBase):
             adds_gradients: Whether ranks use it for rows of their own, so that each has a gradient of its own, and these
                 are added up. Else the gradient counts as the same on all ranks.
         """
-        if adds_gradients and isinstance(self._engine, GroupEngine):
-            everybody = everywhere(self.size(), self._engine.askers)
-            (found,) = self._engine.move(self._parts, self._layout, everybody, self._like)
+        if adds_gradients and isinstance(self._backend, GroupBackend):
+            everybody = everywhere(self.size(), self._backend.participants)
+            (found,) = self._backend.move(self._parts, self._layout, everybody, self._like)
             assert isinstance(found, torch.Tensor)
             return found.clone() if any(found is part for part in self._parts) else found
-        return self._engine.replicate(self._parts, self._layout, self.size(), self._like)
+        return self._backend.replicate(self._parts, self._layout, self.size(), self._like)
 
     def gather(  # type: ignore[override]  # PyTorch's name; torch.gather is another function
         self,
@@ -243,13 +243,13 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ValueError: `dst` is no rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
         """
-        target: Place = dst if isinstance(self._engine, GroupEngine) else self._engine.here
-        if self._engine.askers and target not in self._engine.askers:  # not known outside of the group
-            raise ValueError(f"gather: dst={dst} is no rank of the group, which has {len(self._engine.askers)}")
+        target: Place = dst if isinstance(self._backend, GroupBackend) else self._backend.own_place
+        if self._backend.participants and target not in self._backend.participants:  # not known outside of the group
+            raise ValueError(f"gather: dst={dst} is no rank of the group, which has {len(self._backend.participants)}")
         layout = everywhere(self.size(), [target])
         with torch.no_grad():
-            found = self._engine.move(self._parts, self._layout, layout, self._like)
-            if target != self._engine.here:
+            found = self._backend.move(self._parts, self._layout, layout, self._like)
+            if target != self._backend.own_place:
                 return None
             value = found[0]
             assert isinstance(value, torch.Tensor)
@@ -275,12 +275,12 @@ class ShardedTensor(ShardedTensorBase):
         """
         properties = self._metadata.tensor_properties
         metadata = resharding_spec.build_metadata(self.size(), properties)
-        engine = engine_for(metadata.shards_metadata, self._process_group)
-        if engine != self._engine:
+        backend = backend_for(metadata.shards_metadata, self._process_group)
+        if backend != self._backend:
             raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
-        layout = layout_of(metadata.shards_metadata, engine)
-        parts = engine.move(self._parts, self._layout, layout, self._like)
-        made = ShardedTensor._make(engine, resharding_spec, metadata, parts, layout)
+        layout = layout_of(metadata.shards_metadata, backend)
+        parts = backend.move(self._parts, self._layout, layout, self._like)
+        made = ShardedTensor._make(backend, resharding_spec, metadata, parts, layout)
         requires_grad = self._does_require_grad(parts)
         made._metadata = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
         made._is_result = requires_grad
@@ -301,7 +301,7 @@ class ShardedTensor(ShardedTensorBase):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
             made = self.redistribute(resharding_spec)
             if is_leaf:
-                made._parts = made._engine.run(_own_part, made._layout, made._parts)
+                made._parts = made._backend.run(_own_part, made._layout, made._parts)
         if is_leaf and requires_grad:
             made.requires_grad_(True)
         made._order_by_rank()
@@ -310,7 +310,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def _order_by_rank(self) -> None:
         """Lists the shards in the order of the ranks that have them; those of one rank stay in their order."""
-        if not isinstance(self._engine, GroupEngine):
+        if not isinstance(self._backend, GroupBackend):
             return
         shards, places, boxes = self._metadata.shards_metadata, self._layout.places, self._layout.boxes
         order = sorted(range(len(shards)), key=lambda number: places[number])
@@ -321,7 +321,7 @@ class ShardedTensor(ShardedTensorBase):
     def _take_over(self, other: ShardedTensor) -> None:
         """Becomes what another one of the same size and dtype is."""
         self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
-        self._engine, self._parts, self._batch = other._engine, other._parts, other._batch
+        self._backend, self._parts, self._batch = other._backend, other._parts, other._batch
         self._is_result = other._is_result
         self._remote_shards = None
 
@@ -392,14 +392,19 @@ def first_sharded(values: Any) -> ShardedTensor | None:
 
 
 def from_layout(
-    engine: Engine, layout: Layout, parts: Sequence[Part], size: Sequence[int], like: torch.Tensor, requires_grad: bool
+    backend: Backend,
+    layout: Layout,
+    parts: Sequence[Part],
+    size: Sequence[int],
+    like: torch.Tensor,
+    requires_grad: bool,
 ) -> ShardedTensor:
     """A sharded tensor of parts that an operation made.
 
     Args:
-        engine: That of the operands.
+        backend: That of the operands.
         layout: Where the parts are; boxes do not overlap, and make up the tensor.
-        parts: In the order of the engine.
+        parts: In the order of the backend.
         size: Of the tensor.
         like: Tells dtype and device.
         requires_grad: Whether the parts have gradients, in case nobody can tell without asking.
@@ -408,21 +413,21 @@ def from_layout(
     if first is not None:
         requires_grad = first.requires_grad
     shards = [
-        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, engine))
+        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, backend))
         for box, place in zip(layout.boxes, layout.places, strict=True)
     ]
     metadata = ShardedTensorMetadata(
         shards, torch.Size(size), TensorProperties(like.dtype, requires_grad=requires_grad)
     )
-    made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, parts, layout)
+    made = ShardedTensor._make(backend, infer_sharding_spec(shards), metadata, parts, layout)
     made._is_result = requires_grad
     return made
 
 
-def _device_of(engine: Engine, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
+def _device_of(backend: Backend, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
     """In a process group, that of this rank; over RPC workers, that of the first shard."""
     first, placement = first_here(parts), metadata.shards_metadata[0].placement
-    if isinstance(engine, GroupEngine) and first is not None:
+    if isinstance(backend, GroupBackend) and first is not None:
         return first.device
     return torch.device("cpu") if placement is None else placement.device()
 

@@ -16,7 +16,7 @@ import torch
 
 from gradwire import rpc
 from gradwire.rref import RRef, remote
-from gradwire.shard.backend import Answerer, Engine, Part, Question, Request
+from gradwire.shard.backend import Answerer, Backend, Part, Question, Request
 from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves
 
 Range = tuple[int, int]
@@ -36,30 +36,30 @@ def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...
     return made
 
 
-class WorkerEngine(Engine):
-    """The engine of the RPC worker that this process is."""
+class WorkerBackend(Backend):
+    """The backend of the RPC worker that this process is."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WorkerEngine)
+        return isinstance(other, WorkerBackend)
 
     def __hash__(self) -> int:
-        return hash(WorkerEngine)
+        return hash(WorkerBackend)
 
     @property
-    def here(self) -> str:
+    def own_place(self) -> str:
         """The name of this worker."""
         return rpc.get_worker_info().name
 
     @property
-    def askers(self) -> tuple[Place, ...]:
+    def participants(self) -> tuple[Place, ...]:
         """This worker."""
-        return (self.here,)
+        return (self.own_place,)
 
     def complete(self, layout: Layout) -> Layout:
         """The layout: workers that have nothing have nothing to do."""
         return layout
 
-    def numbers(self, layout: Layout) -> list[int]:
+    def box_numbers(self, layout: Layout) -> list[int]:
         """All."""
         return list(range(len(layout.boxes)))
 
@@ -67,7 +67,7 @@ class WorkerEngine(Engine):
         self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
     ) -> list[Part]:
         """Calls the function where each part is."""
-        here = self.here
+        here = self.own_place
         return [
             _run(function, arguments, constants)
             if place == here
@@ -85,7 +85,7 @@ class WorkerEngine(Engine):
         for move in plan_moves(old.boxes, new.boxes):
             part = parts[move.source]
             source: list[Range] | None = _ranges(move.box, old.boxes[move.source])
-            if isinstance(part, torch.Tensor) and new.places[move.target] != self.here:
+            if isinstance(part, torch.Tensor) and new.places[move.target] != self.own_place:
                 part, source = take(part, source), None  # only what is needed goes on its way
             pieces[move.target].append((part, source, _ranges(move.box, new.boxes[move.target])))
         return self._assemble_all(new, pieces, like, is_sum)
@@ -93,7 +93,7 @@ class WorkerEngine(Engine):
     def _assemble_all(
         self, layout: Layout, pieces: Sequence[list[Piece]], like: torch.Tensor, is_sum: bool
     ) -> list[Part]:
-        here = self.here
+        here = self.own_place
         rest = (str(like.device), like.dtype, is_sum)
         made: list[Part] = []
         for place, box, items in zip(layout.places, layout.boxes, pieces, strict=True):
@@ -105,7 +105,7 @@ class WorkerEngine(Engine):
         self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
     ) -> torch.Tensor:
         """This worker fetches the parts."""
-        (found,) = self.move(parts, layout, everywhere(size, self.askers), like, is_sum)
+        (found,) = self.move(parts, layout, everywhere(size, self.participants), like, is_sum)
         assert isinstance(found, torch.Tensor)
         is_part = found._is_view() or any(found is part for part in parts)
         return found.clone() if is_part else found  # what people do with it must not change the tensor
@@ -127,7 +127,7 @@ class WorkerEngine(Engine):
         """
         if question.error is not None:
             raise question.error
-        here, answers, waiting = self.here, {}, {}
+        here, answers, waiting = self.own_place, {}, {}
         for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
             may_have_gradient = question.asks_all and layout.boxes[number].num_elements
             if not (may_have_gradient or any(item.numel() for item in request)):

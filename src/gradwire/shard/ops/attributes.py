@@ -9,7 +9,7 @@ import torch
 
 from gradwire.shard.backend import Part
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.ops.pointwise import note_gradient, probe
 from gradwire.shard.tensor import ShardedTensor, first_here
 
@@ -52,8 +52,8 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
     if flag != tensor.requires_grad:
         probe(tensor).requires_grad_(flag)  # raises here what the parts would raise
-        tensor._engine.settle()  # what was made of it before has no gradient
-        tensor._parts = tensor._engine.run(
+        tensor._backend.settle()  # what was made of it before has no gradient
+        tensor._parts = tensor._backend.run(
             torch.Tensor.requires_grad_, tensor._layout, tensor._parts, requires_grad=flag
         )
         note_gradient(tensor, flag, tensor.is_leaf)
@@ -134,7 +134,7 @@ def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 def _parts_here(tensor: ShardedTensor) -> list[torch.Tensor] | None:
     """This rank's parts; None over RPC."""
-    if not isinstance(tensor._engine, GroupEngine):
+    if not isinstance(tensor._backend, GroupBackend):
         return None
     return [part for part in tensor._parts if isinstance(part, torch.Tensor)]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from gradwire.shard.backend import Engine
+from gradwire.shard.backend import Backend
 from gradwire.shard.creation import share_references
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata
 from gradwire.shard.ops.pointwise import call, note_gradient, offer, pointwise
 from gradwire.shard.placement import placement_of
@@ -28,7 +28,7 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
     """Shares memory with the original, as always."""
     tensor: ShardedTensor = args[0]
     with torch.no_grad():
-        return tensor._with_parts(tensor._engine.run(torch.Tensor.detach, tensor._layout, tensor._parts))
+        return tensor._with_parts(tensor._backend.run(torch.Tensor.detach, tensor._layout, tensor._parts))
 
 
 for _key, _function in {
@@ -45,11 +45,11 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor, other = args
     if not isinstance(tensor, ShardedTensor) or not isinstance(other, ShardedTensor):
         raise unsupported(func, "both must be sharded")
-    if other._layout != tensor._layout or other._engine != tensor._engine:
+    if other._layout != tensor._layout or other._backend != tensor._backend:
         raise unsupported(func, "the new data must be sharded in the same way; use redistribute()")
-    engine = tensor._engine
-    engine.settle()
-    engine.settle(engine.run(set_data, tensor._layout, tensor._parts, other._parts))
+    backend = tensor._backend
+    backend.settle()
+    backend.settle(backend.run(set_data, tensor._layout, tensor._parts, other._parts))
     with torch._C.DisableTorchFunctionSubclass():
         func(tensor, other)  # the object itself has a dtype and a device
     tensor._sharding_spec = other._sharding_spec
@@ -123,15 +123,15 @@ def _convert(
     if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
     group = kwargs.get("process_group")
-    engine = GroupEngine(group) if group is not None else tensor._engine
-    if dtype == tensor.dtype and device is None and not copy and engine == tensor._engine:
+    backend = GroupBackend(group) if group is not None else tensor._backend
+    if dtype == tensor.dtype and device is None and not copy and backend == tensor._backend:
         return tensor
-    parts = tensor._engine.run(convert_part, tensor._layout, tensor._parts, dtype=dtype, device=_text(device))
+    parts = tensor._backend.run(convert_part, tensor._layout, tensor._parts, dtype=dtype, device=_text(device))
     made = tensor._with_parts(parts, dtype)
     has_gradient = tensor.requires_grad and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex)
     note_gradient(made, has_gradient, not has_gradient)
-    if device is not None or engine != tensor._engine:
-        _place(made, engine, device if device is not None else tensor.device)
+    if device is not None or backend != tensor._backend:
+        _place(made, backend, device if device is not None else tensor.device)
     if tensor._init_rrefs:
         share_references(made)
     return made
@@ -146,18 +146,18 @@ def convert_part(part: torch.Tensor, dtype: torch.dtype, device: str | None) -> 
     return part.to(device=part.device if device is None else device, dtype=dtype, copy=True)
 
 
-def _place(tensor: ShardedTensor, engine: Engine, device: torch.device) -> None:
+def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> None:
     """Says in the metadata on which device the parts are, and whose they are."""
-    names = engine.gather_objects(str(_exact(device))) if engine.askers else []  # none outside of the group
-    by_place = dict(zip(engine.askers, names, strict=True))
+    names = backend.gather_objects(str(_exact(device))) if backend.participants else []  # none outside of the group
+    by_place = dict(zip(backend.participants, names, strict=True))
     metadata = tensor._metadata
     shards = [
         ShardMetadata(
-            shard.shard_offsets, shard.shard_sizes, placement_of(place, by_place.get(place, str(device)), engine)
+            shard.shard_offsets, shard.shard_sizes, placement_of(place, by_place.get(place, str(device)), backend)
         )
         for shard, place in zip(metadata.shards_metadata, tensor._layout.places, strict=False)
     ]
-    tensor._engine, tensor._sharding_spec = engine, infer_sharding_spec(shards)
+    tensor._backend, tensor._sharding_spec = backend, infer_sharding_spec(shards)
     tensor._metadata = ShardedTensorMetadata(shards, metadata.size, metadata.tensor_properties)
 
 
@@ -180,7 +180,7 @@ def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if "device" in kwargs and torch.device(kwargs["device"]).type != tensor.device.type:
         raise unsupported(func, "it must be on the same device; use to() afterwards")
     keys = [[value] * len(tensor._parts) for value in args[1:]]
-    parts = tensor._engine.run(
+    parts = tensor._backend.run(
         call, tensor._layout, tensor._parts, *keys, name=f"torch.{func.__name__}", keywords=[], constants=kwargs
     )
     made = tensor._with_parts(parts, kwargs.get("dtype", tensor.dtype))
@@ -223,8 +223,8 @@ def _could_be_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _are_all(flags: torch.Tensor) -> bool:
     """Whether all elements are True; outside of the process group, where there are none, they are."""
     assert isinstance(flags, ShardedTensor)  # as one of the operands was
-    engine = flags._engine
-    is_outside = isinstance(engine, GroupEngine) and not engine.is_member
+    backend = flags._backend
+    is_outside = isinstance(backend, GroupBackend) and not backend.is_member
     return is_outside or bool(flags.all())
 
 

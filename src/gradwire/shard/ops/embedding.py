@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from gradwire.shard.backend import Engine, Question, Request
+from gradwire.shard.backend import Backend, Question, Request
 from gradwire.shard.dispatch import implements
 from gradwire.shard.layout import Layout, stack_rows
 from gradwire.shard.tensor import ShardedTensor
@@ -30,7 +30,7 @@ class Wanted:
     ids: torch.Tensor
     positions: torch.Tensor | None
 
-    def of(self, values: torch.Tensor) -> torch.Tensor:
+    def select(self, values: torch.Tensor) -> torch.Tensor:
         """The values that belong to these ids, from those of all."""
         return values if self.positions is None else values.index_select(0, self.positions)
 
@@ -171,7 +171,7 @@ def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_t
     """
     unique = torch.unique(ids) if error is None else ids[:0]
     wanted = by_rows(table, unique)
-    table._engine.settle()  # nobody reads what is being changed
+    table._backend.settle()  # nobody reads what is being changed
     with torch.no_grad():
         if table._layout.is_whole_along(1, table.size(1)):
             _ask(table, [(item.ids,) for item in wanted], scale_whole_rows, [max_norm, norm_type], 0, error)
@@ -179,7 +179,7 @@ def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_t
         answers = _ask(table, [(item.ids,) for item in wanted], sum_powers, [norm_type], 1, error)
         norms = _join_norms(table, wanted, answers, unique.numel(), norm_type)
         scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        _ask(table, [(item.ids, item.of(scales)) for item in wanted], scale_rows, [], 0, None)
+        _ask(table, [(item.ids, item.select(scales)) for item in wanted], scale_rows, [], 0, None)
 
 
 def _ask(
@@ -187,7 +187,7 @@ def _ask(
 ) -> list[torch.Tensor]:
     num_blocks = len(table._layout.boxes)
     question = Question(function, requests, [setting] * num_blocks, 0, [[width]] * num_blocks, table._like, error)
-    return table._engine.ask(question, table._layout, table._parts)
+    return table._backend.ask(question, table._layout, table._parts)
 
 
 def _join_norms(
@@ -269,7 +269,7 @@ def _do_embedding(
         error,
         asks_all=wants_gradient(table),
     )
-    answers = table._engine.ask(question, table._layout, table._parts)
+    answers = table._backend.ask(question, table._layout, table._parts)
     size = (ids.numel(), table.size(1))
     rows = [item.positions for item in wanted]
     return assemble(size, answers, rows, columns_of(table), is_sum=False).view(*input.size(), size[1])
@@ -461,7 +461,7 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Excep
         error,
         asks_all=wants_gradient(table),
     )
-    answers = table._engine.ask(question, table._layout, table._parts)
+    answers = table._backend.ask(question, table._layout, table._parts)
     size = (bags.number, table.size(1))
     if setting[0] == "max":
         return _largest(size, answers, rows, columns_of(table))
@@ -485,14 +485,14 @@ def _requests(table: ShardedTensor, bags: Bags) -> tuple[list[Request], list[tor
 
 
 def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
-    counts = torch.bincount(wanted.of(bags.bags), minlength=bags.number)
+    counts = torch.bincount(wanted.select(bags.bags), minlength=bags.number)
     present: torch.Tensor | None = counts.nonzero().view(-1)
     assert present is not None
     if present.numel() == bags.number:
         present = None
     else:
         counts = counts.index_select(0, present)
-    weights = () if bags.weights is None else (wanted.of(bags.weights),)
+    weights = () if bags.weights is None else (wanted.select(bags.weights),)
     return (wanted.ids, counts.to(torch.int32), *weights), present
 
 
@@ -561,14 +561,14 @@ MAX_DIMS = 8
 _FAILED = -1
 
 
-def join_rows(rows: torch.Tensor, engine: Engine, problem: Exception | None) -> tuple[torch.Tensor, Layout]:
+def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -> tuple[torch.Tensor, Layout]:
     """The rows, and whose rows are where if all are put together.
 
     The rows get a gradient if those of somebody else have one: all take part in backward then.
 
     Args:
         rows: One's own.
-        engine: Knows who everybody is.
+        backend: Knows who everybody is.
         problem: Why this process cannot go on, if it cannot.
 
     Raises:
@@ -579,17 +579,17 @@ def join_rows(rows: torch.Tensor, engine: Engine, problem: Exception | None) -> 
     sizes = [rows.dim(), *rows.size(), *(0 for _ in range(MAX_DIMS - rows.dim()))]
     wants_gradient = rows.requires_grad and torch.is_grad_enabled()
     told = [*sizes, int(wants_gradient)] if problem is None else [_FAILED] * (MAX_DIMS + 2)
-    everybody = engine.gather_numbers(told)
+    everybody = backend.gather_numbers(told)
     if problem is not None:
         raise problem
-    for place, other in zip(engine.askers, everybody, strict=True):
+    for place, other in zip(backend.participants, everybody, strict=True):
         if other[0] == _FAILED:
             raise RuntimeError(f"rank {place} could not go on, so no rank can; it has raised an error that says why")
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
-                f"rows must have the same size on every rank: {list(rows.size()[1:])} on {engine.here}, "
+                f"rows must have the same size on every rank: {list(rows.size()[1:])} on {backend.own_place}, "
                 f"{other[2 : other[0] + 1]} on {place}"
             )
     if not wants_gradient and any(other[-1] for other in everybody):
         rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-    return rows, stack_rows([other[1] for other in everybody], rows.size()[1:], engine.askers)
+    return rows, stack_rows([other[1] for other in everybody], rows.size()[1:], backend.participants)

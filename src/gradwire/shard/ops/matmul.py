@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from gradwire.shard.backend import Engine, Part
+from gradwire.shard.backend import Backend, Part
 from gradwire.shard.dispatch import implements, unsupported
 from gradwire.shard.layout import Box, Layout, Place, stack_rows
 from gradwire.shard.ops.embedding import MAX_DIMS, join_rows
@@ -25,7 +25,7 @@ class _Blocks:
     """Pairs of blocks that are at the same places, and what their products are.
 
     Attributes:
-        engine: How functions get there.
+        backend: How functions get there.
         lefts: Blocks of the left operand.
         rights: Blocks of the right one.
         is_transposed: Whether those are [o, k], not [k, o].
@@ -37,7 +37,7 @@ class _Blocks:
         requires_grad: Whether an operand does.
     """
 
-    engine: Engine
+    backend: Backend
     lefts: list[Part]
     rights: list[Part]
     is_transposed: bool
@@ -49,10 +49,10 @@ class _Blocks:
     requires_grad: bool
 
     def products(self, biases: Sequence[Part | None]) -> list[Part]:
-        return self.engine.run(product, self.layout, self.lefts, self.rights, biases, is_transposed=self.is_transposed)
+        return self.backend.run(product, self.layout, self.lefts, self.rights, biases, is_transposed=self.is_transposed)
 
     def to_sharded(self, parts: Sequence[Part], layout: Layout) -> ShardedTensor:
-        made = from_layout(self.engine, layout, parts, self.size, self._like(parts), self.requires_grad)
+        made = from_layout(self.backend, layout, parts, self.size, self._like(parts), self.requires_grad)
         made._batch = self.batch
         return made
 
@@ -101,7 +101,7 @@ def _find_problem(func: Any, left: torch.Tensor, right: torch.Tensor) -> Runtime
     """Why there is no product; if the left operand is one's own, perhaps only here."""
     if not 1 <= left.dim() <= MAX_DIMS:
         return unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {MAX_DIMS}")
-    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._engine != right._engine:
+    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._backend != right._backend:
         return unsupported(func, "the operands are in different process groups")
     if left.dtype != right.dtype and not torch.is_autocast_enabled(left.device.type):
         return RuntimeError(f"mat1 and mat2 must have the same dtype, but got {left.dtype} and {right.dtype}")
@@ -112,7 +112,7 @@ def _multiply_own(
     func: Any, left: torch.Tensor, right: Any, bias: torch.Tensor | None, is_transposed: bool, problem: Any
 ) -> torch.Tensor:
     """With everybody's own rows on the left, or a vector, which counts as one row."""
-    rows, batch = join_rows(left.unsqueeze(0) if left.dim() == 1 else left, right._engine, problem)
+    rows, batch = join_rows(left.unsqueeze(0) if left.dim() == 1 else left, right._backend, problem)
     found = _add_bias(func, _at_right(rows, right, is_transposed, batch), bias)
     if left.dim() > 1:
         return found
@@ -143,20 +143,20 @@ def _meet(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _Blo
 
 
 def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, batch: Layout | None) -> _Blocks:
-    engine = right._engine
+    backend = right._backend
     along, across = (1, 0) if is_transposed else (0, 1)  # dimensions of the right operand
     length, width = _length_and_width(right, is_transposed)
     _check_sizes(left, right, is_transposed)
     rows: Size = left.size()[:-1] if batch is None else _rows_of(batch)
     needed = _columns(right._layout, along, rows)
     lefts = (
-        engine.move(left._parts, left._layout, needed, left._like)
+        backend.move(left._parts, left._layout, needed, left._like)
         if isinstance(left, ShardedTensor)
-        else engine.spread(left, _required(batch), needed)
+        else backend.spread(left, _required(batch), needed)
     )
     boxes = right._layout.boxes
     return _Blocks(
-        engine=engine,
+        backend=backend,
         lefts=lefts,
         rights=right._parts,
         is_transposed=is_transposed,
@@ -210,9 +210,9 @@ def _at_left(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _
     boxes = left._layout.boxes
     needed = Layout(tuple(_facing(box, width, is_transposed) for box in boxes), left._layout.places)
     return _Blocks(
-        engine=left._engine,
+        backend=left._backend,
         lefts=left._parts,
-        rights=left._engine.divide(right, needed),
+        rights=left._backend.divide(right, needed),
         is_transposed=is_transposed,
         layout=_with_width(left._layout, width),
         size=(*left.size()[:-1], width),
@@ -239,7 +239,7 @@ def _do_require_grad(*operands: torch.Tensor) -> bool:
 def _add_bias(func: Any, blocks: _Blocks, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is not None:
         blocks = replace(blocks, requires_grad=blocks.requires_grad or _do_require_grad(bias))
-        if isinstance(bias, ShardedTensor) and (bias._engine != blocks.engine or bias.size() != blocks.size[-1:]):
+        if isinstance(bias, ShardedTensor) and (bias._backend != blocks.backend or bias.size() != blocks.size[-1:]):
             raise unsupported(func, f"the bias has size {list(bias.size())}, or is in another process group")
     if blocks.is_sum:
         return _add_up(blocks, bias)
@@ -248,12 +248,12 @@ def _add_bias(func: Any, blocks: _Blocks, bias: torch.Tensor | None) -> torch.Te
 
 def _add_up(blocks: _Blocks, bias: torch.Tensor | None) -> torch.Tensor:
     """The sums of products: everybody's own rows, or each place's share of them."""
-    engine = blocks.engine
+    backend = blocks.backend
     products = blocks.products([None] * len(blocks.lefts))
-    target = blocks.batch or engine.complete(_shares(blocks.size, blocks.layout.places))
-    sums = engine.move(products, blocks.layout, target, blocks._like(products), is_sum=True)
+    target = blocks.batch or backend.complete(_shares(blocks.size, blocks.layout.places))
+    sums = backend.move(products, blocks.layout, target, blocks._like(products), is_sum=True)
     if bias is not None:
-        sums = engine.run(add_bias, target, sums, _bias_parts(blocks, bias, target))
+        sums = backend.run(add_bias, target, sums, _bias_parts(blocks, bias, target))
     if blocks.batch is None:
         return blocks.to_sharded(sums, target)
     (own,) = sums
@@ -272,13 +272,13 @@ def _shares(size: Size, places: Sequence[Place]) -> Layout:
 
 def _bias_parts(blocks: _Blocks, bias: torch.Tensor | None, layout: Layout) -> Sequence[Part | None]:
     """What parts of a result need of the bias."""
-    engine = blocks.engine
+    backend = blocks.backend
     if bias is None:
-        return [None] * len(engine.numbers(layout))
+        return [None] * len(backend.box_numbers(layout))
     needed = Layout(tuple(Box(box.offsets[-1:], box.sizes[-1:]) for box in layout.boxes), layout.places)
     if isinstance(bias, ShardedTensor):
-        return engine.move(bias._parts, bias._layout, needed, bias._like)
-    return engine.divide(bias.expand(blocks.size[-1]), needed)
+        return backend.move(bias._parts, bias._layout, needed, bias._like)
+    return backend.divide(bias.expand(blocks.size[-1]), needed)
 
 
 _T: Any = torch.Tensor
@@ -373,21 +373,21 @@ def _do_bmm(func: Any, input: torch.Tensor, mat2: torch.Tensor, *, out: Any = No
     leader, other = (input, mat2) if is_input else (mat2, input)
     if not isinstance(leader, ShardedTensor) or not (is_input or _is_whole(mat2, 1)):
         raise unsupported(func, "it is cut along the dimension that is summed over; redistribute() it first")
-    engine, layout = leader._engine, leader._layout
-    if isinstance(other, ShardedTensor) and other._engine != engine:
+    backend, layout = leader._backend, leader._layout
+    if isinstance(other, ShardedTensor) and other._backend != backend:
         raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
     boxes = tuple(_product_box(box, size, is_input) for box in layout.boxes)
     needed = tuple(_box_of(_range(box, 0), (0, other.size(1)), (0, other.size(2))) for box in layout.boxes)
     target = Layout(needed, layout.places)
     if isinstance(other, ShardedTensor):
-        others = engine.move(other._parts, other._layout, target, other._like)
+        others = backend.move(other._parts, other._layout, target, other._like)
     else:
-        others = engine.divide(other, target)
+        others = backend.divide(other, target)
     lefts, rights = (leader._parts, others) if is_input else (others, leader._parts)
-    sizes = [list(boxes[number].sizes) for number in engine.numbers(layout)]
-    parts = engine.run(bmm_part, layout, lefts, rights, sizes, length=input.size(2))
+    sizes = [list(boxes[number].sizes) for number in backend.box_numbers(layout)]
+    parts = backend.run(bmm_part, layout, lefts, rights, sizes, length=input.size(2))
     requires_grad = torch.is_grad_enabled() and (input.requires_grad or mat2.requires_grad)
-    made = from_layout(engine, Layout(boxes, layout.places), parts, size, leader._like, requires_grad)
+    made = from_layout(backend, Layout(boxes, layout.places), parts, size, leader._like, requires_grad)
     if isinstance(leader._sharding_spec, ChunkShardingSpec):
         made._sharding_spec = leader._sharding_spec
     return made
@@ -451,10 +451,10 @@ def _swap(tensor: ShardedTensor, first: int, second: int) -> ShardedTensor:
         return tuple(values[dim] for dim in order)
 
     boxes = tuple(Box(reorder(box.offsets), reorder(box.sizes)) for box in tensor._layout.boxes)
-    parts = tensor._engine.run(torch.transpose, tensor._layout, tensor._parts, dim0=first, dim1=second)
+    parts = tensor._backend.run(torch.transpose, tensor._layout, tensor._parts, dim0=first, dim1=second)
     requires_grad = tensor.requires_grad and torch.is_grad_enabled()
     layout = Layout(boxes, tensor._layout.places)
-    made = from_layout(tensor._engine, layout, parts, reorder(tuple(tensor.size())), tensor._like, requires_grad)
+    made = from_layout(tensor._backend, layout, parts, reorder(tuple(tensor.size())), tensor._like, requires_grad)
     spec = tensor._sharding_spec
     if isinstance(spec, ChunkShardingSpec):  # one chunk alone does not tell along which dimension it was cut
         made._sharding_spec = replace(spec, dim=order[spec.dim % num_dims])

@@ -48,7 +48,7 @@ def _softmax(is_log: bool, names: str) -> Implementation:
 
 def _along_whole(tensor: ShardedTensor, dim: int, dtype: torch.dtype | None, is_log: bool) -> ShardedTensor:
     expected = softmax_part(probe(tensor, 2), dim, dtype, is_log)
-    parts = tensor._engine.run(softmax_part, tensor._layout, tensor._parts, dim=dim, dtype=dtype, is_log=is_log)
+    parts = tensor._backend.run(softmax_part, tensor._layout, tensor._parts, dim=dim, dtype=dtype, is_log=is_log)
     return derive(tensor, tensor._layout, parts, tensor.size(), expected)
 
 
@@ -123,7 +123,7 @@ def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None
 
 def _run_rows(name: str, tensor: ShardedTensor, weights: list[Any], shape: list[int], eps: float | None) -> list[Part]:
     columns = [align(weight, tensor, tensor._layout, tensor.size()) for weight in weights]
-    return tensor._engine.run(norm_rows, tensor._layout, tensor._parts, *columns, name=name, shape=shape, eps=eps)
+    return tensor._backend.run(norm_rows, tensor._layout, tensor._parts, *columns, name=name, shape=shape, eps=eps)
 
 
 implements(functional.layer_norm)(_norm_of_rows(2, 1e-5))

@@ -183,19 +183,19 @@ class Call:
         for item in (*self.args, *self.kwargs.values()):
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
                 raise unsupported(self.func, "it takes no lists of tensors")
-        if any(item._engine != sharded[0]._engine for item in sharded[1:]):
+        if any(item._backend != sharded[0]._backend for item in sharded[1:]):
             raise unsupported(
                 self.func, "All distributed tensors should use the same ProcessGroup if used together in an op"
             )
 
     def run(self, layout: Layout, size: Sequence[int]) -> list[Part]:
         """Runs it on the parts of a result of that layout and size."""
-        engine = self.leader._engine
+        backend = self.leader._backend
         keywords = [name for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)]
         values = [*self.args, *(self.kwargs[name] for name in keywords)]
         columns = [align(value, self.leader, layout, size) for value in values]
         constants = {name: value for name, value in self.kwargs.items() if name not in keywords}
-        return engine.run(call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants)
+        return backend.run(call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants)
 
 
 def input_first(implementation: Implementation) -> Implementation:
@@ -235,12 +235,12 @@ def probe(value: Any, longest: int = 0) -> Any:
 
 def align(value: Any, leader: ShardedTensor, layout: Layout, size: Sequence[int]) -> list[Any]:
     """An operand as a column: what each part of a result of that layout and size needs of it."""
-    engine = leader._engine
+    backend = leader._backend
     if isinstance(value, ShardedTensor):
-        return list(engine.move(value._parts, value._layout, restrict(layout, size, size_of(value)), value._like))
+        return list(backend.move(value._parts, value._layout, restrict(layout, size, size_of(value)), value._like))
     if isinstance(value, torch.Tensor):
-        return list(engine.divide(value, restrict(layout, size, value.size())))
-    return [value] * len(engine.numbers(layout))
+        return list(backend.divide(value, restrict(layout, size, value.size())))
+    return [value] * len(backend.box_numbers(layout))
 
 
 def pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ def derive(
         made = leader._with_parts(parts, result.dtype)
         note_gradient(made, result.requires_grad, not result.requires_grad)
         return made
-    return from_layout(leader._engine, layout, parts, size, leader._like.to(result.dtype), result.requires_grad)
+    return from_layout(leader._backend, layout, parts, size, leader._like.to(result.dtype), result.requires_grad)
 
 
 def pointwise_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -278,9 +278,9 @@ def pointwise_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     planned = Call(func, args, kwargs)
     if planned.size != size_of(tensor):
         raise unsupported(func, f"the result has size {list(planned.size)}, the tensor {list(size_of(tensor))}")
-    engine = tensor._engine
-    engine.settle()
-    engine.settle(planned.run(tensor._layout, planned.size))
+    backend = tensor._backend
+    backend.settle()
+    backend.settle(planned.run(tensor._layout, planned.size))
     note_gradient(tensor, planned.result.requires_grad, planned.result.is_leaf)
     return tensor
 

@@ -64,7 +64,7 @@ def reduce_parts(
     layout = layout if keepdim else boxes.drop(layout, dims)
     parts = _run(local, tensor, dims, keepdim, options)
     size, like = reduced_size(tensor, dims, keepdim), tensor._like.to(expected.dtype)
-    return from_layout(tensor._engine, layout, parts, size, like, expected.requires_grad)
+    return from_layout(tensor._backend, layout, parts, size, like, expected.requires_grad)
 
 
 def add_up(
@@ -74,7 +74,7 @@ def add_up(
     like = tensor._like.to(outline(local, tensor, dims, options).dtype)
     layout = boxes.reduce(tensor._layout, dims)
     parts = _run(local, tensor, dims, True, options)
-    total = tensor._engine.replicate(parts, layout, reduced_size(tensor, dims), like, is_sum=True)
+    total = tensor._backend.replicate(parts, layout, reduced_size(tensor, dims), like, is_sum=True)
     return total if keepdim else _squeeze(total, dims)
 
 
@@ -95,7 +95,7 @@ def combine(
     like = tensor._like.to(outline(local, tensor, dims, options).dtype)
     parts = _run(local, tensor, dims, True, options, is_stacked=True)
     size = (len(layout.boxes), *reduced_size(tensor, dims))
-    stacked = tensor._engine.replicate(parts, layout, size, like)
+    stacked = tensor._backend.replicate(parts, layout, size, like)
     total = local(torch.where(_covered(layout, size).to(stacked.device), stacked, neutral), [0], False, **options)
     return total if keepdim else _squeeze(total, dims)
 
@@ -121,7 +121,7 @@ def _run(
 ) -> list[Part]:
     flags = [not box.num_elements for box in tensor._boxes()]
     constants = {"local": local, "dims": list(dims), "keepdim": keepdim, "options": options, "is_stacked": is_stacked}
-    return tensor._engine.run(reduce_part, tensor._layout, tensor._parts, flags, **constants)
+    return tensor._backend.run(reduce_part, tensor._layout, tensor._parts, flags, **constants)
 
 
 def reduce_part(
@@ -150,12 +150,12 @@ def made_whole(tensor: ShardedTensor, dims: Sequence[int]) -> ShardedTensor | No
     kept = [dim for dim in range(tensor.dim()) if dim not in dims]
     if not kept:
         return None
-    engine = tensor._engine
+    backend = tensor._backend
     places = list(dict.fromkeys(tensor._layout.places))
-    layout = engine.complete(boxes.chunk(tensor.size(), max(kept, key=tensor.size), places))
-    parts = engine.move(tensor._parts, tensor._layout, layout, tensor._like)
+    layout = backend.complete(boxes.chunk(tensor.size(), max(kept, key=tensor.size), places))
+    parts = backend.move(tensor._parts, tensor._layout, layout, tensor._like)
     requires_grad = tensor.requires_grad and torch.is_grad_enabled()
-    return from_layout(engine, layout, parts, tensor.size(), tensor._like, requires_grad)
+    return from_layout(backend, layout, parts, tensor.size(), tensor._like, requires_grad)
 
 
 # -- the largest, of which there may be several ------------------------------------------------------------------------
@@ -170,14 +170,14 @@ def share_gradient(tensor: ShardedTensor, extreme: torch.Tensor, dims: Sequence[
         dims: The reduced dimensions.
         keepdim: Whether these stay.
     """
-    engine, layout, size = tensor._engine, boxes.reduce(tensor._layout, dims), extreme.size()
+    backend, layout, size = tensor._backend, boxes.reduce(tensor._layout, dims), extreme.size()
     column = align(extreme, tensor, tensor._layout, tensor.size())
     with torch.no_grad():
-        ties = engine.run(count_equal, tensor._layout, tensor._parts, column, dims=list(dims))
-        number = engine.replicate(ties, layout, size, tensor._like, is_sum=True)
+        ties = backend.run(count_equal, tensor._layout, tensor._parts, column, dims=list(dims))
+        number = backend.replicate(ties, layout, size, tensor._like, is_sum=True)
     numbers = align(number, tensor, tensor._layout, tensor.size())
-    parts = engine.run(zeros_of_equal, tensor._layout, tensor._parts, column, numbers, dims=list(dims))
-    found = extreme + engine.replicate(parts, layout, size, tensor._like, is_sum=True)
+    parts = backend.run(zeros_of_equal, tensor._layout, tensor._parts, column, numbers, dims=list(dims))
+    found = extreme + backend.replicate(parts, layout, size, tensor._like, is_sum=True)
     return found if keepdim else _squeeze(found, dims)
 
 

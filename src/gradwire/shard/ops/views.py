@@ -96,7 +96,7 @@ def _do_split(input: ShardedTensor, split_size_or_sections: int | Sizes, dim: in
 
 def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
     """What lies between two positions along a dimension."""
-    engine, layout = tensor._engine, tensor._layout
+    backend, layout = tensor._backend, tensor._layout
     boxes, ranges = [], []
     for box in layout.boxes:
         offset, size = box.offsets[dim], box.sizes[dim]
@@ -104,9 +104,9 @@ def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
         last = max(min(offset + size, start + length), first)
         boxes.append(_with_range(box, dim, first - start, last - first))
         ranges.append((min(max(first - offset, 0), size), last - first))
-    numbers = engine.numbers(layout)
+    numbers = backend.box_numbers(layout)
     starts, lengths = [ranges[number][0] for number in numbers], [ranges[number][1] for number in numbers]
-    parts = engine.run(narrow_part, layout, tensor._parts, starts, lengths, dim=dim)
+    parts = backend.run(narrow_part, layout, tensor._parts, starts, lengths, dim=dim)
     new_size = [length if number == dim else item for number, item in enumerate(tensor.size())]
     made = _derive(tensor, Layout(tuple(boxes), layout.places), parts, new_size)
     spec = tensor._sharding_spec
@@ -197,7 +197,7 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
     old, new = list(tensor.size()), list(size)
     if math.prod(old) != math.prod(new):
         raise RuntimeError(f"shape '{new}' is invalid for input of size {math.prod(old)}")
-    engine = tensor._engine
+    backend = tensor._backend
     groups = list(_group(old, new))
     boxes = [_regroup(box, groups) for box in tensor._layout.boxes]
     if any(box is None for box in boxes):
@@ -207,9 +207,9 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
             "redistribute() it along another dimension first",
         )
     layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
-    sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
+    sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
     run = view_part if func in (_T.view, _T.view_as) else reshape_part
-    made = _derive(tensor, layout, engine.run(run, tensor._layout, tensor._parts, sizes), new)
+    made = _derive(tensor, layout, backend.run(run, tensor._layout, tensor._parts, sizes), new)
     batch = tensor._batch
     if batch is not None:  # the rows are whose they were, if they still are rows
         rows = [_regroup(box, groups) for box in batch.boxes]
@@ -230,7 +230,7 @@ def reshape_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 def _derive(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
     requires_grad = tensor.requires_grad and torch.is_grad_enabled()
-    return from_layout(tensor._engine, layout, parts, size, tensor._like, requires_grad)
+    return from_layout(tensor._backend, layout, parts, size, tensor._like, requires_grad)
 
 
 # -- boxes in other shapes ---------------------------------------------------------------------------------------------
