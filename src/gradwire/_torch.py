@@ -50,3 +50,34 @@ class Carried(Generic[T]):
         elif _has(self._name):
             _remove(self._name)
         return before
+
+
+# used by shard
+
+DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass  # functions see the wrapper itself in this block
+has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type  # nn.Module asks it before it sets .data
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
+is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
+calculate_correct_fan: Any = torch.nn.init._calculate_correct_fan  # of a size and a mode, as nn.init computes it
+is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the submodules by attribute, also one that is there twice, which `named_children` gives once."""
+    return module._modules
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Return the hooks of one kind: ``"step_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` and so on."""
+    return list(getattr(optimizer, f"_optimizer_{name}_hooks").values())
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Return whether hooks are registered for the steps of all optimizers."""
+    known: Any = torch.optim.optimizer
+    return bool(known._global_optimizer_pre_hooks or known._global_optimizer_post_hooks)
+
+
+def default_process_group() -> Any:
+    """Return the default process group; raise ValueError if there is none."""
+    return torch.distributed.distributed_c10d._get_default_group()

@@ -104,7 +104,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
         lambda x: functional.binary_cross_entropy_with_logits(x, x.detach(), pos_weight=torch.arange(1.0, 6).double()),
     ],
 }
-MODULES = tuple(f"gradwire.shard.ops.{name}" for name in ("reductions", "normalization", "losses"))
+MODULES = tuple(f"gradwire.shard.ops.{name}" for name in ("reductions", "normalization"))
 
 
 def full(value: Any) -> torch.Tensor:

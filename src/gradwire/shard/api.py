@@ -29,7 +29,7 @@ from gradwire.shard.apply_plan import (
 )
 from gradwire.shard.backend import Backend
 from gradwire.shard.creation import divide_tensor
-from gradwire.shard.group_backend import GroupBackend, Said, agree
+from gradwire.shard.group_backend import GroupBackend, all_or_none
 from gradwire.shard.metadata import ShardedTensorMetadata
 from gradwire.shard.placement import current_process_group
 from gradwire.shard.sharding_plan import ShardingPlan
@@ -133,16 +133,15 @@ def _run_sharders(module: nn.Module, work: Work) -> list[nn.Module]:
     """What the `Sharder`s make, if all of them, on all ranks, make what can be used."""
     made: list[nn.Module] = []
 
-    def run() -> Said:
+    def run() -> None:
         made.extend(_run_sharder(step) for step in work.steps.sharders)
         for path in (*work.steps.outputs, *work.steps.local_outputs):
             for step, found in zip(work.steps.sharders, made, strict=True):
                 if path.startswith(f"{step.path}."):
                     found.get_submodule(path.removeprefix(f"{step.path}."))
-        return {}
 
     if work.steps.sharders and work.group is not None:
-        agree(work.group, run)
+        all_or_none(work.group.group, run)
     else:
         run()
     return made

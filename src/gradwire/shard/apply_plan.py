@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gradwire.shard.backend import Backend
 from gradwire.shard.creation import check_source, placed, scatter
-from gradwire.shard.group_backend import GroupBackend, Said, agree
+from gradwire.shard.group_backend import GroupBackend, Proposal, agree
 from gradwire.shard.layout import everywhere
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import backend_for, find_group, layout_of, placements_of
@@ -350,7 +350,7 @@ def prepare(
     group = find_group(specs, process_group)
     work = Work(Steps(), [], group, [])
 
-    def find_out() -> Said:
+    def find_out() -> Proposal:
         work.steps = read()
         work.placed = [placed(step.tensor, step.spec, process_group) for step in work.steps.parameters]
         _check_places(specs, process_group)
@@ -362,13 +362,13 @@ def prepare(
     if group is None:
         find_out()
     else:
-        said = agree(group, find_out, own_matters=["has_values", "inventory"])
+        said = agree(group.group, find_out, may_differ=["has_values", "inventory"])
         work.has_values = said[src_rank]["has_values"]
         work.lacking = find_lacking([item["inventory"] for item in said], src_rank)
     return work
 
 
-def _describe(work: Work, src_rank: int) -> Said:
+def _describe(work: Work, src_rank: int) -> Proposal:
     """What this rank is about to do, to be compared with the others."""
     steps, parameters = work.steps, work.steps.parameters
     return {

@@ -22,7 +22,7 @@ from gradwire.shard.placement import _parse_and_validate_remote_device as _parse
 from gradwire.shard.placement import backend_for, find_group, layout_of
 from gradwire.shard.sharding_spec import ShardingSpec, as_placement, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
-from gradwire.shard.worker_backend import value_of
+from gradwire.shard.worker_backend import ranges_in, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +75,7 @@ def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, par
     for pieces in rounds(layout.boxes, tensor.element_size()):
         waiting = []
         for number, box in pieces:
-            place, part, ranges = layout.places[number], parts[number], _ranges(box, layout.boxes[number])
+            place, part, ranges = layout.places[number], parts[number], ranges_in(box, layout.boxes[number])
             values = tensor[box.slices_in(outer)]
             if place == here:
                 fill(part, ranges, values)
@@ -95,10 +95,6 @@ def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) ->
     tensor: torch.Tensor = value_of(part) if isinstance(part, RRef) else part
     with torch.no_grad():
         tensor[tuple(slice(start, end) for start, end in ranges)].copy_(values)
-
-
-def _ranges(box: Box, outer: Box) -> list[tuple[int, int]]:
-    return [(item.start, item.stop) for item in box.slices_in(outer)]
 
 
 # -- which pieces ------------------------------------------------------------------------------------------------------
@@ -327,7 +323,7 @@ def _agree_on(
             "has_values": not tensor.is_meta,
         }
 
-    has_values: bool = agree(backend, prepare, own_matters=["has_values"])[src_rank]["has_values"]
+    has_values: bool = agree(backend.group, prepare, may_differ=["has_values"])[src_rank]["has_values"]
     return has_values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.shard import creation as reshard
 from gradwire.shard import creation as utils
-from gradwire.shard import ops
+from gradwire.shard import ops, serialization  # noqa: F401  # registers how tensors are sent and pickled
 from gradwire.shard.creation import (
     _create_tensor_from_params,
     empty,

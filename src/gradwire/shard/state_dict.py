@@ -11,47 +11,9 @@ from torch import nn
 
 from gradwire.errors import ConfigurationError
 from gradwire.shard.backend import Backend
-from gradwire.shard.dispatch import implements
 from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import whole
 from gradwire.shard.tensor import ShardedTensor
-
-
-@implements(torch.Tensor.__deepcopy__)
-def _deepcopy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """A leaf of its own, with the same layout; also what makes it a parameter is kept.
-
-    Raises:
-        RuntimeError: It is the result of an operation.
-    """
-    tensor: ShardedTensor = args[0]
-    memo: dict[int, Any] = args[1] if len(args) > 1 else kwargs.get("memo", {})
-    if id(tensor) in memo:
-        found: ShardedTensor = memo[id(tensor)]
-        return found
-    if not tensor.is_leaf:
-        raise RuntimeError(
-            "only sharded tensors that are leaves of the graph support the deepcopy protocol, and this one is the result of "
-            "an operation; copy tensor.detach()"
-        )
-    requires_grad = tensor.requires_grad
-    with torch.no_grad():
-        parts = tensor._backend.run(copy_part, tensor._layout, tensor._parts, requires_grad=requires_grad)
-        made = tensor._with_parts(parts)
-    made._metadata = tensor._metadata
-    made._is_result = False
-    if getattr(tensor, "_is_param", False):
-        made._is_param = True  # what makes it a torch.nn.Parameter
-    memo[id(tensor)] = made
-    return made
-
-
-def copy_part(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A part of its own, with its gradient."""
-    made = tensor.detach().clone().requires_grad_(requires_grad)
-    if tensor.is_leaf and tensor.grad is not None:
-        made.grad = tensor.grad.detach().clone()
-    return made
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:

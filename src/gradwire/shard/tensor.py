@@ -97,6 +97,7 @@ class ShardedTensor(ShardedTensorBase):
 
     _batch: Layout | None
     _is_result: bool
+    _is_param = False  # torch takes a tensor that has it set for a torch.nn.Parameter
     _remote_shards: dict[int, list[RRef[Shard]]] | None
 
     # Made by the functions of `creation`, which know what is in it.

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from gradwire.shard import layout as boxes
 from gradwire.shard.layout import Box, Layout, find_overlap, stack_rows
-from gradwire.shard.ops import pointwise as boxes
 
 ROWS = stack_rows([2, 0, 5], [3], [0, 1, 2])  # of a tensor of 7 rows and 3 columns
 
