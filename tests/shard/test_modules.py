@@ -322,7 +322,7 @@ def check_ranks_that_differ(world: World) -> None:
     refused(model, lambda: api._shard_tensor(torch.ones(4), others), ValueError, "match with sharding_spec")
     refused(model, lambda: api._shard_tensor(torch.ones(4 + odd), rows), ValueError, "match with s")
     refused(
-        model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=9), ValueError, "is no rank of the group"
+        model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=9), ValueError, "is not a rank of the group"
     )
     for missing in ("emb.weight", "head.wait"):  # the same error for all, if only one rank cannot
         plan = ShardingPlan({"emb.weight": rows, ("head.wait" if odd else missing): rows})

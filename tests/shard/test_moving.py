@@ -33,7 +33,7 @@ def cut(seed: int, num_ranks: int, size: tuple[int, ...] = SIZE) -> Layout:
 
 def parts_of(whole: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:
     full = Box((0,) * whole.dim(), tuple(whole.size()))
-    return [whole[layout.boxes[number].slices_in(full)] for number in layout.of(rank)]
+    return [whole[layout.boxes[number].slices_in(full)] for number in layout.numbers_at(rank)]
 
 
 def check_moves(rank: int, seeds: list[int], dtype: torch.dtype) -> tuple[int, int, int]:

@@ -104,7 +104,7 @@ def check_mistakes(world: GroupWorld) -> dict[str, str]:
         except (RuntimeError, ValueError) as error:
             raised[name] = str(error)
         assert table.sum() == 24  # the ranks are still in step with each other
-    with pytest.raises(ValueError, match="dst=7 is no rank"):
+    with pytest.raises(ValueError, match="dst=7 is not a rank"):
         table.gather(7)
     return raised
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradwire import rpc
+from gradwire._torch import is_view
 from gradwire.rref import RRef, remote
 from gradwire.shard.backend import Answerer, Backend, Part, Question, Request
 from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves, whole
@@ -90,7 +91,7 @@ class WorkerBackend(Backend):
     ) -> torch.Tensor:
         (found,) = self.move(parts, layout, everywhere(size, self.participants), like, is_sum)
         assert isinstance(found, torch.Tensor)
-        is_part = found._is_view() or any(found is part for part in parts)
+        is_part = is_view(found) or any(found is part for part in parts)
         return found.clone() if is_part else found  # what people do with it must not change the tensor
 
     def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:

@@ -51,9 +51,9 @@ def test_steps_of_a_plan() -> None:
     )
     steps = read_plan(model, plan)
     assert [step.name for step in steps.parameters] == ["layers.0.weight", "table", "emb2.weight"]
-    assert steps.parameters[0].tensor is model.layers[0].weight
+    assert steps.parameters[0].value is model.layers[0].weight
     assert steps.parameters[2].slots == [(model.emb2, "weight"), (model.tied, "weight")]
-    assert [(step.path, step.slots) for step in steps.sharders] == [("emb", [(model, "emb")])]
+    assert [(step.name, step.slots) for step in steps.sharders] == [("emb", [(model, "emb")])]
     assert steps.outputs == {"": ROWS, "layers.1": COLUMNS}
     assert steps.local_outputs == ["layers", "emb"]
 

@@ -25,5 +25,5 @@ def test_shards_in_the_order_of_ranks() -> None:
         ShardMetadata([6, 0], [1, 2], "rank:1/cpu"),
         ShardMetadata([0, 0], [3, 2], "rank:2/cpu"),
     ]
-    with pytest.raises(ValueError, match="rank:2/cpu is no rank of a world of 2"):
+    with pytest.raises(ValueError, match="rank:2/cpu is not a rank of a world of 2"):
         reshard.build_reshard_metadata(torch.Size([7, 2]), SPEC, 2)
