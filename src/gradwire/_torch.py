@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.optim import optimizer as _optimizers  # torch.optim deletes the name
 
 T = TypeVar("T")
 
@@ -54,8 +55,12 @@ class Carried(Generic[T]):
 
 # used by shard
 
-DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass  # functions see the wrapper itself in this block
-has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type  # nn.Module asks it before it sets .data
+DisableTorchFunctionSubclass: Any = (
+    torch._C.DisableTorchFunctionSubclass
+)  # functions see the wrapper itself in this block
+has_compatible_shallow_copy_type: Any = (
+    torch._has_compatible_shallow_copy_type
+)  # nn.Module asks it before it sets .data
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
 is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
 calculate_correct_fan: Any = torch.nn.init._calculate_correct_fan  # of a size and a mode, as nn.init computes it
@@ -74,8 +79,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
 
 def has_global_optimizer_hooks() -> bool:
     """Return whether hooks are registered for the steps of all optimizers."""
-    known: Any = torch.optim.optimizer
-    return bool(known._global_optimizer_pre_hooks or known._global_optimizer_post_hooks)
+    return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
 
 
 def default_process_group() -> Any:
