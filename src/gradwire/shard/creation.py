@@ -83,14 +83,14 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
     sizes = [list(layout.boxes[number].sizes) for number in numbers]
     devices = [str(_device(metadata, number)) for number in numbers]
     flags = {"dtype": properties.dtype, "pin_memory": properties.pin_memory, "requires_grad": properties.requires_grad}
-    parts = backend.run(make_part, layout, [kind] * len(numbers), sizes, devices, more=list(more), flags=flags)
+    parts = backend.run(make_part, layout, sizes, devices, kind=kind, more=list(more), **flags)
     made = ShardedTensor._make(backend, spec, metadata, parts, layout)
     if init_rrefs:
         share_references(made)
     return made
 
 
-def make_part(kind: str, sizes: list[int], device: str, more: list[Any], flags: dict[str, Any]) -> torch.Tensor:
+def make_part(sizes: list[int], device: str, kind: str, more: Sequence[Any] = (), **flags: Any) -> torch.Tensor:
     """Make a shard, where it is to be."""
     made: torch.Tensor = getattr(torch, kind)(sizes, *more, device=device, **flags)
     return made
@@ -264,9 +264,8 @@ def scatter(
             moved = redistribute.move(held, old, layout, backend.group, like)
             own = zip(moved, own_devices, strict=True)
             return [part.to(device).requires_grad_(tensor.requires_grad) for part, device in own]
-        parts = backend.run(
-            make_empty, layout, sizes, own_devices, dtype=tensor.dtype, requires_grad=tensor.requires_grad
-        )
+        flags = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+        parts = backend.run(make_part, layout, sizes, own_devices, kind="empty", **flags)
         if has_values:
             _fill_on_workers(backend, tensor.detach(), layout, parts)
     return parts
@@ -285,11 +284,6 @@ def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, par
                 waiting.append(rpc.rpc_async(place, fill, args=(part, ranges, values)))
         for future in waiting:
             future.wait()
-
-
-def make_empty(sizes: list[int], device: str, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """Make a part that is still to be filled, where it is to be."""
-    return torch.empty(sizes, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
@@ -638,11 +632,9 @@ def build_metadata_from_local_shards(
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """Return the metadata of the whole, from what each rank knows.
+    """Return the metadata of the whole, from what each rank knows; None of ranks that have no shards.
 
-    Args:
-        gathered_metadatas: By rank; None of ranks that have no shards.
-        recalc_metadata: Whether ranks have consecutive rows, and their offsets are still to be found.
+    With `recalc_metadata`, ranks have consecutive rows, and their offsets are still to be found.
 
     Raises:
         ValueError: They contradict each other, or do not make up the tensor.
@@ -710,15 +702,8 @@ def reshard_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
 
-    Args:
-        local_tensor: The shard that this rank has.
-        st_size: Of the whole tensor.
-        sharding_spec: How it is divided.
-        resharding_spec: How it is to be divided.
-        pg: The process group; None for the default one.
-
     Raises:
-        ValueError: The tensor does not fit the spec, or one of the specs the size.
+        ValueError: The tensor does not fit `sharding_spec`, or one of the specs `st_size`.
     """
     old = init_from_local_tensor(local_tensor, sharding_spec, *st_size, process_group=pg)
     new = old.redistribute(resharding_spec)

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from gradwire._interrupts import interruptible
+
 Implementation = Callable[..., Any]
 """Gradwire's own: called with the torch function, and then with what that was called with (without ``out=None``)."""
 
@@ -102,13 +104,18 @@ def dispatch(
     """
     custom = _custom.get(func) or _custom_by_spec.get((type(spec), func))
     if custom is not None:
-        return custom(tuple(types), args, kwargs, process_group)
+        return _call_custom(custom, tuple(types), args, kwargs, process_group)
     own = _own.get(func)
     if own is None:
         raise unsupported(func)
     if kwargs.get("out") is not None:
         raise unsupported(func, "it cannot write to out=")
     return own(func, *args, **{name: value for name, value in kwargs.items() if name != "out"})
+
+
+@interruptible
+def _call_custom(implementation: CustomImplementation, *args: Any) -> Any:
+    return implementation(*args)
 
 
 def unsupported(func: Any, why: str = "") -> RuntimeError:

@@ -1,4 +1,4 @@
-"""From placements, as people write them, to the backend that knows the way there."""
+"""Placements, such as ``"rank:0/cpu"`` or ``"worker0/cpu"``, and the backend that reaches them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_grou
 
 
 def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Backend:
-    """The backend for shards with these placements.
+    """Return the backend for shards with these placements.
 
     Args:
         shards: All of a tensor.
@@ -33,7 +33,7 @@ def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> B
 
     Raises:
         ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
-        RuntimeError: There is no process group, or this process is no RPC worker.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
         ConfigurationError: The workers trust each other with data only.
     """
     kinds = {_kind(shard.placement) for shard in shards}
@@ -47,7 +47,8 @@ def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> B
             raise ValueError("a process group was given, but the placements name RPC workers")
         _check_rpc(shards[0].placement)
         here = rpc._get_current_rpc_agent()
-        if here.trust == "data" and any(_name(shard) != here.info.name for shard in shards):
+        names = [shard.placement.worker_name() for shard in shards if shard.placement is not None]
+        if here.trust == "data" and any(name != here.info.name for name in names):
             raise ConfigurationError(
                 'sharded tensors over RPC workers need trust="code": their operations run functions of torch where the '
                 "shards are. Use a process group, or remote modules with exposed functions"
@@ -58,13 +59,9 @@ def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> B
     return GroupBackend(process_group if process_group is not None else current_process_group.get())
 
 
-def _name(shard: ShardMetadata) -> str | None:
-    return shard.placement.worker_name() if shard.placement is not None else None
-
-
 def _kind(placement: _remote_device | None) -> str:
     if placement is None:
-        raise ValueError("a shard has no placement; say who has it, such as 'rank:0/cpu' or 'worker0/cpu'")
+        raise ValueError("a shard has no placement; give it one, such as 'rank:0/cpu' or 'worker0/cpu'")
     if placement.rank() is not None:
         return "rank"
     if placement.worker_name() is not None:
@@ -75,19 +72,18 @@ def _kind(placement: _remote_device | None) -> str:
 
 
 def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
-    """Who has what, for an backend.
+    """Return the layout of shards for a backend.
 
     Raises:
         ValueError: A placement names a rank that is not in the group, or a worker that is not in the cluster.
     """
-    places = tuple(_place(shard.placement, backend) for shard in shards)
-    return backend.complete(Layout(tuple(shard.box for shard in shards), places))
-
-
-def _place(placement: Any, backend: Backend) -> Place:
+    placements: list[Any] = [shard.placement for shard in shards]
+    places: list[Place]
     if isinstance(backend, GroupBackend):
-        return _group_rank(placement.rank(), backend)
-    return _find_worker(placement).name
+        places = [_group_rank(item.rank(), backend) for item in placements]
+    else:
+        places = [_find_worker(item).name for item in placements]
+    return backend.complete(Layout(tuple(shard.box for shard in shards), tuple(places)))
 
 
 def _find_worker(placement: _remote_device) -> WorkerInfo:
@@ -109,7 +105,7 @@ def _check_rpc(placement: _remote_device | None) -> None:
 
 
 def _group_rank(rank: int, backend: GroupBackend) -> int:
-    """The rank in the group; outside of the group, whose members are not known there, the rank among all."""
+    """Return the rank in the group; outside of the group, where its members are not known, the rank among all."""
     if not backend.is_member:
         return rank
     members = dist.get_process_group_ranks(backend._group)
@@ -119,7 +115,7 @@ def _group_rank(rank: int, backend: GroupBackend) -> int:
 
 
 def placement_of(place: Place, device: Any, backend: Backend) -> _remote_device:
-    """A placement, from a place of an backend."""
+    """Return the placement of a place of a backend."""
     if isinstance(place, str):
         return _remote_device(f"{place}/{device}")
     assert isinstance(backend, GroupBackend)
@@ -129,21 +125,16 @@ def placement_of(place: Place, device: Any, backend: Backend) -> _remote_device:
 
 
 def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | None) -> tuple[int | None, torch.device]:
-    """The rank and the device that a placement names: PyTorch's private name.
+    """Return the rank and the device that a placement names: PyTorch's private name.
 
-    Args:
-        pg: A process group; None for the default one.
-        remote_device: The placement.
-
-    Returns:
-        The rank among all ranks, or that of the RPC worker; None if it names neither. The device.
+    The rank is that among all ranks, or that of the RPC worker; None if the placement names neither.
 
     Raises:
         ValueError: The placement is missing, or names a rank or worker that does not exist.
         RuntimeError: It names a worker, and this process is not an RPC worker.
     """
     if remote_device is None:
-        raise ValueError("remote device is None; say who has the shard, such as 'rank:0/cpu' or 'worker0/cpu'")
+        raise ValueError("remote device is None; give the shard one, such as 'rank:0/cpu' or 'worker0/cpu'")
     device: torch.device = remote_device.device()
     if remote_device.worker_name() is not None:
         return _find_worker(remote_device).id, device
@@ -154,14 +145,14 @@ def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | N
 
 
 def placements_of(spec: Any) -> list[Any]:
-    """Those of a spec, where they can be known without a tensor."""
+    """Return the placements of a spec, where they are known without a tensor."""
     if isinstance(spec, ChunkShardingSpec):
         return list(spec.placements)
     return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
 
 
 def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupBackend | None:
-    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told.
+    """Return the ranks that must agree; None over RPC workers, where one worker decides.
 
     Raises:
         RuntimeError: This process is not in the group.

@@ -142,7 +142,7 @@ def _convert(
     if dtype == tensor.dtype and target is None and not copy and backend == tensor._backend:
         return tensor
     name = None if target is None else str(target)
-    parts = tensor._backend.run(convert_part, tensor._layout, tensor._parts, dtype=dtype, device=name)
+    parts = tensor._backend.run(_T.to, tensor._layout, tensor._parts, dtype=dtype, device=name, copy=True)
     made = tensor._with_parts(parts, dtype)
     has_gradient = needs_gradient(tensor) and (dtype.is_floating_point or dtype.is_complex)
     note_gradient(made, has_gradient, not has_gradient)
@@ -151,11 +151,6 @@ def _convert(
     if tensor._init_rrefs:
         share_references(made)
     return made
-
-
-def convert_part(part: torch.Tensor, dtype: torch.dtype, device: str | None) -> torch.Tensor:
-    """Copy a part."""
-    return part.to(device=part.device if device is None else device, dtype=dtype, copy=True)
 
 
 def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> None:

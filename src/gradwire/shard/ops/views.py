@@ -82,18 +82,13 @@ def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
         ranges.append((min(max(first - offset, 0), size), last - first))
     numbers = backend.box_numbers(layout)
     starts, lengths = [ranges[number][0] for number in numbers], [ranges[number][1] for number in numbers]
-    parts = backend.run(narrow_part, layout, tensor._parts, starts, lengths, dim=dim)
+    parts = backend.run(torch.narrow, layout, tensor._parts, [dim] * len(numbers), starts, lengths)
     new_size = [length if number == dim else item for number, item in enumerate(tensor.size())]
     made = derive_view(tensor, Layout(tuple(boxes), layout.places), parts, new_size)
     spec = tensor._sharding_spec
     if isinstance(spec, ChunkShardingSpec) and spec.dim % tensor.dim() != dim:
         made._sharding_spec = spec
     return made
-
-
-def narrow_part(part: torch.Tensor, start: int, length: int, dim: int) -> torch.Tensor:
-    """Return what a shard gives to a part of the tensor."""
-    return part.narrow(dim, start, length)
 
 
 # -- other shapes ------------------------------------------------------------------------------------------------------
@@ -171,7 +166,7 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
         )
     layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
-    run = view_part if func in (_T.view, _T.view_as) else reshape_part
+    run = _T.view if func in (_T.view, _T.view_as) else _T.reshape
     made = derive_view(tensor, layout, backend.run(run, tensor._layout, tensor._parts, sizes), new)
     batch = tensor._batch
     if batch is not None:  # the rows are whose they were, if they still are rows
@@ -179,16 +174,6 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
         if all(row is not None for row in rows):
             made._batch = Layout(tuple(row for row in rows if row is not None), batch.places)
     return made
-
-
-def view_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return a shard in another shape; raise if its memory does not allow for it."""
-    return part.view(sizes)
-
-
-def reshape_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return a shard in another shape, copied if need be."""
-    return part.reshape(sizes)
 
 
 def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
