@@ -15,7 +15,7 @@ from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, Chec
 from gradwire.shard import ShardedTensor
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = ["group", "workers"]
+BACKENDS = ["group", "workers"]
 DTYPES = [torch.float64, torch.bfloat16, torch.complex128, torch.int16]
 
 
@@ -107,7 +107,7 @@ def test_from_any_number_to_any_other(
     assert checkpoint.verify(tmp_path).num_tensors > number
 
 
-@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_in_one_process(worlds: Worlds, backend: str, tmp_path: Path) -> None:
     """Plain tensors and modules take what was sharded, and sharded ones what was not."""
     worlds.check(backend, 4, save_all, str(tmp_path / "sharded"))
@@ -179,7 +179,7 @@ def check_refusals(world: World, folder: str) -> None:
     assert torch.equal(converted.full_tensor(), whole(0).float())
 
 
-@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_refusals_change_nothing(worlds: Worlds, backend: str, tmp_path: Path) -> None:
     assert set(worlds.check(backend, 3, check_refusals, str(tmp_path))) == {None}
 
@@ -196,7 +196,7 @@ def save_one(world: World, folder: str) -> None:
     checkpoint.save(folder, {"a": world.shard(whole(0), world.chunks())}, progress=False)
 
 
-@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_damage_is_found_by_everybody(worlds: Worlds, backend: str, tmp_path: Path) -> None:
     """One rank reads the bad bytes, and all raise."""
     worlds.check(backend, 2, save_one, str(tmp_path))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradwire.shard import ShardedTensor
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 NUM_ROWS, WIDTH = 11, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ def check_embedding(world: World, options: list[dict[str, Any]]) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 4])
 def test_embedding(worlds: Worlds, backend: str, num_places: int) -> None:
     assert set(worlds.check(backend, num_places, check_embedding, OPTIONS)) == {5 * len(OPTIONS)}
@@ -72,7 +72,7 @@ def check_gradients_of_all(world: World, sparse: bool) -> list[bool]:
     return [gradient is not None for gradient in world.part_gradients(sharded)]
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_reach_shards_that_nobody_asked(worlds: Worlds, backend: str, sparse: bool) -> None:
     """They are zero there; optimizers with momentum or decay change such shards, too, as they would the whole table."""
@@ -104,7 +104,7 @@ def check_module(world: World) -> None:
     close(one.detach(), module(torch.tensor([4]))[0].detach())
 
 
-@ENGINES
+@BACKENDS
 def test_module(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 3, check_module)
 
@@ -142,7 +142,7 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
+@BACKENDS
 def test_misuse(worlds: Worlds, backend: str) -> None:
     for said in worlds.check(backend, 2, check_misuse):
         assert "-1 is not a row" in said[0]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradwire.shard import ShardedTensor
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 NUM_ROWS, WIDTH, NUM_BAGS = 11, 6, 9
 COMMON: list[dict[str, Any]] = [
@@ -91,7 +91,7 @@ def check_bags(world: World, mode: str, options: list[dict[str, Any]]) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_modes(worlds: Worlds, backend: str, mode: str) -> None:
     options = COMMON if mode == "max" else COMMON + DENSE_OR_SPARSE
@@ -127,7 +127,7 @@ def check_weights(world: World, sparse: bool) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("sparse", [False, True])
 def test_weights_of_samples(worlds: Worlds, backend: str, sparse: bool) -> None:
     assert set(worlds.check(backend, 3, check_weights, sparse)) == {5}
@@ -154,7 +154,7 @@ def check_forms_of_input(world: World) -> None:
         assert torch.equal(nothing, torch.zeros(3, WIDTH, dtype=torch.float64))
 
 
-@ENGINES
+@BACKENDS
 def test_forms_of_input(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 3, check_forms_of_input)
 
@@ -173,7 +173,7 @@ def check_one_idle_rank(world: World) -> None:
     close(world.full_gradient(sharded), expected)
 
 
-@ENGINES
+@BACKENDS
 def test_a_rank_without_bags(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 3, check_one_idle_rank)
 
@@ -207,7 +207,7 @@ def check_module(world: World) -> None:
     close(world.join(module(world.own(ids))), expected)
 
 
-@ENGINES
+@BACKENDS
 def test_module(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 3, check_module)
 
@@ -239,7 +239,7 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
+@BACKENDS
 def test_misuse(worlds: Worlds, backend: str) -> None:
     parts = ["12 is not a row", "only supported for mode='sum'", "same shape", "1D Tensor", "has to be None", "dimension 3",
              "sum, mean or max", "sparse", "frequency", "offsets[0]", "offsets[-1]", "decrease", "padding_idx",

@@ -16,7 +16,7 @@ from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from shard.worlds import WorkerWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 PLACES = pytest.mark.parametrize("num_places", [1, 2, 3, 4])
 
 
@@ -76,7 +76,7 @@ def check_linear(world: World, lead: tuple[int, ...], with_bias: bool) -> int:
     return num_plain
 
 
-@ENGINES
+@BACKENDS
 @PLACES
 def test_linear_of_own_rows(worlds: Worlds, backend: str, num_places: int) -> None:
     """With rows of the weight at each place the result is divided; with columns or blocks it is everybody's own.
@@ -87,7 +87,7 @@ def test_linear_of_own_rows(worlds: Worlds, backend: str, num_places: int) -> No
     assert set(worlds.check(backend, num_places, check_linear, (9,), True)) == {num_plain}
 
 
-@ENGINES
+@BACKENDS
 def test_linear_with_more_dimensions(worlds: Worlds, backend: str) -> None:
     assert set(worlds.check(backend, 3, check_linear, (8, 2, 3), False)) == {3}
 
@@ -117,7 +117,7 @@ def check_linear_of_sharded(world: World) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [1, 2, 4])
 def test_linear_of_a_sharded_tensor(worlds: Worlds, backend: str, num_places: int) -> None:
     assert set(worlds.check(backend, num_places, check_linear_of_sharded)) == {30}
@@ -135,7 +135,7 @@ def check_few_rows(world: World) -> None:
         close(world.join(world.gradient(x)), weight.sum(0, keepdim=True))
 
 
-@ENGINES
+@BACKENDS
 def test_fewer_rows_than_places(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 4, check_few_rows)
 
@@ -159,7 +159,7 @@ def check_dtypes(world: World) -> list[str]:
     return seen
 
 
-@ENGINES
+@BACKENDS
 def test_dtypes(worlds: Worlds, backend: str) -> None:
     seen = worlds.check(backend, 2, check_dtypes)[0]
     assert seen[:10] == ["torch.bfloat16"] * 5 + ["torch.complex128"] * 5
@@ -192,7 +192,7 @@ def check_matmul(world: World) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 def test_matmul(worlds: Worlds, backend: str) -> None:
     assert set(worlds.check(backend, 3, check_matmul)) == {35}
 
@@ -211,7 +211,7 @@ def check_transposed_gradient(world: World) -> None:
         close(world.full_gradient(w), factors.t())
 
 
-@ENGINES
+@BACKENDS
 def test_transposing(worlds: Worlds, backend: str) -> None:
     assert None in worlds.check(backend, 3, check_transposed_gradient)
 
@@ -240,7 +240,7 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
+@BACKENDS
 def test_misuse(worlds: Worlds, backend: str) -> None:
     said = worlds.check(backend, 2, check_misuse)[0]
     parts = ["shapes cannot be multiplied (3x5 and 6x4)", "same dtype", "unsqueeze(0)", "3D tensor", "baddbmm", "out=",
@@ -356,7 +356,7 @@ def check_mlp(world: World) -> tuple[list[float], list[float]]:
     return losses, expected
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [1, 2, 4])
 def test_two_layers_train_as_in_one_process(worlds: Worlds, backend: str, num_places: int) -> None:
     for losses, expected in worlds.check(backend, num_places, check_mlp):

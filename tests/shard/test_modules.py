@@ -29,7 +29,7 @@ from gradwire.shard import (
 from gradwire.shard import creation as scattering
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 class Block(nn.Module):
@@ -120,7 +120,7 @@ def check_pieces(world: World) -> None:
         scattering.ROUND_BYTES, scattering._MIN_PIECE_BYTES = before
 
 
-@ENGINES
+@BACKENDS
 def test_parameters_by_any_spec(worlds: Worlds, backend: str) -> None:
     assert set(worlds.check(backend, 4, check_parameters)) == {15}
     worlds.check(backend, 3, check_frozen_ones_and_buffers)
@@ -152,7 +152,7 @@ def check_specs_of_others(world: World) -> None:
     assert torch.equal(full(model.scale), want.scale)
 
 
-@ENGINES
+@BACKENDS
 def test_specs_that_others_wrote(worlds: Worlds, backend: str) -> None:
     assert worlds.check(backend, 2, check_specs_of_others)
 
@@ -215,7 +215,7 @@ def check_module(world: World) -> None:
     assert torch.equal(model.blocks[1](x), 2 * plain.blocks[1].down(hidden))
 
 
-@ENGINES
+@BACKENDS
 def test_modules_by_a_plan(worlds: Worlds, backend: str) -> None:
     assert worlds.check(backend, 3, check_module)
 
@@ -299,7 +299,7 @@ def check_refusals(world: World) -> int:
     return len(cases)
 
 
-@ENGINES
+@BACKENDS
 def test_a_module_that_is_refused_is_as_it_was(worlds: Worlds, backend: str) -> None:
     assert set(worlds.check(backend, 3, check_refusals)) == {17}
     assert worlds.check(backend, 2, check_shared_submodule)

@@ -13,7 +13,7 @@ from gradwire.shard import ShardedTensor, dispatch
 from gradwire.shard.ops import pointwise
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 def numbers(*size: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def compare_products(world: World, a: Any, b: Any, plain_a: torch.Tensor, plain_
         world.assert_gradient(ours, theirs.grad)
 
 
-@ENGINES
+@BACKENDS
 def test_kinds_of_operands(worlds: Worlds, backend: str) -> None:
     assert set(worlds.check(backend, 3, check_kinds_of_operands)) == {21}
 
@@ -364,7 +364,7 @@ def check_all(world: World) -> int:
     return len(CHECKS)
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 4])
 def test_copies_conversions_and_initialisation(worlds: Worlds, backend: str, num_places: int) -> None:
     assert set(worlds.check(backend, num_places, check_all)) == {len(CHECKS)}

@@ -152,10 +152,10 @@ def check_functions(world: World, keys: list[str]) -> int:
     return len(keys)
 
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 3, 4])
 def test_every_function_of_the_table(worlds: Worlds, backend: str, num_places: int) -> None:
     keys = [key for key in KEYS if not is_random(key)]

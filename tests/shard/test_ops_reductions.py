@@ -12,7 +12,7 @@ from torch.nn import functional
 from gradwire.shard import ShardedTensor, dispatch
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("backend", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 INF = float("inf")
 Reduction = Callable[[Any], Any]
 
@@ -144,7 +144,7 @@ def check_reductions(world: World, names: list[str], with_ties: bool) -> int:
     return turn
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 3, 4])
 def test_reductions(worlds: Worlds, backend: str, num_places: int) -> None:
     names = list(REDUCTIONS)[num_places - 2 :: 3]
@@ -152,7 +152,7 @@ def test_reductions(worlds: Worlds, backend: str, num_places: int) -> None:
     assert number >= 2 * len(names)
 
 
-@ENGINES
+@BACKENDS
 def test_equal_elements_share_the_gradient(worlds: Worlds, backend: str) -> None:
     assert worlds.check(backend, 3, check_reductions, ["amax", "amin", "norm"], True)
 

@@ -1,21 +1,16 @@
-"""What a plan means for a module, and what is wrong with plans; pieces that go from a source to its shards."""
+"""What a plan means for a module, and what is wrong with plans."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan
 from gradwire.shard.apply_plan import read_plan
-from gradwire.shard.creation import ROUND_BYTES, rounds
-from gradwire.shard.layout import Box, cut, find_overlap
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 COLUMNS = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])
@@ -126,21 +121,3 @@ def _lazy() -> nn.Module:
     module = nn.Module()
     module.weight = nn.UninitializedParameter()
     return module
-
-
-@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 30))
-def test_pieces_make_up_the_box(sizes: list[int], limit: int) -> None:
-    box = Box(tuple(range(len(sizes))), tuple(sizes))
-    pieces = list(cut(box, limit))
-    assert all(piece.num_elements <= limit for piece in pieces) or box.num_elements == 0
-    assert sum(piece.num_elements for piece in pieces) == box.num_elements
-    assert find_overlap(pieces) is None
-    assert all(not piece.num_elements or piece.common_with(box) == piece for piece in pieces)
-
-
-def test_no_round_is_larger_than_said_and_none_is_empty() -> None:
-    boxes = [Box((0, 0), (2**12, 2**12)), Box((2**12, 0), (0, 2**12)), Box((2**12, 0), (2**11, 2**12))]
-    found = list(rounds(boxes, 4))
-    assert sum(box.num_elements for pieces in found for _, box in pieces) == math.prod((2**12 + 2**11, 2**12))
-    assert all(0 < 4 * sum(box.num_elements for _, box in pieces) <= ROUND_BYTES for pieces in found)
-    assert {number for pieces in found for number, _ in pieces} == {0, 2}
