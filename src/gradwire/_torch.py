@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed import remote_device as _remote_devices
 from torch.optim import optimizer as _optimizers  # torch.optim deletes the name
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Carried(Generic[T]):
 
 # used by shard
 
+RemoteDevice = _remote_devices._remote_device  # a placement: "rank:0/cpu" or "worker0/cpu"
 DisableTorchFunctionSubclass: Any = (
     torch._C.DisableTorchFunctionSubclass
 )  # functions see the wrapper itself in this block

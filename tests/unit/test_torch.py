@@ -99,3 +99,11 @@ def test_shard_default_process_group() -> None:
         assert _torch.default_process_group() is dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def test_shard_remote_device() -> None:
+    rank, worker = _torch.RemoteDevice("rank:1/cpu"), _torch.RemoteDevice("worker1/cuda:0")
+    assert (rank.rank(), rank.worker_name(), rank.device()) == (1, None, torch.device("cpu"))
+    assert (worker.rank(), worker.worker_name(), worker.device()) == (None, "worker1", torch.device("cuda:0"))
+    assert str(rank) == "rank:1/cpu"
+    assert rank == _torch.RemoteDevice("rank:1/cpu")

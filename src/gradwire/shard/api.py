@@ -6,7 +6,7 @@ after the other, and each original is freed before the next one's turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,31 +123,22 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Redistribute a module's sharded output by another spec; leave a plain one as it is.
-
-    Returns:
-        The module.
-    """
-
-    def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return output.redistribute(resharding_spec) if isinstance(output, ShardedTensor) else output
-
-    module.register_forward_hook(hook)
-    return module
+    """Redistribute a module's sharded output by another spec; leave a plain one as it is. Return the module."""
+    return _change_output(module, lambda output: output.redistribute(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let a module return a plain tensor for a sharded one; leave a plain one as it is.
+    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module.
 
     In a process group it is what the rank has; if the tensor is cut into slices of length 1, without that dimension. Over
     RPC workers it is the whole tensor.
-
-    Returns:
-        The module.
     """
+    return _change_output(module, _collect)
 
+
+def _change_output(module: nn.Module, change: Callable[[ShardedTensor], torch.Tensor]) -> nn.Module:
     def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return _collect(output) if isinstance(output, ShardedTensor) else output
+        return change(output) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
     return module

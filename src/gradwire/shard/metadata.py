@@ -8,12 +8,12 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from gradwire._torch import RemoteDevice
 from gradwire.rref import RRef
 from gradwire.shard.layout import Box, whole
 
-Placement = str | _remote_device
+Placement = str | RemoteDevice
 
 
 @dataclass
@@ -31,14 +31,14 @@ class ShardMetadata:
 
     shard_offsets: list[int]
     shard_sizes: list[int]
-    placement: _remote_device | None = None
+    placement: RemoteDevice | None = None
 
     def __init__(
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: Placement | None = None
     ) -> None:
         self.shard_offsets = [int(item) for item in shard_offsets]
         self.shard_sizes = [int(item) for item in shard_sizes]
-        self.placement = _remote_device(placement) if isinstance(placement, str) else placement
+        self.placement = RemoteDevice(placement) if isinstance(placement, str) else placement
         if len(self.shard_offsets) != len(self.shard_sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes should have the same number of elements, found "
@@ -141,7 +141,7 @@ class Shard:
         Raises:
             ValueError: The offsets do not fit the tensor.
         """
-        placement = _remote_device(f"rank:{rank}/{tensor.device}")
+        placement = RemoteDevice(f"rank:{rank}/{tensor.device}")
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
 
 

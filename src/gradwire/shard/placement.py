@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
+from gradwire._torch import RemoteDevice
 from gradwire.errors import ConfigurationError, GradwireError
 from gradwire.shard.backend import Backend
 from gradwire.shard.group_backend import GroupBackend
@@ -59,7 +59,7 @@ def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> B
     return GroupBackend(process_group if process_group is not None else current_process_group.get())
 
 
-def _kind(placement: _remote_device | None) -> str:
+def _kind(placement: RemoteDevice | None) -> str:
     if placement is None:
         raise ValueError("a shard has no placement; give it one, such as 'rank:0/cpu' or 'worker0/cpu'")
     if placement.rank() is not None:
@@ -86,7 +86,7 @@ def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
     return backend.complete(Layout(tuple(shard.box for shard in shards), tuple(places)))
 
 
-def _find_worker(placement: _remote_device) -> WorkerInfo:
+def _find_worker(placement: RemoteDevice) -> WorkerInfo:
     _check_rpc(placement)
     name = placement.worker_name()
     assert name is not None  # the caller has looked
@@ -96,7 +96,7 @@ def _find_worker(placement: _remote_device) -> WorkerInfo:
         raise ValueError(f"Invalid worker name {name!r} in placement {placement}: {error}") from error
 
 
-def _check_rpc(placement: _remote_device | None) -> None:
+def _check_rpc(placement: RemoteDevice | None) -> None:
     if not rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             f"RPC framework needs to be initialized for placements with worker names, such as {placement}; call "
@@ -114,17 +114,17 @@ def _group_rank(rank: int, backend: GroupBackend) -> int:
     return members.index(rank)
 
 
-def placement_of(place: Place, device: Any, backend: Backend) -> _remote_device:
+def placement_of(place: Place, device: Any, backend: Backend) -> RemoteDevice:
     """Return the placement of a place of a backend."""
     if isinstance(place, str):
-        return _remote_device(f"{place}/{device}")
+        return RemoteDevice(f"{place}/{device}")
     assert isinstance(backend, GroupBackend)
     is_local = backend.group is not None and backend.is_member
     rank = dist.get_global_rank(backend.group, place) if is_local else place
-    return _remote_device(f"rank:{rank}/{device}")
+    return RemoteDevice(f"rank:{rank}/{device}")
 
 
-def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | None) -> tuple[int | None, torch.device]:
+def _parse_and_validate_remote_device(pg: Any, remote_device: RemoteDevice | None) -> tuple[int | None, torch.device]:
     """Return the rank and the device that a placement names: PyTorch's private name.
 
     The rank is that among all ranks, or that of the RPC worker; None if the placement names neither.

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
+from gradwire._torch import RemoteDevice
 from gradwire.errors import CannotSend
 from gradwire.rpc import codec
 from gradwire.rref import RRef, context
@@ -73,7 +73,7 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     if not isinstance(size, Sequence) or len(size) > _MOST_DIMS or len(shards) > _MOST_SHARDS:
         raise ValueError(f"a size of at most {_MOST_DIMS} dimensions and at most {_MOST_SHARDS} shards are needed")
     found = [
-        ShardMetadata(offsets, sizes, None if placement == "None" else _remote_device(placement))
+        ShardMetadata(offsets, sizes, None if placement == "None" else RemoteDevice(placement))
         for offsets, sizes, placement in shards
     ]
     validate_shards(found)

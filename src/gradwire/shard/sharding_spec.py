@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from gradwire._torch import RemoteDevice
 from gradwire.shard.dispatch import custom_sharding_spec_op as custom_sharding_spec_op
 from gradwire.shard.layout import find_overlap, whole
 from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -34,8 +34,8 @@ class DevicePlacementSpec(PlacementSpec):
     device: Any
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, _remote_device):
-            self.device = _remote_device(self.device)
+        if not isinstance(self.device, RemoteDevice):
+            self.device = RemoteDevice(self.device)
 
 
 class ShardingSpec(ABC):
@@ -121,18 +121,18 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
 
 
-def as_placement(value: Placement) -> _remote_device:
+def as_placement(value: Placement) -> RemoteDevice:
     """Return a placement that may be given as text.
 
     Raises:
         TypeError: It is not a string.
         ValueError: The string does not name a place.
     """
-    if isinstance(value, _remote_device):
+    if isinstance(value, RemoteDevice):
         return value
     if not isinstance(value, str | torch.device):
         raise TypeError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
-    return _remote_device(value)
+    return RemoteDevice(value)
 
 
 def validate_shards(shards: Sequence[ShardMetadata]) -> None:

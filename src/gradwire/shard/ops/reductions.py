@@ -9,18 +9,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gradwire.shard.backend import Part
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.layout import Layout, chunk, drop, find_dim, reduce, stack, whole
+from gradwire.shard.layout import chunk, drop, find_dim, reduce, stack, whole
 from gradwire.shard.ops.pointwise import align, find_functions, needs_gradient, pointwise, probe, size_of
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
 _T: Any = torch.Tensor
-Options = dict[str, Any]
 
 
 def dims_of(tensor: torch.Tensor, dim: Any) -> list[int]:
@@ -89,7 +89,13 @@ def reduce_dense(name: str, part: torch.Tensor, dims: list[int], keepdim: bool, 
 
 
 def reduce_part(
-    part: torch.Tensor, is_empty: bool, name: str, dims: list[int], keepdim: bool, options: Options, is_stacked: bool
+    part: torch.Tensor,
+    is_empty: bool,
+    name: str,
+    dims: list[int],
+    keepdim: bool,
+    options: dict[str, Any],
+    is_stacked: bool,
 ) -> torch.Tensor:
     """Reduce one part: to nothing if it is empty, but even that has its place in the graph."""
     if not is_empty:
@@ -104,88 +110,73 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(0, 0) for _ in range(tensor.dim()))]
 
 
-def _run(
-    name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options, is_stacked: bool = False
-) -> list[Part]:
-    flags = [not box.num_elements for box in tensor._boxes()]
-    constants = {"name": name, "dims": list(dims), "keepdim": keepdim, "options": options, "is_stacked": is_stacked}
-    return tensor._backend.run(reduce_part, tensor._layout, tensor._parts, flags, **constants)
-
-
 # -- of all parts --------------------------------------------------------------------------------------------------------
 
 
-def outline(name: str, tensor: torch.Tensor, dims: Sequence[int], options: Options) -> torch.Tensor:
-    """Reduce a small tensor of the same kind: tells dtype and need of a gradient, and raises what the parts would raise."""
-    harmless = {"correction": 0} if "correction" in options else {}  # so few elements would give a warning
-    return reduce_dense(name, probe(tensor, 2), list(dims), True, **{**options, **harmless})
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of a sharded tensor along some of its dimensions."""
 
+    name: str
+    tensor: ShardedTensor
+    dims: list[int]
+    keepdim: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
-def reduce_parts(
-    name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options
-) -> ShardedTensor:
-    """Reduce along dimensions that are whole: the result stays sharded."""
-    expected = outline(name, tensor, dims, options)
-    layout = reduce(tensor._layout, dims)
-    layout = layout if keepdim else drop(layout, dims)
-    parts = _run(name, tensor, dims, keepdim, options)
-    size, like = _reduced_size(tensor, dims, keepdim), tensor._like.to(expected.dtype)
-    return from_layout(tensor._backend, layout, parts, size, like, expected.requires_grad)
+    def outline(self) -> torch.Tensor:
+        """Reduce a small tensor of the same kind: tells dtype and need of a gradient, and raises what parts would raise."""
+        harmless = {"correction": 0} if "correction" in self.options else {}  # so few elements would give a warning
+        return reduce_dense(self.name, probe(self.tensor, 2), self.dims, True, **{**self.options, **harmless})
 
+    def reduce_parts(self) -> ShardedTensor:
+        """Reduce along dimensions that are whole: the result stays sharded."""
+        expected, tensor = self.outline(), self.tensor
+        layout = reduce(tensor._layout, self.dims)
+        layout = layout if self.keepdim else drop(layout, self.dims)
+        size, like = self._size(self.keepdim), tensor._like.to(expected.dtype)
+        return from_layout(tensor._backend, layout, self._run(self.keepdim), size, like, expected.requires_grad)
 
-def add_up(name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options) -> torch.Tensor:
-    """Return the sum of what a reduction gives for each part: a plain tensor."""
-    like = tensor._like.to(outline(name, tensor, dims, options).dtype)
-    parts = _run(name, tensor, dims, True, options)
-    layout, size = reduce(tensor._layout, dims), _reduced_size(tensor, dims)
-    total = tensor._backend.replicate(parts, layout, size, like, is_sum=True)
-    return total if keepdim else _squeeze(total, dims)
+    def add_up(self) -> torch.Tensor:
+        """Return the sum of what the reduction gives for each part: a plain tensor."""
+        layout, like = reduce(self.tensor._layout, self.dims), self.tensor._like.to(self.outline().dtype)
+        return self._finish(self.tensor._backend.replicate(self._run(), layout, self._size(), like, is_sum=True))
 
+    def combine(self, neutral: Any) -> torch.Tensor:
+        """Return the reduction of what it gives for each part: a plain tensor; `neutral` stands for empty parts."""
+        layout = stack(reduce(self.tensor._layout, self.dims))
+        like = self.tensor._like.to(self.outline().dtype)
+        size = (len(layout.boxes), *self._size())
+        stacked = self.tensor._backend.replicate(self._run(is_stacked=True), layout, size, like)
+        covered = torch.zeros(*size, dtype=torch.bool)
+        for box in layout.boxes:
+            covered[box.slices_in(whole(size))] = True
+        filled = torch.where(covered.to(stacked.device), stacked, neutral)
+        return self._finish(reduce_dense(self.name, filled, [0], False, **self.options))
 
-def combine(
-    name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options, neutral: Any
-) -> torch.Tensor:
-    """Return the reduction of what it gives for each part: a plain tensor; `neutral` stands for empty parts."""
-    layout = stack(reduce(tensor._layout, dims))
-    like = tensor._like.to(outline(name, tensor, dims, options).dtype)
-    parts = _run(name, tensor, dims, True, options, is_stacked=True)
-    size = (len(layout.boxes), *_reduced_size(tensor, dims))
-    stacked = tensor._backend.replicate(parts, layout, size, like)
-    filled = torch.where(_covered(layout, size).to(stacked.device), stacked, neutral)
-    total = reduce_dense(name, filled, [0], False, **options)
-    return total if keepdim else _squeeze(total, dims)
+    def share_gradient(self, extreme: torch.Tensor) -> torch.Tensor:
+        """Give a gradient to the largest or smallest elements; those that are equal share it, wherever they are."""
+        tensor, dims, size = self.tensor, self.dims, extreme.size()
+        backend, layout = tensor._backend, reduce(tensor._layout, dims)
+        column = align(extreme, tensor, tensor._layout, tensor.size())
+        with torch.no_grad():
+            ties = backend.run(count_equal, tensor._layout, tensor._parts, column, dims=dims)
+            number = backend.replicate(ties, layout, size, tensor._like, is_sum=True)
+        numbers = align(number, tensor, tensor._layout, tensor.size())
+        parts = backend.run(zeros_of_equal, tensor._layout, tensor._parts, column, numbers, dims=dims)
+        return self._finish(extreme + backend.replicate(parts, layout, size, tensor._like, is_sum=True))
 
+    def _run(self, keepdim: bool = True, is_stacked: bool = False) -> list[Part]:
+        flags = [not box.num_elements for box in self.tensor._boxes()]
+        constants = {"name": self.name, "dims": self.dims, "keepdim": keepdim, "options": self.options}
+        backend, layout = self.tensor._backend, self.tensor._layout
+        return backend.run(reduce_part, layout, self.tensor._parts, flags, is_stacked=is_stacked, **constants)
 
-def _reduced_size(tensor: torch.Tensor, dims: Sequence[int], keepdim: bool = True) -> list[int]:
-    size = enumerate(size_of(tensor))
-    return [1 if dim in dims else length for dim, length in size if keepdim or dim not in dims]
+    def _size(self, keepdim: bool = True) -> list[int]:
+        size = enumerate(size_of(self.tensor))
+        return [1 if dim in self.dims else length for dim, length in size if keepdim or dim not in self.dims]
 
-
-def _covered(layout: Layout, size: Sequence[int]) -> torch.Tensor:
-    covered = torch.zeros(*size, dtype=torch.bool)
-    for box in layout.boxes:
-        covered[box.slices_in(whole(size))] = True
-    return covered
-
-
-def _squeeze(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    return tensor.reshape([length for dim, length in enumerate(tensor.size()) if dim not in dims])
-
-
-# -- extremes: elements that are equal share the gradient, wherever they are -----------------------------------------------
-
-
-def _share_gradient(tensor: ShardedTensor, extreme: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Give a gradient to the largest or smallest elements, which have their reduced dimensions."""
-    backend, layout, size = tensor._backend, reduce(tensor._layout, dims), extreme.size()
-    column = align(extreme, tensor, tensor._layout, tensor.size())
-    with torch.no_grad():
-        ties = backend.run(count_equal, tensor._layout, tensor._parts, column, dims=list(dims))
-        number = backend.replicate(ties, layout, size, tensor._like, is_sum=True)
-    numbers = align(number, tensor, tensor._layout, tensor.size())
-    parts = backend.run(zeros_of_equal, tensor._layout, tensor._parts, column, numbers, dims=list(dims))
-    found = extreme + backend.replicate(parts, layout, size, tensor._like, is_sum=True)
-    return found if keepdim else _squeeze(found, dims)
+    def _finish(self, total: torch.Tensor) -> torch.Tensor:
+        return total if self.keepdim else total.reshape(self._size(keepdim=False))
 
 
 def count_equal(part: torch.Tensor, extreme: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -214,23 +205,20 @@ class _Zeros(torch.autograd.Function):
         return gradients[0] * weights, None, None
 
 
-# -- along dimensions that are cut: ``(name, tensor, dims, keepdim, options)`` ----------------------------------------------
+# -- along dimensions that are cut ---------------------------------------------------------------------------------------
 
 
-def _combining(neutral: Any) -> Any:
-    return lambda name, tensor, dims, keepdim, options: combine(name, tensor, dims, keepdim, options, neutral)
+def _mean(wanted: Reduction) -> torch.Tensor:
+    replace(wanted, name="mean").outline()  # integers have none
+    return replace(wanted, name="sum").add_up() / math.prod(wanted.tensor.size(dim) for dim in wanted.dims)
 
 
-def _mean(name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options) -> torch.Tensor:
-    outline("mean", tensor, dims, options)  # integers have none
-    return add_up("sum", tensor, dims, keepdim, options) / math.prod(tensor.size(dim) for dim in dims)
-
-
-def _extreme(name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options) -> torch.Tensor:
-    has_gradient = outline(name, tensor, dims, {}).requires_grad
+def _extreme(wanted: Reduction) -> torch.Tensor:
+    has_gradient = wanted.outline().requires_grad
     with torch.no_grad():
-        found = combine(name, tensor, dims, keepdim or has_gradient, {}, _bound(tensor.dtype, name == "amin"))
-    return _share_gradient(tensor, found, dims, keepdim) if has_gradient else found
+        bound = _bound(wanted.tensor.dtype, wanted.name == "amin")
+        found = replace(wanted, keepdim=wanted.keepdim or has_gradient).combine(bound)
+    return wanted.share_gradient(found) if has_gradient else found
 
 
 def _bound(dtype: torch.dtype, is_max: bool) -> Any:
@@ -242,37 +230,36 @@ def _bound(dtype: torch.dtype, is_max: bool) -> Any:
     return torch.iinfo(dtype).max if is_max else torch.iinfo(dtype).min
 
 
-def _norm(name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options) -> torch.Tensor:
-    expected = outline(name, tensor, dims, options)
-    order = options.get("ord", 2)
+def _norm(wanted: Reduction) -> torch.Tensor:
+    order = wanted.options.get("ord", 2)
     if order == 0:
-        return add_up(name, tensor, dims, keepdim, options)
+        return wanted.add_up()
     if math.isinf(order):
-        values: Any = torch.abs(tensor).to(expected.dtype)
-        return _extreme("amax" if order > 0 else "amin", values, dims, keepdim, {})
-    return combine(name, tensor, dims, keepdim, options, 0.0 if order > 0 else math.inf)
+        values: Any = torch.abs(wanted.tensor).to(wanted.outline().dtype)
+        return _extreme(Reduction("amax" if order > 0 else "amin", values, wanted.dims, wanted.keepdim))
+    return wanted.combine(0.0 if order > 0 else math.inf)
 
 
-def _deviation(name: str, tensor: ShardedTensor, dims: Sequence[int], keepdim: bool, options: Options) -> torch.Tensor:
+def _deviation(wanted: Reduction) -> torch.Tensor:
     """Return the norm of the differences to the mean, whose gradient exists also where it is zero; or its square."""
-    outline(name, tensor, dims, options)
-    correction = options.get("correction", 1)
+    wanted.outline()
+    tensor, dims, correction = wanted.tensor, wanted.dims, wanted.options.get("correction", 1)
     number = math.prod(tensor.size(dim) for dim in dims) - (1 if correction is None else correction)
-    differences: ShardedTensor = torch.sub(tensor, _mean("mean", tensor, dims, True, {}))  # type: ignore[assignment]
-    found: torch.Tensor = combine("vector_norm", differences, dims, keepdim, {}, 0.0)
+    differences: Any = torch.sub(tensor, _mean(Reduction("mean", tensor, dims, keepdim=True)))
+    found = Reduction("vector_norm", differences, dims, wanted.keepdim).combine(0.0)
     found = found / math.sqrt(number) if number > 0 else found / 0
-    return found.square() if name == "var" else found
+    return found.square() if wanted.name == "var" else found
 
 
-_TOTALS: dict[str, Any] = {
-    "sum": add_up,
-    "nansum": add_up,
-    "count_nonzero": add_up,
+_TOTALS: dict[str, Callable[[Reduction], torch.Tensor]] = {
+    "sum": Reduction.add_up,
+    "nansum": Reduction.add_up,
+    "count_nonzero": Reduction.add_up,
     "mean": _mean,
-    "prod": _combining(1),
-    "any": _combining(False),
-    "all": _combining(True),
-    "logsumexp": _combining(-math.inf),
+    "prod": lambda wanted: wanted.combine(1),
+    "any": lambda wanted: wanted.combine(False),
+    "all": lambda wanted: wanted.combine(True),
+    "logsumexp": lambda wanted: wanted.combine(-math.inf),
     "amax": _extreme,
     "amin": _extreme,
     "vector_norm": _norm,
@@ -286,9 +273,8 @@ _TOTALS: dict[str, Any] = {
 
 def _reduce(name: str, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
     dims = dims_of(tensor, options.pop("axis", dim))
-    do = reduce_parts if is_whole(tensor, dims) else _TOTALS[name]
-    found: torch.Tensor = do(name, tensor, dims, bool(keepdim), options)
-    return found
+    wanted = Reduction(name, tensor, dims, bool(keepdim), options)
+    return wanted.reduce_parts() if is_whole(tensor, dims) else _TOTALS[name](wanted)
 
 
 def _reduction(func: Any, input: ShardedTensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
@@ -342,9 +328,9 @@ def _max_or_min(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *
     tensor = made_whole(input, dims)
     if tensor is None:
         return func(input.full_tensor(), dims[0], keepdim)
-    values = reduce_parts(name, tensor, dims, keepdim, {"item": 0})
+    values = Reduction(name, tensor, dims, keepdim, {"item": 0}).reduce_parts()
     with torch.no_grad():
-        indices = reduce_parts(name, tensor, dims, keepdim, {"item": 1})
+        indices = Reduction(name, tensor, dims, keepdim, {"item": 1}).reduce_parts()
     return getattr(torch.return_types, name)((values, indices))
 
 
@@ -355,7 +341,7 @@ def _argmax_or_argmin(func: Any, input: ShardedTensor, dim: Any = None, keepdim:
     tensor = made_whole(input, dims_of(input, dim)) if dim is not None else None
     if tensor is None:
         return func(input.full_tensor(), dim, keepdim)
-    return reduce_parts(func.__name__, tensor, dims_of(input, dim), keepdim, {})
+    return Reduction(func.__name__, tensor, dims_of(input, dim), keepdim).reduce_parts()
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------------
