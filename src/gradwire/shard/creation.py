@@ -85,9 +85,7 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
     flags = {"dtype": properties.dtype, "pin_memory": properties.pin_memory, "requires_grad": properties.requires_grad}
     parts = backend.run(make_part, layout, sizes, devices, kind=kind, more=list(more), **flags)
     made = ShardedTensor._make(backend, spec, metadata, parts, layout)
-    if init_rrefs:
-        share_references(made)
-    return made
+    return share_references(made) if init_rrefs else made
 
 
 def make_part(sizes: list[int], device: str, kind: str, more: Sequence[Any] = (), **flags: Any) -> torch.Tensor:
@@ -304,8 +302,16 @@ def rounds(boxes: Sequence[Box], element_size: int) -> Iterator[list[tuple[int, 
 # -- references between ranks ------------------------------------------------------------------------------------------
 
 
-def share_references(tensor: ShardedTensor) -> None:
-    """Give every rank references to the shards of all others that have some.
+_keys = itertools.count()
+_offered: dict[int, list[RRef[Shard]]] = {}  # to other ranks, while a tensor is being made
+
+
+def _take_offered(key: int) -> list[RRef[Shard]]:
+    return _offered[key]
+
+
+def share_references(tensor: ShardedTensor) -> ShardedTensor:
+    """Give every rank references to the shards of all others that have some, and return the tensor.
 
     All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
 
@@ -313,35 +319,28 @@ def share_references(tensor: ShardedTensor) -> None:
         RuntimeError: The ranks are not all RPC workers.
     """
     if not isinstance(tensor._backend, GroupBackend):
-        return
-    world = GroupBackend()
+        return tensor
+    world, key = GroupBackend(), next(_keys)
     own = rpc.get_worker_info() if rpc._is_current_rpc_agent_set() else None
-    key = next(_numbers)
     _offered[key] = [RRef(shard) for shard in tensor.local_shards()] if own is not None else []
-    offers = world.gather_objects((own, key, len(_offered[key])))
-    missing = [rank for rank, (info, _, _) in enumerate(offers) if info is None]
-    if missing:
+    try:
+        offers = world.gather_objects((own, key, len(_offered[key])))
+        missing = [rank for rank, (info, _, _) in enumerate(offers) if info is None]
+        if missing:
+            raise RuntimeError(
+                "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True; ranks "
+                f"{missing} are not RPC workers"
+            )
+        futures = {
+            info.id: rpc.rpc_async(info, _take_offered, args=(number,))
+            for rank, (info, number, num_shards) in enumerate(offers)
+            if rank != world.own_place and num_shards
+        }
+        tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
+        world.gather_objects(None)  # all ranks have them by now
+    finally:
         del _offered[key]
-        raise RuntimeError(
-            "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True; ranks "
-            f"{missing} are not RPC workers"
-        )
-    futures = {
-        info.id: rpc.rpc_async(info, _take_offered, args=(number,))
-        for rank, (info, number, num_shards) in enumerate(offers)
-        if rank != world.own_place and num_shards
-    }
-    tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
-    world.gather_objects(None)  # all ranks have them by now
-    del _offered[key]
-
-
-_numbers = itertools.count()
-_offered: dict[int, list[RRef[Shard]]] = {}  # to other ranks, while a tensor is being made
-
-
-def _take_offered(key: int) -> list[RRef[Shard]]:
-    return _offered[key]
+    return tensor
 
 
 # -- from the shards of each rank -------------------------------------------------------------------------------------
@@ -378,9 +377,7 @@ def init_from_local_shards(
         for shard, found in zip(local_shards, own, strict=True):
             shard.metadata = found
     made = _from_own_shards(backend, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
-    if init_rrefs:
-        share_references(made)
-    return made
+    return share_references(made) if init_rrefs else made
 
 
 _Described = tuple[list[int], list[tuple[ShardMetadata, TensorProperties]]]
@@ -442,13 +439,10 @@ def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> Sharded
 
 
 def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
-    """Set the offsets of shards that lie one after the other along a dimension, in the order of ranks.
-
-    Returns:
-        The size of the whole.
+    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole.
 
     Raises:
-        AssertionError: A shard names no rank.
+        AssertionError: A shard does not name a rank.
     """
     start = 0
     for shard in sorted(shards, key=_rank_of):
@@ -460,7 +454,7 @@ def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
 def _rank_of(shard: ShardMetadata) -> int:
     rank = shard.placement.rank() if shard.placement is not None else None
     if rank is None:
-        raise AssertionError(f"every shard must say which rank has it, unlike {shard}")
+        raise AssertionError(f"every shard must name the rank that has it, unlike {shard}")
     return rank
 
 
@@ -521,9 +515,7 @@ def init_from_local_shards_and_metadata(
                 )
             _check_shard(shard, rank)
     made = _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec)
-    if init_rrefs:
-        share_references(made)
-    return made
+    return share_references(made) if init_rrefs else made
 
 
 def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
@@ -559,10 +551,10 @@ def describe_local_shards(
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
     backend = NoGroupBackend()
     own = [shard.metadata.box for shard in local_shards]
-    for shard, box in zip(local_shards, own, strict=True):
-        if not any(box == item.box for item in shards):
-            raise ValueError(f"the local shard {shard.metadata} is not in the metadata")
     boxes = tuple(item.box for item in shards)
+    for shard in local_shards:
+        if shard.metadata.box not in boxes:
+            raise ValueError(f"the local shard {shard.metadata} is not in the metadata")
     places = tuple(backend.own_place if box in own else _rank_of(item) for box, item in zip(boxes, shards, strict=True))
     return _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec, Layout(boxes, places))
 
@@ -654,7 +646,7 @@ def recalc_global_sharded_tensor_metadata(
     """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks.
 
     Raises:
-        AssertionError: A shard names no rank.
+        AssertionError: A shard does not name a rank.
     """
     size = stack_shards(global_sharded_tensor_metadata.shards_metadata, sharded_dim)
     global_sharded_tensor_metadata.size = torch.Size(size)

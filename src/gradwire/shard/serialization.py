@@ -246,9 +246,7 @@ def load_pickled(
     layout = layout_of(metadata.shards_metadata, backend)
     made = ShardedTensor._make(backend, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
     made._is_param = is_parameter
-    if has_references:
-        share_references(made)
-    return made
+    return share_references(made) if has_references else made
 
 
 def _set_state(self: ShardedTensor, state: tuple[Any, ...]) -> None:

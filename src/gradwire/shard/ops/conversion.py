@@ -148,9 +148,7 @@ def _convert(
     note_gradient(made, has_gradient, not has_gradient)
     if target is not None or backend != tensor._backend:
         _place(made, backend, target if target is not None else tensor.device)
-    if tensor._init_rrefs:
-        share_references(made)
-    return made
+    return share_references(made) if tensor._init_rrefs else made
 
 
 def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> None:

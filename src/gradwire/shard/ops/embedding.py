@@ -42,7 +42,7 @@ def _embedding(
     wanted = by_rows(table, ids if error is None else ids[:0])
     paddings = [_row_in_block(padding, box.offsets[0], box.sizes[0]) for box in table._layout.boxes]
     settings = [(row, scale_grad_by_freq, sparse) for row in paddings]
-    answers = _ask_blocks(table, answer_rows, [(item.ids,) for item in wanted], settings, 0, error)
+    answers = _ask(table, answer_rows, [(item.ids,) for item in wanted], settings, error)
     size = (ids.numel(), table.size(1))
     rows = [item.positions for item in wanted]
     return assemble(size, answers, rows, columns_of(table), is_sum=False).view(*input.size(), size[1])
@@ -60,16 +60,17 @@ def _row_in_block(row: int | None, first: int, number: int) -> int | None:
     return row - first if row is not None and first <= row < first + number else None
 
 
-def _ask_blocks(
+def _ask(
     table: ShardedTensor,
     function: Any,
     requests: Sequence[Request],
     settings: Sequence[Any],
-    along: int,
     error: Exception | None,
+    along: int = 0,
+    width: int | None = None,
 ) -> list[torch.Tensor]:
-    boxes = table._layout.boxes
-    rests = [box.sizes[1:] for box in boxes]
+    """Ask all blocks; answers are as wide as the blocks unless a width is given."""
+    rests = [[box.sizes[1] if width is None else width] for box in table._layout.boxes]
     # Blocks of which nothing is wanted get a gradient of zero, too: all are stepped alike then.
     asks_all = needs_gradient(table)
     question = Question(function, requests, settings, along, rests, table._like, error, asks_all)
@@ -139,7 +140,8 @@ def _embedding_bag(
     _check(setting, per_sample_weights)
     error: Exception | None
     try:
-        _check_weights(table, input, per_sample_weights)
+        if per_sample_weights is not None:
+            _check_weights(table, input, per_sample_weights)
         bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
         error = find_problem(table, bags.ids, "embedding_bag")
     except (RuntimeError, ValueError) as failure:  # the bags of other ranks may be right, and they must learn of it
@@ -183,29 +185,6 @@ def _read_bags(
         raise ValueError(f"input has to be 1D or 2D Tensor, but got Tensor of dimension {input.dim()}")
     if offsets is None or offsets.dim() != 1:
         raise ValueError(f"offsets has to be a 1D Tensor but got {offsets}")
-    return _read_offsets(input, offsets, weights, include_last_offset)
-
-
-def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor | None) -> None:
-    if weights is None:
-        return
-    if weights.size() != input.size():
-        raise ValueError(
-            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
-            f"the input ({input.size()})"
-        )
-    if weights.dtype != table.dtype:
-        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
-
-
-def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-    ids = input.reshape(-1)[:0]
-    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
-
-
-def _read_offsets(
-    input: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, include_last_offset: bool
-) -> Bags:
     starts = offsets.to(torch.int64)
     if include_last_offset and not starts.numel():
         raise RuntimeError("include_last_offset: number of offsets should be at least 1")
@@ -228,12 +207,27 @@ def _read_offsets(
     return Bags(input[:used], bags, sizes.numel(), None if weights is None else weights[:used])
 
 
+def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor) -> None:
+    if weights.size() != input.size():
+        raise ValueError(
+            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
+            f"the input ({input.size()})"
+        )
+    if weights.dtype != table.dtype:
+        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
+
+
+def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
+    ids = input.reshape(-1)[:0]
+    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
+
+
 # -- the questions -------------------------------------------------------------------------------------------------------
 
 
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
     requests, rows = _requests(table, bags)
-    answers = _ask_blocks(table, answer_bags, requests, [setting] * len(requests), 1, error)
+    answers = _ask(table, answer_bags, requests, [setting] * len(requests), error, along=1)
     size = (bags.number, table.size(1))
     if setting[0] == "max":
         return _largest(size, answers, rows, columns_of(table))
@@ -321,9 +315,6 @@ def _largest(
 
 # -- ids and blocks ---------------------------------------------------------------------------------------------------
 
-Rows = tuple[int, int]
-"""The first row of a block, and how many it has."""
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -345,17 +336,14 @@ class Wanted:
 def by_rows(table: ShardedTensor, ids: torch.Tensor) -> list[Wanted]:
     """Return for each block the ids in its rows; blocks with the same rows share them."""
     rows = [(box.offsets[0], box.sizes[0] if box.sizes[1] else 0) for box in table._layout.boxes]
-    found = {item: _find(ids, item, table.size(0)) for item in set(rows)}
+    found = {}
+    for first, number in set(rows):
+        local, positions = ids - first if first else ids, None
+        if number != table.size(0):
+            positions = ((local >= 0) & (local < number)).nonzero().view(-1)
+            local = local.index_select(0, positions)
+        found[first, number] = Wanted(local.to(torch.int32), positions)
     return [found[item] for item in rows]
-
-
-def _find(ids: torch.Tensor, rows: Rows, num_rows: int) -> Wanted:
-    first, number = rows
-    if number == num_rows:
-        return Wanted(ids.to(torch.int32), None)
-    local = ids - first
-    positions = ((local >= 0) & (local < number)).nonzero().view(-1)
-    return Wanted(local.index_select(0, positions).to(torch.int32), positions)
 
 
 def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exception | None:
@@ -428,7 +416,11 @@ class _Assemble(torch.autograd.Function):
         else:
             made = (torch.zeros if is_sum else torch.empty)(size, dtype=answers[0].dtype, device=answers[0].device)
         for number in full:
-            _put(made[:, columns[number]], rows[number], answers[number], is_sum)
+            target, taken, answer = made[:, columns[number]], rows[number], answers[number]
+            if taken is None:
+                target.add_(answer) if is_sum else target.copy_(answer)
+            else:
+                target.index_add_(0, taken, answer) if is_sum else target.index_copy_(0, taken, answer)
         return made
 
     @staticmethod
@@ -439,15 +431,6 @@ class _Assemble(torch.autograd.Function):
             for taken, of_block in zip(*ctx.where, strict=True)
         ]
         return None, None, None, None, *found
-
-
-def _put(target: torch.Tensor, rows: torch.Tensor | None, answer: torch.Tensor, is_sum: bool) -> None:
-    if rows is None:
-        target.add_(answer) if is_sum else target.copy_(answer)
-    elif is_sum:
-        target.index_add_(0, rows, answer)
-    else:
-        target.index_copy_(0, rows, answer)
 
 
 # -- max_norm ----------------------------------------------------------------------------------------------------------
@@ -461,23 +444,17 @@ def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_t
     """
     unique = torch.unique(ids) if error is None else ids[:0]
     wanted = by_rows(table, unique)
+    requests, num_blocks = [(item.ids,) for item in wanted], len(wanted)
     table._backend.settle()  # no function reads what is being changed
     with torch.no_grad():
         if table._layout.is_whole_along(1, table.size(1)):
-            _ask(table, [(item.ids,) for item in wanted], scale_whole_rows, [max_norm, norm_type], 0, error)
+            _ask(table, scale_whole_rows, requests, [(max_norm, norm_type)] * num_blocks, error, width=0)
             return
-        answers = _ask(table, [(item.ids,) for item in wanted], sum_powers, [norm_type], 1, error)
+        answers = _ask(table, sum_powers, requests, [norm_type] * num_blocks, error, width=1)
         norms = _join_norms(table, wanted, answers, unique.numel(), norm_type)
         scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        _ask(table, [(item.ids, item.select(scales)) for item in wanted], scale_rows, [], 0, None)
-
-
-def _ask(
-    table: ShardedTensor, requests: Sequence[Request], function: Any, setting: Any, width: int, error: Any
-) -> list[torch.Tensor]:
-    num_blocks = len(table._layout.boxes)
-    question = Question(function, requests, [setting] * num_blocks, 0, [[width]] * num_blocks, table._like, error)
-    return table._backend.ask(question, table._layout, table._parts)
+        scaled = [(item.ids, item.select(scales)) for item in wanted]
+        _ask(table, scale_rows, scaled, [None] * num_blocks, None, width=0)
 
 
 def _join_norms(
@@ -502,11 +479,10 @@ def scale_whole_rows(part: torch.Tensor, request: Request, setting: Sequence[flo
     return part.new_empty(ids.numel(), 0)
 
 
-def sum_powers(part: torch.Tensor, request: Request, setting: Sequence[float]) -> torch.Tensor:
+def sum_powers(part: torch.Tensor, request: Request, norm_type: float) -> torch.Tensor:
     """Return what a block contributes to the norms of rows."""
     (ids,) = request
     rows = part.detach().index_select(0, ids).abs()
-    (norm_type,) = setting
     if norm_type == float("inf"):
         return rows.amax(1, keepdim=True) if rows.size(1) else rows.new_zeros(ids.numel(), 1)
     return rows.pow(norm_type).sum(1, keepdim=True)
