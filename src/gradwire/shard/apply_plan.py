@@ -33,17 +33,11 @@ Slots = dict[int, list[Slot]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A parameter or submodule that is to be replaced. It is not held here, so that it is freed once it is replaced.
+    """A parameter or submodule that is to be replaced. It is not held here, so that it is freed once it is replaced."""
 
-    Attributes:
-        name: As the plan has it.
-        how: The spec that divides a parameter, or the `Sharder` that replaces a submodule.
-        slots: Where the module has it; the first is the one that the plan names.
-    """
-
-    name: str
-    how: Any
-    slots: list[Slot]
+    name: str  # as the plan has it
+    how: Any  # the spec that divides a parameter, or the `Sharder` that replaces a submodule
+    slots: list[Slot]  # where the module has it; the first is the one that the plan names
 
     @property
     def value(self) -> Any:
@@ -211,21 +205,15 @@ def _check_sharders(steps: Steps) -> None:
 
 @dataclass(slots=True)
 class Work:
-    """What is to be done, and by which processes.
+    """What is to be done, and by which processes."""
 
-    Attributes:
-        steps: What.
-        placed: For each parameter, its backend and metadata.
-        group: All ranks; None over RPC workers.
-        has_values: For each parameter, whether the source has values.
-        lacking: Names of tensors that stay whole, each with the ranks that have no data of it.
-    """
-
-    steps: Steps
-    placed: list[tuple[Backend, ShardedTensorMetadata]]
-    group: GroupBackend | None
-    has_values: list[bool]
-    lacking: dict[str, list[int]] = field(default_factory=dict)
+    group: GroupBackend | None  # all ranks; None over RPC workers
+    steps: Steps = field(default_factory=Steps)
+    placed: list[tuple[Backend, ShardedTensorMetadata]] = field(default_factory=list)  # of each parameter
+    has_values: list[bool] = field(default_factory=list)  # for each parameter, whether the source has values
+    lacking: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # whole tensors, and the ranks that have no data of them
 
 
 def prepare(
@@ -246,7 +234,7 @@ def prepare(
         RuntimeError: There is no process group, or this process is not an RPC worker.
     """
     group = find_group(specs, process_group)
-    work = Work(Steps(), [], group, [])
+    work = Work(group)
 
     def propose() -> Proposal:
         work.steps = read()

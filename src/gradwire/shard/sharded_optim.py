@@ -233,17 +233,11 @@ def _call_user(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A named parameter.
-
-    Attributes:
-        name: Its name.
-        value: The parameter.
-        parts: What this rank has of it: its shards, or the whole parameter.
-    """
+    """A named parameter."""
 
     name: str
     value: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
+    parts: tuple[torch.Tensor, ...]  # what this rank has of it: its shards, or the whole parameter
 
     @property
     def is_sharded(self) -> bool:

@@ -255,16 +255,16 @@ class ShardedTensor(ShardedTensorBase):
             value = found[0]
             assert isinstance(value, torch.Tensor)
             if out is not None:
-                self._check_out(out, enforce_dtype)  # only now: the other ranks do not know of it
+                # Checked only now: the other ranks do not know of it.
+                if out.size() != self.size():
+                    raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
+                if out.dtype != self.dtype and not enforce_dtype:
+                    raise ValueError(
+                        f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True"
+                    )
                 return out.copy_(value)
             value = value.clone() if is_view(value) or any(value is part for part in self._parts) else value.detach()
             return value.to(dtype) if enforce_dtype and dtype is not None else value
-
-    def _check_out(self, out: torch.Tensor, enforce_dtype: bool) -> None:
-        if out.size() != self.size():
-            raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
-        if out.dtype != self.dtype and not enforce_dtype:
-            raise ValueError(f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True")
 
     # -- other layouts -------------------------------------------------------------------------------------------------
 

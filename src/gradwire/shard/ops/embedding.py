@@ -94,19 +94,12 @@ BagSetting = tuple[str, bool, bool]
 
 @dataclass(frozen=True)
 class Bags:
-    """One participant's bags.
+    """One participant's bags."""
 
-    Attributes:
-        ids: Of all bags, one after the other.
-        bags: The bag of each.
-        number: How many bags there are.
-        weights: Of the ids, if there are any.
-    """
-
-    ids: torch.Tensor
-    bags: torch.Tensor
-    number: int
-    weights: torch.Tensor | None
+    ids: torch.Tensor  # of all bags, one after the other
+    bags: torch.Tensor  # the bag of each id
+    number: int  # how many bags there are
+    weights: torch.Tensor | None  # of the ids, if there are any
 
     def without(self, row: int | None) -> Bags:
         """Return the bags without an id that does not count."""
@@ -318,15 +311,10 @@ def _largest(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Those of a participant's ids that lie in some rows.
+    """Those of a participant's ids that lie in some rows."""
 
-    Attributes:
-        ids: Counted from the first of these rows.
-        positions: Where they are among all; None if they are all of them.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor | None
+    ids: torch.Tensor  # counted from the first of these rows
+    positions: torch.Tensor | None  # where they are among all; None if they are all of them
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values that belong to these ids, from those of all."""
@@ -391,7 +379,7 @@ def assemble(
     columns: Sequence[slice],
     is_sum: bool,
 ) -> torch.Tensor:
-    """Put a matrix of answers together.
+    """Put a matrix of the answers of all blocks together.
 
     Args:
         size: Of the matrix.

@@ -65,30 +65,17 @@ def _addmm(
 
 @dataclass
 class _Blocks:
-    """Pairs of blocks that are at the same places, and what their products are.
-
-    Attributes:
-        backend: How functions get there.
-        lefts: Blocks of the left operand.
-        rights: Blocks of the right one.
-        is_transposed: Whether those are [o, k], not [k, o].
-        layout: Of the products.
-        size: Of the result.
-        batch: Of the result, if it is known whose rows these are.
-        is_sum: Whether the products are parts of sums.
-        like: Tells dtype and device, where references do not.
-        requires_grad: Whether an operand does.
-    """
+    """Pairs of blocks that are at the same places, and what their products are."""
 
     backend: Backend
     lefts: list[Part]
     rights: list[Part]
-    is_transposed: bool
-    layout: Layout
-    size: tuple[int, ...]
-    batch: Layout | None
-    is_sum: bool
-    like: torch.Tensor
+    is_transposed: bool  # whether the rights are [o, k], not [k, o]
+    layout: Layout  # of the products
+    size: tuple[int, ...]  # of the result
+    batch: Layout | None  # of the result, if it is known whose rows these are
+    is_sum: bool  # whether the products are parts of sums
+    like: torch.Tensor  # tells dtype and device, where references do not
     requires_grad: bool
 
     def products(self, biases: Sequence[Part | None]) -> list[Part]:
