@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire._interrupts import interruptible
 from gradwire._torch import default_process_group
 from gradwire.shard.apply_plan import (
     Steps,
@@ -35,6 +36,7 @@ from gradwire.shard.tensor import ShardedTensor
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
 
 
+@interruptible  # the method may be that of a class of the program
 def _shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> ShardedTensor:

@@ -312,11 +312,16 @@ def divide_parameters(work: Work, src_rank: int) -> None:
             made = divide_tensor(backend, tensor, step.how, metadata, src_rank, has_values)
         else:  # a class of its own has its own way
             group = backend.group if isinstance(backend, GroupBackend) else None
-            made = step.how.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
+            made = _shard_by_own_spec(step.how, tensor, src_rank, group)
         if isinstance(tensor, nn.Parameter):
             made._is_param = True
         step.replace(made)
         del tensor
+
+
+@interruptible
+def _shard_by_own_spec(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, group: Any) -> ShardedTensor:
+    return spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
 
 
 # -- tensors that stay whole, on ranks that have no data of them -----------------------------------------------------------
