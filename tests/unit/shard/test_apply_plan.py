@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan
+from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan, shard_module
 from gradwire.shard.apply_plan import read_plan
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -121,3 +122,20 @@ def _lazy() -> nn.Module:
     module = nn.Module()
     module.weight = nn.UninitializedParameter()
     return module
+
+
+class Interrupted(Sharder):
+    went_on = False
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        signal.raise_signal(signal.SIGINT)
+        self.went_on = True
+        return module
+
+
+def test_ctrl_c_ends_a_sharder(deferring: None) -> None:
+    model, sharder = Model(), Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        shard_module(model, ShardingPlan({"emb": sharder}))
+    assert not sharder.went_on
+    assert isinstance(model.emb, nn.Embedding)
