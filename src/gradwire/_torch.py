@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed import remote_device as _remote_devices
+from torch.optim import optimizer as _optimizers  # torch.optim deletes the name
 
 T = TypeVar("T")
 
@@ -74,3 +76,35 @@ def untyped_storage_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
 def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Make a typed storage without the warning about a deprecation."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+# used by shard
+
+RemoteDevice = _remote_devices._remote_device  # a placement: "rank:0/cpu" or "worker0/cpu"
+has_compatible_shallow_copy_type: Any = (
+    torch._has_compatible_shallow_copy_type
+)  # nn.Module asks it before it sets .data
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
+is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
+calculate_correct_fan: Any = torch.nn.init._calculate_correct_fan  # of a size and a mode, as nn.init computes it
+is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the submodules by attribute, also one that is there twice, which `named_children` gives once."""
+    return module._modules
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Return the hooks of one kind: ``"step_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` and so on."""
+    return list(getattr(optimizer, f"_optimizer_{name}_hooks").values())
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Return whether hooks are registered for the steps of all optimizers."""
+    return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
+
+
+def default_process_group() -> Any:
+    """Return the default process group; raise ValueError if there is none."""
+    return torch.distributed.distributed_c10d._get_default_group()

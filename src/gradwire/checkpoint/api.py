@@ -249,7 +249,7 @@ def load(
     place, wanted = Directory(directory), {} if objects is None else objects
     group = group_of(wanted, process_group)
     for tensor in find_sharded(wanted):
-        tensor._engine.settle()  # nobody reads what is being filled
+        tensor._backend.settle()  # nobody reads what is being filled
     if group is not None:
         return ranks.load_from(place, wanted, group, strict, progress)
     return load_from(place, wanted, strict, progress, timeout)

@@ -39,9 +39,9 @@ from gradwire.optim import state_dict as states
 from gradwire.optim.parameters import fold_groups
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 
 
 @dataclass(slots=True)
@@ -141,11 +141,11 @@ class SavePlan:
         return self._nodes[id(value)] if isinstance(value, ShardedTensor) else None
 
     def _add_sharded(self, path: str, tensor: ShardedTensor) -> Node:
-        if isinstance(tensor._engine, GroupEngine) and tensor._engine._group is not self._group:
+        if isinstance(tensor._backend, GroupBackend) and tensor._backend._group is not self._group:
             raise CannotSave(
                 f"'{path}' is divided among the ranks of a process group; pass process_group=... on every rank of it"
             )
-        if isinstance(tensor._engine, WorkerEngine) and self._group is not None:
+        if isinstance(tensor._backend, WorkerBackend) and self._group is not None:
             raise CannotSave(
                 f"'{path}' is divided among RPC workers, and ranks save only what they have; save it from one worker, to "
                 "a directory of its own"

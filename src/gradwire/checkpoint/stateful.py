@@ -48,7 +48,7 @@ from gradwire.optim.parameters import PartOf
 from gradwire.params import snapshots as sharing
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
 from gradwire.shard.sharded_optim import ShardedOptimizer
 from gradwire.shard.torch_optimizer import Form, state_problem
@@ -87,7 +87,7 @@ def group_of(state: Any, given: Any) -> Any:
     Raises:
         ConfigurationError: There are sharded tensors of another group.
     """
-    groups = [item._engine._group for item in find_sharded(state) if isinstance(item._engine, GroupEngine)]
+    groups = [item._backend._group for item in find_sharded(state) if isinstance(item._backend, GroupBackend)]
     group = given if given is not None or not groups else groups[0]
     if any(item is not group for item in groups):
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from gradwire.rref import RRef
 from gradwire.shard.layout import Box, Layout, whole
 from gradwire.shard.sharded_optim import named_params_with_sharded_tensor
 from gradwire.shard.tensor import ShardedTensor
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def take_sharded(name: str, tensor: ShardedTensor) -> ShardedParameter:
     Raises:
         ConfigurationError: Its parts are not on RPC workers.
     """
-    if not isinstance(tensor._engine, WorkerEngine):
+    if not isinstance(tensor._backend, WorkerBackend):
         raise ConfigurationError(
             f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
             f"gradwire.shard.ShardedOptimizer there"
@@ -88,7 +88,7 @@ def prepare_step(parameters: Iterable[ShardedParameter]) -> None:
                 f"parameter {parameter.name!r} was resharded, so this optimizer has parts that are not in use any more; "
                 f"make another one, and load this one's state_dict() into it"
             )
-        parameter.tensor._engine.settle()  # a step changes parts in place
+        parameter.tensor._backend.settle()  # a step changes parts in place
 
 
 def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from gradwire.shard import EnumerableShardingSpec, Shard, ShardedTensor, ShardMe
 from gradwire.shard.api import load_with_process_group
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
 
 
@@ -87,9 +87,9 @@ def check_copies(world: World) -> int:
     return num_checked
 
 
-@ENGINES
-def test_copies(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_copies)) == {5}
+@BACKENDS
+def test_copies(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_copies)) == {5}
 
 
 def check_hooks(world: World) -> None:
@@ -107,9 +107,9 @@ def check_hooks(world: World) -> None:
     assert nested[0].inner.table is second
 
 
-@ENGINES
-def test_hooks_for_plain_attributes(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 2, check_hooks)) == {None}
+@BACKENDS
+def test_hooks_for_plain_attributes(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 2, check_hooks)) == {None}
 
 
 def check_state_dicts(world: World) -> int:
@@ -139,9 +139,9 @@ def check_state_dicts(world: World) -> int:
     return num_checked
 
 
-@ENGINES
-def test_state_dicts_of_modules(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_state_dicts)) == {10}
+@BACKENDS
+def test_state_dicts_of_modules(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_state_dicts)) == {10}
 
 
 # -- pickles of process groups -------------------------------------------------------------------------------------------

@@ -1,21 +1,17 @@
-"""What a plan means for a module, and what is wrong with plans; pieces that go from a source to its shards."""
+"""What a plan means for a module, and what is wrong with plans."""
 
 from __future__ import annotations
 
-import math
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan
+from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan, shard_module
 from gradwire.shard.apply_plan import read_plan
-from gradwire.shard.creation import ROUND_BYTES, rounds
-from gradwire.shard.layout import Box, cut, find_overlap
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 COLUMNS = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])
@@ -51,9 +47,9 @@ def test_steps_of_a_plan() -> None:
     )
     steps = read_plan(model, plan)
     assert [step.name for step in steps.parameters] == ["layers.0.weight", "table", "emb2.weight"]
-    assert steps.parameters[0].tensor is model.layers[0].weight
+    assert steps.parameters[0].value is model.layers[0].weight
     assert steps.parameters[2].slots == [(model.emb2, "weight"), (model.tied, "weight")]
-    assert [(step.path, step.slots) for step in steps.sharders] == [("emb", [(model, "emb")])]
+    assert [(step.name, step.slots) for step in steps.sharders] == [("emb", [(model, "emb")])]
     assert steps.outputs == {"": ROWS, "layers.1": COLUMNS}
     assert steps.local_outputs == ["layers", "emb"]
 
@@ -128,19 +124,18 @@ def _lazy() -> nn.Module:
     return module
 
 
-@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 30))
-def test_pieces_make_up_the_box(sizes: list[int], limit: int) -> None:
-    box = Box(tuple(range(len(sizes))), tuple(sizes))
-    pieces = list(cut(box, limit))
-    assert all(piece.num_elements <= limit for piece in pieces) or box.num_elements == 0
-    assert sum(piece.num_elements for piece in pieces) == box.num_elements
-    assert find_overlap(pieces) is None
-    assert all(not piece.num_elements or piece.common_with(box) == piece for piece in pieces)
+class Interrupted(Sharder):
+    went_on = False
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        signal.raise_signal(signal.SIGINT)
+        self.went_on = True
+        return module
 
 
-def test_no_round_is_larger_than_said_and_none_is_empty() -> None:
-    boxes = [Box((0, 0), (2**12, 2**12)), Box((2**12, 0), (0, 2**12)), Box((2**12, 0), (2**11, 2**12))]
-    found = list(rounds(boxes, 4))
-    assert sum(box.num_elements for pieces in found for _, box in pieces) == math.prod((2**12 + 2**11, 2**12))
-    assert all(0 < 4 * sum(box.num_elements for _, box in pieces) <= ROUND_BYTES for pieces in found)
-    assert {number for pieces in found for number, _ in pieces} == {0, 2}
+def test_ctrl_c_ends_a_sharder(deferring: None) -> None:
+    model, sharder = Model(), Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        shard_module(model, ShardingPlan({"emb": sharder}))
+    assert not sharder.went_on
+    assert isinstance(model.emb, nn.Embedding)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradwire.shard import BalancedPlanner, ChunkShardingSpec, EnumerableShardingSpec, ShardingPlan
 from gradwire.shard.metadata import TensorProperties
-from gradwire.shard.planner import divide_length
+from gradwire.shard.sharding_plan import divide_length
 
 RANKS = [f"rank:{number}/cpu" for number in range(4)]
 

@@ -7,10 +7,9 @@ import inspect
 from typing import Any
 
 import pytest
-import torch
 
 import gradwire.shard
-from gradwire.shard import ChunkShardingSpec, ShardMetadata, sharded_tensor, sharding_spec
+from gradwire.shard import sharding_spec
 
 NAMES = {
     "": "_shard_tensor shard_parameter shard_module load_with_process_group",
@@ -63,19 +62,3 @@ def test_helpers_of_specs_are_in_the_module_of_specs() -> None:
         ):
             if hasattr(theirs, name) and inspect.getmodule(getattr(theirs, name)) is theirs:
                 assert parameters(getattr(sharding_spec, name)) == parameters(getattr(theirs, name)), name
-
-
-def test_narrowing() -> None:
-    tensor = torch.arange(12).view(3, 4)
-    found = gradwire.shard._utils.narrow_tensor(tensor, ShardMetadata([1, 2], [2, 2]))
-    assert found.tolist() == [[6, 7], [10, 11]]
-    assert found.data_ptr() == tensor[1, 2:].data_ptr()
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        gradwire.shard._utils.narrow_tensor_by_index(tensor, [0], [1])
-
-
-def test_creation_takes_what_pytorch_takes() -> None:
-    spec = ChunkShardingSpec(0, ["rank:0/cpu"])
-    for name in ("empty", "ones", "zeros", "rand", "randn"):
-        with pytest.raises(TypeError, match="has no option 'shape'"):
-            getattr(sharded_tensor, name)(spec, 2, shape=[2])
