@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire import errors
-from gradwire.checkpoint import _failpoints as _points
+from gradwire.checkpoint.directory import failpoint
 from gradwire.checkpoint import owner as owners
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index, TensorEntry, dump, parse
@@ -144,7 +144,7 @@ def save_into(place: Directory, state: Any, group: Any, option: ProgressOption) 
             )
             own: list[WriteReport] = []
             told = ranks.all_do(lambda: _written(plan, write, own))
-        _points.passed("files-written")
+        failpoint("files-written")
         return parse(ranks.first_does(lambda: dump(_publish(place, generation, plan, own[0], told))), str(place.path))
 
 

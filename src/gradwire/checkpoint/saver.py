@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from gradwire.checkpoint import _failpoints as _points
+from gradwire.checkpoint.directory import failpoint
 from gradwire.checkpoint import owner as owners
 from gradwire.checkpoint import stateful as objects
 from gradwire.checkpoint import stateful as sharded
@@ -249,12 +249,12 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
         for worker in plan.parts.elsewhere:
             asked.ask(worker, owners.DESCRIBE, *call, plan.parts.sent(worker))
         own, answers = asked.finish(lambda: owners.describe(place, generation, plan.parts.here, plan.own))
-        _points.passed("described")
+        failpoint("described")
         with ByteProgress("saving", option) as progress:
             sizes = [num_bytes for _, num_bytes in answers if type(num_bytes) is int]
             progress.total = own + plan.tensors.num_bytes + sum(sizes)
             reports = _write(place, generation, plan, progress, Round(doing, timeout_s))
-        _points.passed("files-written")
+        failpoint("files-written")
         index = make_index(generation, plan, reports, list(reports.values()), plan.pieces(reports))
         place.publish(index)
     return index
