@@ -58,7 +58,7 @@ def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_allowed_directories_are_touched(reference: rpc.RRef[torch.Tensor], tmp_path: Path) -> None:
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     with pytest.raises(
-        Exception, match=r'trust="data": worker b lets nobody save to or load from .*allow_directory there'
+        Exception, match=r'trust="data": worker b does not let other workers save to or load from .*allow_directory there'
     ):
         checkpoint.save(other, {"x": reference})
     checkpoint.allow_directory(allowed)
@@ -67,7 +67,7 @@ def test_only_allowed_directories_are_touched(reference: rpc.RRef[torch.Tensor],
     assert checkpoint.read(allowed / "run")["x"].tolist() == [1, 1, 1]
     checkpoint.load(allowed / "run", {"x": reference})
     (allowed / "way-out").symlink_to(other)
-    with pytest.raises(Exception, match="lets nobody save"):
+    with pytest.raises(Exception, match="does not let other workers save"):
         checkpoint.save(allowed / "way-out", {"x": reference})
     assert {path.name for path in other.iterdir()} <= {".gradwire-writer", ".gradwire-readers"}
 
@@ -80,7 +80,7 @@ def test_files_cannot_be_read_or_written_by_name(reference: rpc.RRef[torch.Tenso
         (owners.CHECK, (str(tmp_path), b"{}")),
         (owners.FILL, (str(tmp_path), b"{}", [])),
     ):
-        with pytest.raises(NotExposed, match="lets nobody save to or load from"):
+        with pytest.raises(NotExposed, match="does not let other workers save to or load from"):
             rpc.rpc_sync("b", function, args=args)
     assert list(tmp_path.iterdir()) == []
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gradwire.checkpoint import process_group as ranks
-from gradwire.checkpoint import safetensors_io as reading
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index
 from gradwire.checkpoint.loader import load_from
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
+from gradwire.checkpoint.safetensors_io import TensorReader, check_files, check_tensors
 from gradwire.checkpoint.saver import save_into
 from gradwire.checkpoint.stateful import find_sharded, group_of
-from gradwire.checkpoint.tree import SHARDED, Node, decode, items_of, tag_of, tensor_names
+from gradwire.checkpoint.tree import SHARDED, Node, items_of, tag_of, tensor_names
 
-_MAX_VALUE = 60
-_MAX_ENTRIES = 20
+PathLike = str | os.PathLike[str]
+
+_TIMEOUT_S: Final = 3600.0
+_MAX_VALUE: Final = 60  # characters of a value that a summary shows
+_MAX_ENTRIES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,143 @@ class Summary:
         return "\n".join(map(_printable, lines)) + ">"
 
 
-def summarize(directory: Path, index: Index) -> Summary:
+def save(
+    directory: PathLike,
+    state: dict[str, Any],
+    *,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
+) -> Summary:
+    """Saves a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
+
+    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
+    each writes its shards, and rank 0 everything else.
+
+    A crash at any moment, of anybody, leaves the old checkpoint or the new one. Do not train while a save runs: each worker
+    saves one moment of its parameters, but the moments of two workers may differ by a step.
+
+    Args:
+        directory: One that all workers share; made if it is not there. It holds one checkpoint.
+        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
+            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
+            of these.
+        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
+            written and the bytes in all.
+        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
+        process_group: Whose ranks save together. Found by itself if there are sharded tensors or modules with such.
+
+    Returns:
+        What is in the checkpoint.
+
+    Raises:
+        CannotSave: A value cannot be saved; nothing was written.
+        CheckpointBusy: Somebody else is saving to that directory.
+        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
+        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
+    """
+    place, group = Directory(directory), group_of(state, process_group)
+    return _summarize(place.path, save_into(place, state, progress, timeout, group))
+
+
+def load(
+    directory: PathLike,
+    objects: dict[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """Fills objects from a checkpoint, wherever they live now, and returns the values that were saved beside them.
+
+    Sharded tensors may be divided in any way, whatever it was when they were saved: each shard gets what it has in common
+    with what was saved. With those of a process group every rank calls this, with the same names.
+
+    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
+
+    Args:
+        directory: Of the checkpoint; all workers that have something to fill must see it.
+        objects: What to fill, by the names it was saved under.
+        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
+            If False, what both have is loaded, and converted. Shapes must always be the same.
+        progress: As for `save`.
+        timeout: Seconds that each worker may take in each step.
+        process_group: As for `save`.
+
+    Returns:
+        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
+
+    Raises:
+        CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
+        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
+            being filled: then the message says so.
+        CheckpointMismatch: It does not fit the objects; nothing was changed.
+        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
+    """
+    place, wanted = Directory(directory), {} if objects is None else objects
+    group = group_of(wanted, process_group)
+    for tensor in find_sharded(wanted):
+        tensor._engine.settle()  # nobody reads what is being filled
+    return load_from(place, wanted, strict, progress, timeout, group)
+
+
+def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
+    """Everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        _check(place, index, tensor_names(index.state), progress)
+        with place.open() as folder, TensorReader(folder, index.tensors) as reader:
+            found: dict[str, Any] = reader.decode(index.state, keeps_ties=True)
+    return found
+
+
+def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
+    """Reads all files of a checkpoint and compares them with its index.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written; says which file and tensor.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        _check(place, index, index.tensors, progress)
+        return _summarize(place.path, index)
+
+
+def inspect(directory: PathLike) -> Summary:
+    """What a checkpoint's index says: contents, sizes, who wrote it. Reads nothing else.
+
+    Args:
+        directory: Of the checkpoint.
+
+    Raises:
+        CheckpointMissing, CheckpointDamaged: There is no index, or it is damaged.
+    """
+    place = Directory(directory)
+    return _summarize(place.path, place.read_index())
+
+
+def _check(place: Directory, index: Index, names: Iterable[str], option: ProgressOption) -> None:
+    entries = {name: index.tensors[name] for name in names}
+    with ByteProgress("checking", option) as progress, place.open() as folder:
+        progress.total = sum(entry.num_bytes for entry in entries.values())
+        check_files(folder, index.files)
+        check_tensors(folder, entries, progress.advance)
+
+
+def _summarize(directory: Path, index: Index) -> Summary:
     """What an index says."""
     writer = index.writer
     return Summary(
@@ -163,150 +301,3 @@ def show_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:,.1f} TiB"
-
-
-_TIMEOUT_S: Final = 3600.0
-
-PathLike = str | os.PathLike[str]
-
-
-def save(
-    directory: PathLike,
-    state: dict[str, Any],
-    *,
-    progress: ProgressOption = None,
-    timeout: float = _TIMEOUT_S,
-    process_group: Any = None,
-) -> Summary:
-    """Saves a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
-
-    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
-    each writes its shards, and rank 0 everything else.
-
-    A crash at any moment, of anybody, leaves the old checkpoint or the new one. Do not train while a save runs: each worker
-    saves one moment of its parameters, but the moments of two workers may differ by a step.
-
-    Args:
-        directory: One that all workers share; made if it is not there. It holds one checkpoint.
-        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
-            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
-            of these.
-        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
-            written and the bytes in all.
-        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
-        process_group: Whose ranks save together. Found by itself if there are sharded tensors or modules with such.
-
-    Returns:
-        What is in the checkpoint.
-
-    Raises:
-        CannotSave: A value cannot be saved; nothing was written.
-        CheckpointBusy: Somebody else is saving to that directory.
-        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
-        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
-    """
-    place, group = Directory(directory), group_of(state, process_group)
-    if group is not None:
-        return summarize(place.path, ranks.save_into(place, state, group, progress))
-    return summarize(place.path, save_into(place, state, progress, timeout))
-
-
-def load(
-    directory: PathLike,
-    objects: dict[str, Any] | None = None,
-    *,
-    strict: bool = True,
-    progress: ProgressOption = None,
-    timeout: float = _TIMEOUT_S,
-    process_group: Any = None,
-) -> dict[str, Any]:
-    """Fills objects from a checkpoint, wherever they live now, and returns the values that were saved beside them.
-
-    Sharded tensors may be divided in any way, whatever it was when they were saved: each shard gets what it has in common
-    with what was saved. With those of a process group every rank calls this, with the same names.
-
-    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
-
-    Args:
-        directory: Of the checkpoint; all workers that have something to fill must see it.
-        objects: What to fill, by the names it was saved under.
-        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
-            If False, what both have is loaded, and converted. Shapes must always be the same.
-        progress: As for `save`.
-        timeout: Seconds that each worker may take in each step.
-        process_group: As for `save`.
-
-    Returns:
-        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
-
-    Raises:
-        CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
-        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
-            being filled: then the message says so.
-        CheckpointMismatch: It does not fit the objects; nothing was changed.
-        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
-    """
-    place, wanted = Directory(directory), {} if objects is None else objects
-    group = group_of(wanted, process_group)
-    for tensor in find_sharded(wanted):
-        tensor._engine.settle()  # nobody reads what is being filled
-    if group is not None:
-        return ranks.load_from(place, wanted, group, strict, progress)
-    return load_from(place, wanted, strict, progress, timeout)
-
-
-def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
-    """Everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
-
-    Args:
-        directory: Of the checkpoint.
-        progress: As for `save`.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written.
-    """
-    place = Directory(directory)
-    with place.reading() as index:
-        names = set(tensor_names(index.state))
-        _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        with place.open() as folder, reading.TensorReader(folder, index.tensors) as reader:
-            copied = functools.cache(reader.copied)  # what was one tensor stays one
-            found: dict[str, Any] = decode(index.state, copied, reader)
-    return found
-
-
-def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
-    """Reads all files of a checkpoint and compares them with its index.
-
-    Args:
-        directory: Of the checkpoint.
-        progress: As for `save`.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written; says which file and tensor.
-    """
-    place = Directory(directory)
-    with place.reading() as index:
-        _check(place, index.files, index.tensors, progress)
-        return summarize(place.path, index)
-
-
-def inspect(directory: PathLike) -> Summary:
-    """What a checkpoint's index says: contents, sizes, who wrote it. Reads nothing else.
-
-    Args:
-        directory: Of the checkpoint.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: There is no index, or it is damaged.
-    """
-    place = Directory(directory)
-    return summarize(place.path, place.read_index())
-
-
-def _check(place: Directory, saved: Any, entries: Any, option: ProgressOption) -> None:
-    with ByteProgress("checking", option) as progress:
-        progress.total = sum(entry.num_bytes for entry in entries.values())
-        with place.open() as folder:
-            reading.check_files(folder, saved)
-            reading.check_tensors(folder, entries, progress.advance)
