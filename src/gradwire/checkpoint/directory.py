@@ -67,9 +67,6 @@ class Folder:
     Args:
         path: Where it is.
         root: A directory that `path` must be in: below it, no component may be a link.
-
-    Raises:
-        OSError: There is no such directory.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
@@ -102,11 +99,7 @@ class Folder:
         return descriptor
 
     def make_file(self, name: str) -> int:
-        """Return a descriptor for writing a new file.
-
-        Raises:
-            FileExistsError: The name is taken.
-        """
+        """Return a descriptor for writing a new file."""
         return self.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_lock(self, name: str) -> int | None:
@@ -170,11 +163,7 @@ def file_name(generation: str, worker: str) -> str:
 
 
 def check_file_name(name: str, generation: str) -> None:
-    """Refuse to write anything else than a file of a save.
-
-    Raises:
-        CheckpointError: No file of that generation has that name.
-    """
+    """Refuse to write anything else than a file of a save."""
     match = FILE_NAME.fullmatch(name)
     if match is None or match["generation"] != generation:
         raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
@@ -192,15 +181,8 @@ class Directory:
         self.path = Path(os.path.abspath(path))
         self._root = root
 
-    def __repr__(self) -> str:
-        return f"<Directory {self.path}>"
-
     def open(self) -> Folder:
-        """Open it.
-
-        Raises:
-            OSError: There is no such directory.
-        """
+        """Open it."""
         return Folder(self.path, self._root)
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -277,11 +259,7 @@ class Directory:
 
     @contextlib.contextmanager
     def announced(self, generation: str, worker: str) -> Iterator[Folder]:
-        """Open it for a worker that is to write its file of a save that another worker has begun.
-
-        Raises:
-            CheckpointWriteFailed: This worker does not see what the one that saves has written.
-        """
+        """Open it for a worker that is to write its file of a save that another worker has begun."""
         with contextlib.ExitStack() as stack:
             try:
                 folder = stack.enter_context(self.open())

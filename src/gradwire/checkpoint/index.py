@@ -193,11 +193,7 @@ def parse(data: bytes, where: str) -> Index:
 
 
 def check(index: Index, where: str) -> None:
-    """Check what types alone cannot express: one part of an index must not contradict another.
-
-    Raises:
-        CheckpointDamaged: It does.
-    """
+    """Check what types alone cannot express: one part of an index must not contradict another."""
     try:
         if not GENERATION.fullmatch(index.generation):
             raise ValueError(f"{index.generation!r} is not a generation")

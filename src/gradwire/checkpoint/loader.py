@@ -22,7 +22,7 @@ from gradwire.checkpoint import owner
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index, TensorEntry
 from gradwire.checkpoint.owner import CheckOrder, FitReport, LoadOrder, Parts, SavedPart
-from gradwire.checkpoint.participants import Ranks, fan_out
+from gradwire.checkpoint.participants import Ranks, Workers
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.safetensors_io import TensorReader, files_of
 from gradwire.checkpoint.stateful import Fit, Part, compare, divide_states, is_object, sharded_state, shards_of, split
@@ -42,35 +42,28 @@ def load_from(
 ) -> dict[str, Any]:
     """Load; see `gradwire.checkpoint.load`. Every rank of the group must call it."""
     path, doing = str(place.path), f"loading from {place.path}"
-    ranks = Ranks(group, doing)
+    ranks, workers = Ranks(group, doing), Workers(doing, timeout_s)
     with contextlib.ExitStack() as stack:  # rank 0 keeps files from being removed until all are done
         index = ranks.first(lambda: stack.enter_context(place.reading()))
         plan = ranks.each(lambda: LoadPlan(index, wanted, is_strict, path, group is not None))
         orders = {worker: owner.encode_struct(plan.orders[worker]) for worker in plan.parts.elsewhere}
-        ranks.each(lambda: plan.judge(_fit(plan, orders, doing, timeout_s), path))
+        ranks.each(lambda: plan.judge(_fit(plan, orders, workers), path))
         with ByteProgress("checking", option if ranks.rank == 0 or callable(option) else False) as progress:
             shares = _shares(ranks.all(lambda: plan.needed), index.tensors)[ranks.rank]
-            ranks.each(lambda: _check(place, plan, shares, progress, doing, timeout_s))
+            ranks.each(lambda: _check(place, plan, shares, progress, workers))
         folder = ranks.each(lambda: stack.enter_context(place.open()))
         reader = stack.enter_context(TensorReader(folder, index.tensors))
         found: dict[str, Any] = ranks.each(lambda: reader.decode(plan.values, keeps_ties=True))
-        ranks.each(
-            lambda: fan_out(
-                f"{doing}, where some objects may be filled already,",
-                timeout_s,
-                [(worker, owner.FILL, (path, order, plan.parts.sent(worker))) for worker, order in orders.items()],
-                lambda: owner.fill(place, plan.orders[""], plan.parts.here),
-            )
-        )
+        filling = Workers(f"{doing}, where some objects may be filled already,", timeout_s)
+        calls = plan.parts.calls(owner.FILL, lambda worker: (path, orders[worker]))
+        ranks.each(lambda: filling.ask(calls, lambda: owner.fill(place, plan.orders[""], plan.parts.here)))
         plan.fill_groups(reader)
     return found
 
 
-def _fit(plan: LoadPlan, orders: dict[str, bytes], doing: str, timeout_s: float) -> dict[str, list[Fit]]:
-    own, answers = fan_out(
-        doing,
-        timeout_s,
-        [(worker, owner.FIT, (order, plan.parts.sent(worker))) for worker, order in orders.items()],
+def _fit(plan: LoadPlan, orders: dict[str, bytes], workers: Workers) -> dict[str, list[Fit]]:
+    own, answers = workers.ask(
+        plan.parts.calls(owner.FIT, lambda worker: (orders[worker],)),
         lambda: owner.fit_all(plan.orders[""], plan.parts.here),
     )
     return {"": own.fits, **{worker: _read_fits(plan, worker, answer) for worker, answer in answers}}
@@ -108,12 +101,7 @@ def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntr
 
 
 def _check(
-    place: Directory,
-    plan: LoadPlan,
-    shares: dict[str, list[str]],
-    progress: ByteProgress,
-    doing: str,
-    timeout_s: float,
+    place: Directory, plan: LoadPlan, shares: dict[str, list[str]], progress: ByteProgress, workers: Workers
 ) -> None:
     """Have the bytes compared, each worker its share; each must see all files that it needs."""
     files = {worker: files_of(plan.entries(names).values(), plan.index.files) for worker, names in plan.needed.items()}
@@ -126,9 +114,7 @@ def _check(
             calls.append((worker, owner.CHECK, (str(place.path), order)))
             sizes.append(sum(entry.num_bytes for entry in group.values()))
     own = CheckOrder(files[""], plan.entries(shares[""]))
-    fan_out(
-        doing,
-        timeout_s,
+    workers.ask(
         calls,
         lambda: owner.check(place, own, progress.advance),
         on_answer=lambda number: progress.count(sizes[number]),
@@ -295,11 +281,7 @@ class LoadPlan:
         return dict(sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)))
 
     def judge(self, fits: dict[str, list[Fit]], path: str) -> None:
-        """Take what the owners found when they compared.
-
-        Raises:
-            CheckpointMismatch: Something does not fit.
-        """
+        """Take what the owners found when they compared."""
         for target in self._targets:
             told = [fits[worker][number] for worker, number in target.parts]
             self._problems += [problem for fit in told for problem in fit.problems]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -34,18 +34,7 @@ from gradwire.checkpoint.index import GENERATION, FileEntry, TensorEntry, check_
 from gradwire.checkpoint.participants import worker_name
 from gradwire.checkpoint.safetensors_io import OnBytes, TensorReader, TensorSet, check_tensors, write_file
 from gradwire.checkpoint.safetensors_io import check_files as check_file_sizes
-from gradwire.checkpoint.stateful import (
-    Fit,
-    Part,
-    State,
-    changing,
-    fill_stateful,
-    fill_tensors,
-    fit,
-    locks_itself,
-    standing_still,
-    state_of,
-)
+from gradwire.checkpoint.stateful import Fit, Part, PartState, fill_stateful, fill_tensors, fit, parameters_of, state_of
 from gradwire.checkpoint.tree import Claim, Encoder
 from gradwire.errors import (
     CannotSave,
@@ -56,6 +45,7 @@ from gradwire.errors import (
     NotExposed,
 )
 from gradwire.optim import LocalOptimizer
+from gradwire.params import snapshots
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef, context
@@ -96,19 +86,10 @@ def _agent() -> Agent:
 # -- messages -----------------------------------------------------------------------------------------------------------
 
 
-class PartReport(msgspec.Struct, frozen=True):
-    """What was saved of one part."""
-
-    kind: str
-    type_name: str
-    state: Any
-    metadata: Any
-
-
 class WriteReport(msgspec.Struct, frozen=True):
     """What one worker has written."""
 
-    parts: list[PartReport]
+    parts: list[PartState]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
@@ -187,7 +168,7 @@ class Known:
         claim: Gives the nodes of sharded tensors in them.
     """
 
-    states: dict[int, State]
+    states: dict[int, PartState]
     claim: Claim
 
 
@@ -204,12 +185,7 @@ _NOTHING_KNOWN: Final = Known({}, _refuse_sharded)
 
 
 def describe(place: Directory, generation: str, parts: Sequence[Part], known: Known = _NOTHING_KNOWN) -> int:
-    """Return how many bytes this worker would write.
-
-    Raises:
-        CannotSave: Something cannot be saved.
-        CheckpointWriteFailed: This worker does not see the directory.
-    """
+    """Return how many bytes this worker would write."""
     tensors = TensorSet()
     with place.announced(generation, worker_name()):
         _encode(parts, tensors, known)
@@ -235,16 +211,14 @@ def write(
         on_bytes: Called as bytes are written.
         known: What is known of the parts.
         worker: The name of this worker in files, if it has another one there.
-
-    Raises:
-        CheckpointWriteFailed: It cannot be written.
     """
     worker = worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
-    early = {number: state_of(part) for number, part in enumerate(parts) if locks_itself(part)}
+    # An optimizer locks itself, then its parameters: its state must be taken before these are locked.
+    early = {number: state_of(part) for number, part in enumerate(parts) if isinstance(part.value, LocalOptimizer)}
     with place.announced(generation, worker) as folder:
-        with standing_still(parts):
+        with snapshots.standing_still(parameters_of(parts)):
             reports = _encode(parts, tensors, Known({**known.states, **early}, known.claim))
             if not tensors.tensors:
                 return WriteReport(reports, {}, {})
@@ -253,14 +227,14 @@ def write(
     return WriteReport(reports, {name: entry}, entries)
 
 
-def _encode(parts: Sequence[Part], tensors: TensorSet, known: Known) -> list[PartReport]:
+def _encode(parts: Sequence[Part], tensors: TensorSet, known: Known) -> list[PartState]:
     encoder = Encoder(tensors.place, known.claim)
     reports = []
     for number, part in enumerate(parts):
         state = known.states[number] if number in known.states else state_of(part)
-        node = encoder.encode(state.values, part.path)
+        node = encoder.encode(state.state, part.path)
         metadata = Encoder(tensors.place).encode(state.metadata, part.path)
-        reports.append(PartReport(state.kind, state.type_name, node, metadata))
+        reports.append(PartState(state.kind, state.type_name, node, metadata))
     return reports
 
 
@@ -271,11 +245,7 @@ def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
 
 
 def check(place: Directory, order: CheckOrder, on_bytes: OnBytes) -> None:
-    """Compare files and tensors with the index.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: Something is not what was written.
-    """
+    """Compare files and tensors with the index."""
     with _open(place) as folder:
         check_file_sizes(folder, order.files)
         check_tensors(folder, order.tensors, on_bytes)
@@ -295,7 +265,7 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
     try:
         with _open(place) as folder, TensorReader(folder, order.tensors) as reader:
             fill_stateful(saved, reader)
-            with changing(parts):
+            with snapshots.stepping(parameters_of(parts), ()), torch.no_grad():
                 fill_tensors(saved, reader)
     except (CheckpointMissing, CheckpointDamaged) as error:
         raise _located(error, ", while objects were being filled, some of which may be filled already") from error
@@ -326,12 +296,7 @@ def send(part: Part) -> SentPart:
 
 
 def _read_parts(sent: Any, method: str) -> list[Part]:
-    """Return the parts of an order.
-
-    Raises:
-        DecodeError: They have another form.
-        NotExposed: ``trust="data"``, and `method` of an object of an unknown class may not be called by others.
-    """
+    """Return the parts of an order."""
     found = read_plain(sent, _SentParts, "not the parts of an order")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
         raise DecodeError("not the parts of an order: each needs a reference")
@@ -364,12 +329,7 @@ def _read_generation(generation: Any) -> str:
 
 
 def _read_directory(directory: Any) -> Directory:
-    """Return the directory that another worker has named.
-
-    Raises:
-        DecodeError: It is not the name of one.
-        NotExposed: Other workers may not choose that directory.
-    """
+    """Return the directory that another worker has named."""
     if type(directory) is not str or not directory or "\0" in directory:
         raise DecodeError(f"{directory!r:.200} is not the path of a directory")
     if _agent().trust != "data":
@@ -447,6 +407,11 @@ class Parts:
         found.append(part)
         return name, len(found) - 1
 
-    def sent(self, worker: str) -> list[SentPart]:
-        """Return the parts of a worker as they travel."""
-        return [send(part) for part in self.elsewhere[worker]]
+    def calls(
+        self, operation: str, args_of: Callable[[str], tuple[Any, ...]]
+    ) -> list[tuple[str, str, tuple[Any, ...]]]:
+        """Return a call to every other worker, with some arguments for it and then its parts."""
+        return [
+            (worker, operation, (*args_of(worker), [send(part) for part in parts]))
+            for worker, parts in self.elsewhere.items()
+        ]

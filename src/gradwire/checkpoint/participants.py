@@ -1,6 +1,6 @@
 """The workers and ranks that save or load together: a step succeeds on all of them, or raises an error.
 
-Over RPC workers one of them runs the program and asks the others (`fan_out`). In a process group every rank runs it, and
+Over RPC workers one of them runs the program and asks the others (`Workers`). In a process group every rank runs it, and
 between two steps ranks tell each other how it went (`Ranks`). So an error anywhere has the same consequences in both: a save
 counts from the rename of the index on, and a load changes nothing before its last step.
 """
@@ -34,73 +34,83 @@ def worker_name() -> str:
         return "local"
 
 
-def fan_out(
-    doing: str,
-    timeout_s: float,
-    calls: Iterable[tuple[str, str, tuple[Any, ...]]],
-    here: Callable[[], T],
-    on_answer: Callable[[int], None] = lambda _: None,
-    on_poll: Callable[[], None] = lambda: None,
-) -> tuple[T, list[tuple[str, Any]]]:
-    """Call many workers, do this worker's part meanwhile, and wait for all.
+class Workers:
+    """Other workers, which are asked to do something while this one does its part.
 
     Args:
         doing: What is being done, for errors: ``saving to /a/b``.
         timeout_s: How long each worker may take.
-        calls: Workers, operations and arguments.
-        here: This worker's part.
-        on_answer: Called with the number of a call that has ended, in another thread.
-        on_poll: Called now and then while others are waited for.
-
-    Returns:
-        The result of this worker's part, and every answer with the worker's name, in the order of the calls.
-
-    Raises:
-        CheckpointError: Something failed on some worker; all calls have ended.
     """
-    futures: list[tuple[str, Any]] = []
-    failures: list[tuple[str, Exception]] = []
-    ended: list[int] = []  # appended to by other threads
-    has_news = threading.Event()
 
-    def on_done(number: int, _: Any) -> None:
-        on_answer(number)
-        ended.append(number)
-        has_news.set()
+    def __init__(self, doing: str, timeout_s: float) -> None:
+        self._doing = doing
+        self._timeout_s = timeout_s
 
-    for number, (worker, function, args) in enumerate(calls):
+    def ask(
+        self,
+        calls: Iterable[tuple[str, str, tuple[Any, ...]]],
+        here: Callable[[], T],
+        on_answer: Callable[[int], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> tuple[T, list[tuple[str, Any]]]:
+        """Call workers, do this worker's part meanwhile, and wait for all.
+
+        Args:
+            calls: Workers, operations and arguments.
+            here: This worker's part.
+            on_answer: Called with the number of a call that has ended, in another thread.
+            on_poll: Called now and then while others are waited for.
+
+        Returns:
+            The result of this worker's part, and every answer with the worker's name, in the order of the calls.
+
+        Raises:
+            CheckpointError: Something failed on some worker; all calls have ended.
+        """
+        futures: list[tuple[str, Any]] = []
+        failures: list[tuple[str, Exception]] = []
+        ended: list[int] = []  # appended to by other threads
+        has_news = threading.Event()
+
+        def on_done(number: int, _: Any) -> None:
+            on_answer(number)
+            ended.append(number)
+            has_news.set()
+
+        for number, (worker, function, args) in enumerate(calls):
+            try:
+                with torch.no_grad():  # has no part in any graph
+                    future = rpc.rpc_async(worker, function, args, timeout=self._timeout_s)
+            except Exception as error:
+                failures.append((worker, error))
+            else:
+                future.add_done_callback(functools.partial(on_done, number))
+                futures.append((worker, future))
         try:
-            with torch.no_grad():  # has no part in any graph
-                future = rpc.rpc_async(worker, function, args, timeout=timeout_s)
+            own = here()
         except Exception as error:
-            failures.append((worker, error))
-        else:
-            future.add_done_callback(functools.partial(on_done, number))
-            futures.append((worker, future))
-    try:
-        own = here()
-    except Exception as error:
-        failures.insert(0, (worker_name(), error))
-    while True:  # every call ends by its own deadline, so this does, too
-        has_news.clear()
-        on_poll()
-        if len(ended) == len(futures):
-            break
-        _interrupts.wait(has_news, _POLL_S)
-    answers = []
-    for worker, future in futures:
-        try:
-            answers.append((worker, future.wait()))
-        except Exception as error:
-            failures.append((worker, error))
-    if not failures:
-        return own, answers
-    for _, failure in failures:
-        if isinstance(failure, CheckpointError):
-            raise failure
-    worker, failure = failures[0]
-    more = f" (and on {len(failures) - 1} more)" if len(failures) > 1 else ""
-    raise CheckpointError(f"{doing} failed on worker {worker}{more}: {type(failure).__name__}: {failure}") from failure
+            failures.insert(0, (worker_name(), error))
+        while True:  # every call ends by its own deadline, so this does, too
+            has_news.clear()
+            on_poll()
+            if len(ended) == len(futures):
+                break
+            _interrupts.wait(has_news, _POLL_S)
+        answers = []
+        for worker, future in futures:
+            try:
+                answers.append((worker, future.wait()))
+            except Exception as error:
+                failures.append((worker, error))
+        if not failures:
+            return own, answers
+        for _, failure in failures:
+            if isinstance(failure, CheckpointError):
+                raise failure
+        worker, failure = failures[0]
+        more = f" (and on {len(failures) - 1} more)" if len(failures) > 1 else ""
+        text = f"{self._doing} failed on worker {worker}{more}: {type(failure).__name__}: {failure}"
+        raise CheckpointError(text) from failure
 
 
 @dataclass(frozen=True, slots=True)

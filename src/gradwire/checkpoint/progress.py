@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from gradwire import _interrupts
@@ -41,9 +40,7 @@ class ByteProgress:
     def __enter__(self) -> ByteProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._show()
         if self._bar is not None:
@@ -85,24 +82,18 @@ class ByteProgress:
 
     def _make_bar(self) -> Progress | None:
         # Imported when a bar may be shown, which in most processes is never.
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
         console = Console(stderr=True)
         if not (sys.stderr.isatty() or console.is_jupyter):
             return None
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        bar = Progress(
-            *columns,
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+        bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.DownloadColumn(binary_units=True),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),  # into a file it must go on to be written

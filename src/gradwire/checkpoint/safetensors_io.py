@@ -30,7 +30,7 @@ from gradwire.checkpoint.index import (
     checksum_of,
     show_checksum,
 )
-from gradwire.checkpoint.tree import Node, decode, form_of, region_of
+from gradwire.checkpoint.tree import Node, decode
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, CheckpointMissing, CheckpointWriteFailed
 from gradwire.shard.layout import Box, whole
 from gradwire.wire.tensors import as_bytes
@@ -62,11 +62,7 @@ class TensorSet:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def place(self, path: str, tensor: torch.Tensor) -> str:
-        """Add a tensor, and return the name of the one that is kept.
-
-        Raises:
-            CannotSave: Its bytes cannot be written.
-        """
+        """Add a tensor, and return the name of the one that is kept."""
         _check_savable(path, tensor)
         key = _identity(tensor)
         if key is not None and key in self._names:
@@ -126,7 +122,7 @@ def write_file(
             os.fdopen(folder.make_file(file_name), "wb", buffering=0) as file,
             contextlib.ExitStack() as undo,
         ):
-            undo.callback(_remove, folder, file_name)
+            undo.callback(folder.remove_where, lambda name: name == file_name)
             failpoint("opened")
             output = _Output(file.fileno(), on_bytes)
             output.write(memoryview(header))
@@ -146,11 +142,6 @@ def write_file(
             f"{text}. Make room there, or save to another directory", file_name, name
         ) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
-
-
-def _remove(folder: Folder, file_name: str) -> None:
-    with contextlib.suppress(OSError):
-        folder.remove(file_name)
 
 
 class _Output:
@@ -217,12 +208,7 @@ def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
 
 
 def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
-    """Compare sizes and headers with the index.
-
-    Raises:
-        CheckpointMissing: A file is missing.
-        CheckpointDamaged: A file has another size or header than was written.
-    """
+    """Compare sizes and headers with the index."""
     buffer = bytearray(_PIECE)
     for name, entry in files.items():
         with contextlib.closing(_File(folder, name, "")) as file:
@@ -233,12 +219,7 @@ def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
 
 
 def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
-    """Compare the bytes of tensors with the index.
-
-    Raises:
-        CheckpointMissing: A file is missing.
-        CheckpointDamaged: The bytes of a tensor have changed.
-    """
+    """Compare the bytes of tensors with the index."""
     buffer = bytearray(_PIECE)
     by_file: dict[str, list[str]] = {}
     for name, entry in entries.items():
@@ -322,7 +303,7 @@ class TensorReader:
 
     def __init__(self, folder: Folder, entries: Mapping[str, TensorEntry]) -> None:
         self._folder = folder
-        self._entries = entries
+        self.entries = entries
         self._files: dict[str, _File] = {}
         self._staging = bytearray()  # made when it is needed
 
@@ -348,7 +329,7 @@ class TensorReader:
             CheckpointMissing: Its file is missing.
             CheckpointDamaged: Its file ends before it, or its bytes have changed.
         """
-        entry = self._entries[name]
+        entry = self.entries[name]
         self._file_of(name)  # is long enough; memory is spent after that
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_into(made, name)
@@ -364,7 +345,7 @@ class TensorReader:
             name: The tensor to read.
             region: The part of it; all of it if not given.
         """
-        entry, file = self._entries[name], self._file_of(name)
+        entry, file = self.entries[name], self._file_of(name)
         all_of_it = whole(entry.shape)
         region = region or all_of_it
         if not region.num_elements:
@@ -392,18 +373,10 @@ class TensorReader:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._entries[name].shape
-
-    def form_of(self, node: Any) -> tuple[str, tuple[int, ...]]:
-        """Return dtype and shape of a tensor."""
-        return form_of(node, self._entries)
-
-    def region_of(self, node: Any, box: Box) -> Any:
-        """Return the node of a part of a tensor."""
-        return region_of(node, box, self._entries)
+        return self.entries[name].shape
 
     def _file_of(self, name: str) -> _File:
-        entry = self._entries[name]
+        entry = self.entries[name]
         if entry.file not in self._files:
             self._files[entry.file] = _File(self._folder, entry.file, name)
         file = self._files[entry.file]

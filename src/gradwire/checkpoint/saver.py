@@ -19,36 +19,13 @@ from typing import Any
 import msgspec
 import torch
 
-from gradwire.checkpoint import owner
+from gradwire.checkpoint import owner, stateful, tree
 from gradwire.checkpoint.directory import Directory, failpoint, file_name
 from gradwire.checkpoint.index import NAMES, Index, TensorEntry, Writer, check
-from gradwire.checkpoint.owner import PartReport, Parts, WriteReport
-from gradwire.checkpoint.participants import Ranks, fan_out, worker_name
+from gradwire.checkpoint.owner import Parts, WriteReport
+from gradwire.checkpoint.participants import Ranks, Workers, worker_name
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption, WatchedFiles
 from gradwire.checkpoint.safetensors_io import TensorSet
-from gradwire.checkpoint.stateful import (
-    MODULE,
-    OPTIMIZER,
-    Part,
-    is_object,
-    join_states,
-    may_hold_shards,
-    shards_of,
-    split,
-    state_of,
-    type_name,
-)
-from gradwire.checkpoint.tree import (
-    Encoder,
-    Node,
-    dict_node,
-    items_of,
-    join,
-    object_node,
-    piece_path,
-    sharded_node,
-    tag_of,
-)
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError
 from gradwire.optim import DistributedOptimizer, state_dict
 from gradwire.optim.parameters import fold_groups
@@ -67,47 +44,44 @@ Pieces = dict[str, list[tuple[str, tuple[int, ...]]]]
 
 def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: float, group: Any = None) -> Index:
     """Save; see `gradwire.checkpoint.save`. Every rank of the group must call it."""
-    ranks = Ranks(group, f"saving to {place.path}")
+    doing = f"saving to {place.path}"
+    ranks, workers = Ranks(group, doing), Workers(doing, timeout_s)
     is_first = ranks.rank == 0
     plan = ranks.each(lambda: SavePlan(state, group, is_first))
     with contextlib.ExitStack() as stack:
         generation = ranks.first(lambda: stack.enter_context(place.writing(ranks.name)))
-        num_bytes = ranks.each(lambda: _describe(place, generation, plan, timeout_s))
+        num_bytes = ranks.each(lambda: _describe(place, generation, plan, workers))
         failpoint("described")
         with ByteProgress("saving", option if is_first or callable(option) else False) as progress:
             progress.total = num_bytes
-            reports = ranks.each(lambda: _write(place, generation, plan, timeout_s, ranks.name, progress))
+            reports = ranks.each(lambda: _write(place, generation, plan, workers, ranks.name, progress))
             progress.num_bytes = progress.total
-        written = ranks.all(lambda: _Written.of(plan, reports))
+        # The states of parts stay where they are: only the rank that has asked for them needs them.
+        bare = [WriteReport([], report.files, report.tensors) for report in reports.values()]
+        written = ranks.all(lambda: (bare, plan.pieces(reports)))
         failpoint("files-written")
         return ranks.first(lambda: _publish(place, generation, plan, reports, written))
 
 
-def _describe(place: Directory, generation: str, plan: SavePlan, timeout_s: float) -> int:
+def _describe(place: Directory, generation: str, plan: SavePlan, workers: Workers) -> int:
     """Return how many bytes will be written; everything can be saved."""
-    path = str(place.path)
-    own, answers = fan_out(
-        f"saving to {path}",
-        timeout_s,
-        [(worker, owner.DESCRIBE, (path, generation, plan.parts.sent(worker))) for worker in plan.parts.elsewhere],
+    own, answers = workers.ask(
+        plan.parts.calls(owner.DESCRIBE, lambda _: (str(place.path), generation)),
         lambda: owner.describe(place, generation, plan.parts.here, plan.known),
     )
     return own + plan.tensors.num_bytes + sum(found for _, found in answers if type(found) is int)
 
 
 def _write(
-    place: Directory, generation: str, plan: SavePlan, timeout_s: float, name: str, progress: ByteProgress
+    place: Directory, generation: str, plan: SavePlan, workers: Workers, name: str, progress: ByteProgress
 ) -> Reports:
-    path, workers = str(place.path), plan.parts.elsewhere
-    watched = WatchedFiles([place.path / file_name(generation, worker) for worker in workers])
+    watched = WatchedFiles([place.path / file_name(generation, worker) for worker in plan.parts.elsewhere])
 
     def on_bytes(num_bytes: int = 0) -> None:
         progress.advance(num_bytes + watched.num_new())
 
-    own, answers = fan_out(
-        f"saving to {path}",
-        timeout_s,
-        [(worker, owner.WRITE, (path, generation, plan.parts.sent(worker))) for worker in workers],
+    own, answers = workers.ask(
+        plan.parts.calls(owner.WRITE, lambda _: (str(place.path), generation)),
         lambda: owner.write(place, generation, plan.parts.here, plan.tensors, on_bytes, plan.known, name),
         on_poll=on_bytes,
     )
@@ -115,11 +89,7 @@ def _write(
 
 
 def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> WriteReport:
-    """Return the report of another worker on what it has written.
-
-    Raises:
-        CheckpointError: It cannot have written that.
-    """
+    """Return the report of another worker on what it has written."""
     try:
         report = owner.decode_struct(answer, WriteReport)
         if len(report.parts) != len(plan.parts.elsewhere[worker]):
@@ -131,25 +101,18 @@ def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> W
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What the workers that a rank has asked have written, without the states of their parts: only that rank needs them."""
-
-    reports: list[WriteReport]
-    pieces: Pieces
-
-    @classmethod
-    def of(cls, plan: SavePlan, reports: Reports) -> _Written:
-        bare = [WriteReport([], report.files, report.tensors) for report in reports.values()]
-        return cls(bare, plan.pieces(reports))
-
-
-def _publish(place: Directory, generation: str, plan: SavePlan, reports: Reports, written: list[_Written]) -> Index:
+def _publish(
+    place: Directory,
+    generation: str,
+    plan: SavePlan,
+    reports: Reports,
+    written: list[tuple[list[WriteReport], Pieces]],
+) -> Index:
+    told = [report for of_rank, _ in written for report in of_rank]
     pieces: Pieces = {}
-    for item in written:
-        for path, found in item.pieces.items():
+    for _, of_rank in written:
+        for path, found in of_rank.items():
             pieces.setdefault(path, []).extend(found)
-    told = [report for item in written for report in item.reports]
     tensors = {name: entry for report in told for name, entry in report.tensors.items()}
     if len(tensors) != sum(len(report.tensors) for report in told):
         raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a fault of gradwire")
@@ -194,7 +157,7 @@ class _Object:
     value: Any
     node: dict[str, Any]
     parts: list[tuple[str, int]] = field(default_factory=list)
-    groups: Node = None
+    groups: tree.Node = None
 
 
 class SavePlan:
@@ -209,9 +172,6 @@ class SavePlan:
         parts: The parts to write.
         tensors: What this worker writes besides its parts.
         known: What is known already of the parts that are here.
-
-    Raises:
-        CannotSave: It is not a dict, or holds a value that cannot be saved.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
@@ -224,23 +184,23 @@ class SavePlan:
         self._is_first = is_first
         self._objects: list[_Object] = []
         self._sharded: list[_Sharded] = []
-        self._nodes: dict[int, Node] = {}  # of sharded tensors in the state of objects, by their ids
-        self._encoder = Encoder(self.tensors.place if is_first else _place_nowhere, self._claim)
+        self._nodes: dict[int, tree.Node] = {}  # of sharded tensors in the state of objects, by their ids
+        self._encoder = tree.Encoder(self.tensors.place if is_first else _place_nowhere, self._claim)
         self._node = self._encoder.encode(state, "")
 
-    def _claim(self, path: str, value: Any) -> Node | None:
+    def _claim(self, path: str, value: Any) -> tree.Node | None:
         if isinstance(value, ShardedTensor):
             return self._add_sharded(path, value)
-        if not is_object(value):
+        if not stateful.is_object(value):
             return None
-        found = _Object(path, value, {}, [self._add(part) for part in split(path, value)])
+        found = _Object(path, value, {}, [self._add(part) for part in stateful.split(path, value)])
         if isinstance(value, DistributedOptimizer):
             packed = state_dict.pack(fold_groups(value.param_groups, value._parts), {})
-            found.groups = self._encoder.encode(packed["param_groups"], join(path, "param_groups"))
+            found.groups = self._encoder.encode(packed["param_groups"], tree.join(path, "param_groups"))
         self._objects.append(found)
         return found.node
 
-    def _add(self, part: Part) -> tuple[str, int]:
+    def _add(self, part: stateful.Part) -> tuple[str, int]:
         """Add a part; if it is here, also the shards in its state."""
         if isinstance(part.value, RRef) and not part.value.is_owner():
             if self._group is not None:
@@ -251,22 +211,22 @@ class SavePlan:
         if isinstance(part.value, RRef):
             part = replace(part, value=part.value.local_value())
         where = self.parts.add(part) if self._is_first else ("", -1)
-        if may_hold_shards(part):
-            state = state_of(part)
-            Encoder(_place_nowhere, self._claim_inside).encode(state.values, part.path)
+        if stateful.may_hold_shards(part):
+            state = stateful.state_of(part)
+            tree.Encoder(_place_nowhere, self._claim_inside).encode(state.state, part.path)
             if self._is_first:
                 self.known.states[where[1]] = state
         return where
 
-    def _claim_inside(self, path: str, value: Any) -> Node | None:
+    def _claim_inside(self, path: str, value: Any) -> tree.Node | None:
         if isinstance(value, ShardedTensor) and id(value) not in self._nodes:
             self._nodes[id(value)] = self._add_sharded(path, value)
         return self._claim_known(path, value)
 
-    def _claim_known(self, path: str, value: Any) -> Node | None:
+    def _claim_known(self, path: str, value: Any) -> tree.Node | None:
         return self._nodes[id(value)] if isinstance(value, ShardedTensor) else None
 
-    def _add_sharded(self, path: str, tensor: ShardedTensor) -> Node:
+    def _add_sharded(self, path: str, tensor: ShardedTensor) -> tree.Node:
         if isinstance(tensor._engine, GroupEngine) and tensor._engine._group is not self._group:
             raise CannotSave(
                 f"'{path}' is divided among the ranks of a process group; pass process_group=... on every rank of it"
@@ -277,7 +237,8 @@ class SavePlan:
                 "a directory of its own"
             )
         shards = [
-            (box, self.parts.add(Part(piece_path(path, box.offsets), "", part))) for box, part in shards_of(tensor)
+            (box, self.parts.add(stateful.Part(tree.piece_path(path, box.offsets), "", part)))
+            for box, part in stateful.shards_of(tensor)
         ]
         self._sharded.append(_Sharded(path, tensor, {}, shards))
         return self._sharded[-1].node
@@ -292,16 +253,13 @@ class SavePlan:
             for found in self._sharded
         }
 
-    def finish(self, reports: Reports, pieces: Pieces, entries: dict[str, TensorEntry]) -> Node:
+    def finish(self, reports: Reports, pieces: Pieces, entries: dict[str, TensorEntry]) -> tree.Node:
         """Return the node of the whole state, with what the owners have reported on their parts.
 
         Args:
             reports: On the parts.
             pieces: Of all sharded tensors, from all ranks.
             entries: Of everything that was written.
-
-        Raises:
-            CheckpointError: Pieces are missing: ranks did not save the same.
         """
         for item in self._sharded:
             item.node.update(_sharded_node(item, pieces[item.path], entries))
@@ -315,31 +273,35 @@ def _place_nowhere(path: str, tensor: torch.Tensor) -> str:
     return path
 
 
-def _tensor_name(report: PartReport, worker: str) -> str:
-    if tag_of(report.state) != "$tensor":
+def _tensor_name(report: stateful.PartState, worker: str) -> str:
+    if tree.tag_of(report.state) != "$tensor":
         raise CheckpointError(f"worker {worker or worker_name()} saved a shard that is not a tensor")
     return str(report.state["$tensor"])
 
 
-def _sharded_node(found: _Sharded, pieces: list[tuple[str, tuple[int, ...]]], entries: dict[str, TensorEntry]) -> Node:
+def _sharded_node(
+    found: _Sharded, pieces: list[tuple[str, tuple[int, ...]]], entries: dict[str, TensorEntry]
+) -> tree.Node:
     num_elements = sum(math.prod(entries[name].shape) for name, _ in pieces)
     if num_elements != found.tensor.numel():
         raise CheckpointError(
             f"of sharded tensor '{found.path}' {num_elements} elements were written, and it has {found.tensor.numel()}; all "
             "ranks must save the same things under the same names"
         )
-    return sharded_node(NAMES[found.tensor.dtype], found.tensor.size(), pieces)
+    return tree.sharded_node(NAMES[found.tensor.dtype], found.tensor.size(), pieces)
 
 
-def _object_node(found: _Object, told: list[PartReport], entries: dict[str, TensorEntry]) -> Node:
-    states = {key: item for report in told for key, item in (items_of(report.state) or {}).items()}
+def _object_node(found: _Object, told: list[stateful.PartState], entries: dict[str, TensorEntry]) -> tree.Node:
+    states = {key: item for report in told for key, item in (tree.items_of(report.state) or {}).items()}
     if isinstance(found.value, DistributedOptimizer):
         parts = found.value._parts
-        joined = join_states(states, parts, entries)
+        joined = stateful.join_states(states, parts, entries)
         packed = state_dict.pack(fold_groups(found.value.param_groups, parts), joined)  # torch's form: loads there, too
         state = {"state": {"$dict": [list(pair) for pair in packed["state"].items()]}, "param_groups": found.groups}
-        return object_node(OPTIMIZER, type_name(found.value), state)
+        return tree.object_node(stateful.OPTIMIZER, stateful.type_name(found.value), state)
     if len(told) == 1:
-        return object_node(told[0].kind, told[0].type_name, told[0].state, told[0].metadata)
-    metadata = {key: item for report in told for key, item in (items_of(report.metadata) or {}).items()}
-    return object_node(MODULE, type_name(found.value), dict_node(states), dict_node(metadata))
+        return tree.object_node(told[0].kind, told[0].type_name, told[0].state, told[0].metadata)
+    metadata = {key: item for report in told for key, item in (tree.items_of(report.metadata) or {}).items()}
+    return tree.object_node(
+        stateful.MODULE, stateful.type_name(found.value), tree.dict_node(states), tree.dict_node(metadata)
+    )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import nn
 
@@ -48,7 +49,6 @@ from gradwire.errors import CannotSave, CheckpointError, ConfigurationError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, LocalOptimizer
 from gradwire.optim.parameters import PartOf
-from gradwire.params import snapshots
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import GroupEngine
@@ -81,14 +81,13 @@ class Part:
     names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """What is saved of a part."""
+class PartState(msgspec.Struct, frozen=True):
+    """What is saved of a part: values where the part is, and nodes in the report on it."""
 
     kind: str
     type_name: str
-    values: Any
-    metadata: dict[str, Any] | None = None
+    state: Any
+    metadata: Any
 
 
 def is_object(value: Any) -> bool:
@@ -160,9 +159,6 @@ def group_of(state: Any, given: Any) -> Any:
     Args:
         state: What is to be saved or filled.
         given: The group that the user has named, or None.
-
-    Raises:
-        ConfigurationError: There are sharded tensors of another group.
     """
     groups = [item._engine._group for item in find_sharded(state) if isinstance(item._engine, GroupEngine)]
     group = given if given is not None or not groups else groups[0]
@@ -195,7 +191,7 @@ def sharded_state(part: Part) -> dict[str, ShardedTensor]:
 # -- the state of a part --------------------------------------------------------------------------------------------------
 
 
-def state_of(part: Part) -> State:
+def state_of(part: Part) -> PartState:
     """Return what is to be saved of a part.
 
     Raises:
@@ -203,16 +199,16 @@ def state_of(part: Part) -> State:
     """
     value, name = part.value, type_name(part.value)
     if isinstance(value, LocalOptimizer):
-        return State(OPTIMIZER, name, dict(value.named_state()))
+        return PartState(OPTIMIZER, name, dict(value.named_state()), None)
     if isinstance(value, nn.Module):
         state = _module_state(part)
         values = {part.prefix + key: item for key, item in state.items()}
         versions = {(part.prefix + key).rstrip("."): dict(item) for key, item in _torch.metadata_of(state).items()}
-        return State(MODULE, name, values, versions)
+        return PartState(MODULE, name, values, versions)
     if isinstance(value, torch.Tensor):
-        return State(TENSOR, name, value)
+        return PartState(TENSOR, name, value, None)
     if is_object(value):
-        return State(STATEFUL, name, _run(value.state_dict))
+        return PartState(STATEFUL, name, _run(value.state_dict), None)
     raise CannotSave(
         f"'{part.path}' is a reference to a {name}, which has no state_dict; only references to tensors, modules and "
         "objects with state_dict and load_state_dict can be saved"
@@ -231,26 +227,8 @@ def _run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
 
 
-def locks_itself(part: Part) -> bool:
-    """Return whether its state must be taken before parameters are locked: an optimizer locks itself, then them."""
-    return isinstance(part.value, LocalOptimizer)
-
-
-@contextlib.contextmanager
-def standing_still(parts: Sequence[Part]) -> Iterator[None]:
-    """Keep optimizers from stepping the parameters of parts meanwhile."""
-    with snapshots.standing_still(_parameters_of(parts)):
-        yield
-
-
-@contextlib.contextmanager
-def changing(parts: Sequence[Part]) -> Iterator[None]:
-    """Keep others from changing the parameters of parts; contexts under way keep the values that they saw."""
-    with snapshots.stepping(_parameters_of(parts), ()), torch.no_grad():
-        yield
-
-
-def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Return the parameters in parts, which optimizers may step."""
     found: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part.value, nn.Module):
@@ -442,7 +420,7 @@ def _fill_module(part: Part, node: Node, metadata: dict[str, Any], reader: Tenso
         if part.prefix + name not in saved or isinstance(target, ShardedTensor):
             continue
         if name in copied and isinstance(target, torch.Tensor) and is_tensor(item):
-            dtype, shape = reader.form_of(item)
+            dtype, shape = form_of(item, reader.entries)
             state[name] = stored(shape, DTYPES[dtype], functools.partial(put, node=item, source=reader), failures)
         else:
             state[name] = reader.decode(item)
@@ -499,11 +477,15 @@ def _decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader)
 
 
 def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) -> Any:
-    if not isinstance(like, ShardedTensor) or not is_tensor(node) or reader.form_of(node)[1] != tuple(like.size()):
+    if (
+        not isinstance(like, ShardedTensor)
+        or not is_tensor(node)
+        or form_of(node, reader.entries)[1] != tuple(like.size())
+    ):
         return reader.decode(node)
-    parts = [reader.decode(reader.region_of(node, box)) for box in like._boxes()]
+    parts = [reader.decode(region_of(node, box, reader.entries)) for box in like._boxes()]
     with torch.no_grad():
-        return like._with_parts(parts, DTYPES[reader.form_of(node)[0]])
+        return like._with_parts(parts, DTYPES[form_of(node, reader.entries)[0]])
 
 
 def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:

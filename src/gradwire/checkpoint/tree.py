@@ -22,7 +22,7 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -31,6 +31,7 @@ from gradwire.shard.layout import Box, find_overlap, whole
 
 if TYPE_CHECKING:
     from gradwire.checkpoint.index import TensorEntry
+    from gradwire.checkpoint.safetensors_io import TensorReader
 
 Node = Any  # what JSON can express
 Entries = Mapping[str, "TensorEntry"]
@@ -156,14 +157,7 @@ def _encode_scalar(value: Any, path: str) -> Node:
 # -- nodes to values ----------------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
-    """Where the values of saved tensors come from, by name."""
-
-    def shape_of(self, name: str) -> tuple[int, ...]: ...
-    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None: ...
-
-
-def decode(node: Node, tensor_named: Callable[[str], Any] = str, source: Source | None = None) -> Any:
+def decode(node: Node, tensor_named: Callable[[str], Any] = str, source: TensorReader | None = None) -> Any:
     """Return the value of a node; objects become their state, and sharded tensors become whole.
 
     Args:
@@ -287,11 +281,7 @@ def bodies(node: Node, tags: Sequence[str] = (SHARDED,)) -> Iterator[Any]:
 
 
 def check_node(node: Node, depth: int = 0) -> None:
-    """Check what others rely on: every object has its fields, every tensor a name, every pair two items.
-
-    Raises:
-        ValueError: Something is not as `Encoder` makes it.
-    """
+    """Check what others rely on: every object has its fields, every tensor a name, every pair two items."""
     if depth > _MAX_NODE_DEPTH:
         raise ValueError("it is nested too deeply")
     if type(node) is dict:
@@ -370,7 +360,7 @@ def region_of(node: Node, box: Box, entries: Entries) -> Node:
     return sharded_node(dtype, box.sizes, found)
 
 
-def put(target: torch.Tensor, node: Node, source: Source, is_zero: bool = False) -> None:
+def put(target: torch.Tensor, node: Node, source: TensorReader, is_zero: bool = False) -> None:
     """Fill a tensor of the same shape; of each piece, read only what belongs into it."""
     if _TENSOR in node:
         source.read_into(target, node[_TENSOR])
@@ -389,7 +379,7 @@ def put(target: torch.Tensor, node: Node, source: Source, is_zero: bool = False)
         source.read_into(target[common.slices_in(outer)], name, region)
 
 
-def assemble(body: Any, source: Source) -> torch.Tensor:
+def assemble(body: Any, source: TensorReader) -> torch.Tensor:
     """Return a sharded tensor as a whole, with memory of its own."""
     made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
     put(made, {SHARDED: body}, source, is_zero=True)
