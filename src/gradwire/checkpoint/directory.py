@@ -257,22 +257,18 @@ class Directory:
             failpoint("announced")
             yield generation
 
-    @contextlib.contextmanager
-    def announced(self, generation: str, worker: str) -> Iterator[Folder]:
+    def open_announced(self, generation: str, worker: str) -> Folder:
         """Open it for a worker that is to write its file of a save that another worker has begun."""
-        with contextlib.ExitStack() as stack:
-            try:
-                folder = stack.enter_context(self.open())
-                is_seen = folder.has(f"{generation}.begin")
-            except OSError:
-                is_seen = False
-            if not is_seen:
-                raise CheckpointWriteFailed(
-                    f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save "
-                    "has begun to write; save to a directory that all workers share",
-                    str(self.path),
-                )
-            yield folder
+        with contextlib.suppress(OSError):
+            folder = self.open()
+            if folder.has(f"{generation}.begin"):
+                return folder
+            folder.close()
+        raise CheckpointWriteFailed(
+            f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save has begun "
+            "to write; save to a directory that all workers share",
+            str(self.path),
+        )
 
     def publish(self, index: Index) -> None:
         """Make a generation, whose files are all written, the checkpoint.

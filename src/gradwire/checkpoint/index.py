@@ -57,18 +57,11 @@ FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor is and what it must be.
-
-    Attributes:
-        file: Name of the safetensors file, where the tensor has the same name as here.
-        offset: Where its bytes begin in that file.
-        dtype: torch's name of its dtype.
-        checksum: Of its bytes.
-    """
+    """Where a tensor is and what it must be. In its safetensors file it has the same name as in the index."""
 
     file: str
-    offset: int
-    dtype: str
+    offset: int  # of its bytes in the file
+    dtype: str  # torch's name
     shape: tuple[int, ...]
     checksum: str
 
@@ -78,17 +71,11 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file, and the worker and machine that wrote it.
-
-    Attributes:
-        num_bytes: Its size.
-        header_bytes: How many of them come before the tensors.
-        checksum: Of the header.
-    """
+    """One file, and the worker and machine that wrote it."""
 
     num_bytes: int
-    header_bytes: int
-    checksum: str
+    header_bytes: int  # how many of them come before the tensors
+    checksum: str  # of the header
     worker: str
     host: str
 
@@ -104,22 +91,14 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the index.
+    """The content of the index; files and tensors are found by name."""
 
-    Attributes:
-        generation: Distinguishes this save from others to the same directory; its files begin with it.
-        created: When it was saved, in UTC.
-        files: By name.
-        tensors: By name.
-        state: What was saved, as a node (`gradwire.checkpoint.tree`).
-    """
-
-    generation: str
-    created: str
+    generation: str  # distinguishes this save from others to the same directory; its files begin with it
+    created: str  # in UTC
     writer: Writer
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
-    state: Any
+    state: Any  # what was saved, as a node (`gradwire.checkpoint.tree`)
 
 
 class _Head(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -159,19 +159,6 @@ def decode_struct(data: bytes, kind: type[T]) -> T:
 # -- on the owner -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of parts before they are written.
-
-    Attributes:
-        states: Of some of them, by number.
-        claim: Gives the nodes of sharded tensors in them.
-    """
-
-    states: dict[int, PartState]
-    claim: Claim
-
-
 def _refuse_sharded(path: str, value: Any) -> None:
     if isinstance(value, ShardedTensor):
         raise CannotSave(
@@ -181,14 +168,11 @@ def _refuse_sharded(path: str, value: Any) -> None:
         )
 
 
-_NOTHING_KNOWN: Final = Known({}, _refuse_sharded)
-
-
-def describe(place: Directory, generation: str, parts: Sequence[Part], known: Known = _NOTHING_KNOWN) -> int:
+def describe(place: Directory, generation: str, parts: Sequence[Part], claim: Claim = _refuse_sharded) -> int:
     """Return how many bytes this worker would write."""
     tensors = TensorSet()
-    with place.announced(generation, worker_name()):
-        _encode(parts, tensors, known)
+    with place.open_announced(generation, worker_name()):
+        _encode(parts, tensors, claim)
     return tensors.num_bytes
 
 
@@ -198,7 +182,7 @@ def write(
     parts: Sequence[Part],
     tensors: TensorSet,
     on_bytes: OnBytes,
-    known: Known = _NOTHING_KNOWN,
+    claim: Claim = _refuse_sharded,
     worker: str = "",
 ) -> WriteReport:
     """Write this worker's file.
@@ -209,17 +193,17 @@ def write(
         parts: The parts to write.
         tensors: What to write besides them.
         on_bytes: Called as bytes are written.
-        known: What is known of the parts.
+        claim: Gives the nodes of sharded tensors in the parts.
         worker: The name of this worker in files, if it has another one there.
     """
     worker = worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
     # An optimizer locks itself, then its parameters: its state must be taken before these are locked.
-    early = {number: state_of(part) for number, part in enumerate(parts) if isinstance(part.value, LocalOptimizer)}
-    with place.announced(generation, worker) as folder:
+    parts = [replace(part, state=state_of(part)) if isinstance(part.value, LocalOptimizer) else part for part in parts]
+    with place.open_announced(generation, worker) as folder:
         with snapshots.standing_still(parameters_of(parts)):
-            reports = _encode(parts, tensors, Known({**known.states, **early}, known.claim))
+            reports = _encode(parts, tensors, claim)
             if not tensors.tensors:
                 return WriteReport(reports, {}, {})
             entry, entries = write_file(folder, name, tensors.tensors, worker, socket.gethostname(), on_bytes)
@@ -227,11 +211,11 @@ def write(
     return WriteReport(reports, {name: entry}, entries)
 
 
-def _encode(parts: Sequence[Part], tensors: TensorSet, known: Known) -> list[PartState]:
-    encoder = Encoder(tensors.place, known.claim)
+def _encode(parts: Sequence[Part], tensors: TensorSet, claim: Claim) -> list[PartState]:
+    encoder = Encoder(tensors.place, claim)
     reports = []
-    for number, part in enumerate(parts):
-        state = known.states[number] if number in known.states else state_of(part)
+    for part in parts:
+        state = part.state or state_of(part)
         node = encoder.encode(state.state, part.path)
         metadata = Encoder(tensors.place).encode(state.metadata, part.path)
         reports.append(PartState(state.kind, state.type_name, node, metadata))

@@ -67,7 +67,7 @@ def _describe(place: Directory, generation: str, plan: SavePlan, workers: Worker
     """Return how many bytes will be written; everything can be saved."""
     own, answers = workers.ask(
         plan.parts.calls(owner.DESCRIBE, lambda _: (str(place.path), generation)),
-        lambda: owner.describe(place, generation, plan.parts.here, plan.known),
+        lambda: owner.describe(place, generation, plan.parts.here, plan.claim_known),
     )
     return own + plan.tensors.num_bytes + sum(found for _, found in answers if type(found) is int)
 
@@ -82,7 +82,7 @@ def _write(
 
     own, answers = workers.ask(
         plan.parts.calls(owner.WRITE, lambda _: (str(place.path), generation)),
-        lambda: owner.write(place, generation, plan.parts.here, plan.tensors, on_bytes, plan.known, name),
+        lambda: owner.write(place, generation, plan.parts.here, plan.tensors, on_bytes, plan.claim_known, name),
         on_poll=on_bytes,
     )
     return {"": own, **{worker: _read_report(plan, worker, generation, answer) for worker, answer in answers}}
@@ -171,7 +171,6 @@ class SavePlan:
     Attributes:
         parts: The parts to write.
         tensors: What this worker writes besides its parts.
-        known: What is known already of the parts that are here.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
@@ -179,7 +178,6 @@ class SavePlan:
             raise CannotSave(f"save needs a dict of what to save, not a {type(state).__name__}")
         self.parts = Parts()
         self.tensors = TensorSet()
-        self.known = owner.Known({}, self._claim_known)
         self._group = group
         self._is_first = is_first
         self._objects: list[_Object] = []
@@ -210,20 +208,19 @@ class SavePlan:
             return self.parts.add(part)
         if isinstance(part.value, RRef):
             part = replace(part, value=part.value.local_value())
-        where = self.parts.add(part) if self._is_first else ("", -1)
         if stateful.may_hold_shards(part):
             state = stateful.state_of(part)
             tree.Encoder(_place_nowhere, self._claim_inside).encode(state.state, part.path)
-            if self._is_first:
-                self.known.states[where[1]] = state
-        return where
+            part = replace(part, state=state)
+        return self.parts.add(part) if self._is_first else ("", -1)
 
     def _claim_inside(self, path: str, value: Any) -> tree.Node | None:
         if isinstance(value, ShardedTensor) and id(value) not in self._nodes:
             self._nodes[id(value)] = self._add_sharded(path, value)
-        return self._claim_known(path, value)
+        return self.claim_known(path, value)
 
-    def _claim_known(self, path: str, value: Any) -> tree.Node | None:
+    def claim_known(self, path: str, value: Any) -> tree.Node | None:
+        """Return the node of a sharded tensor in a part that is here."""
         return self._nodes[id(value)] if isinstance(value, ShardedTensor) else None
 
     def _add_sharded(self, path: str, tensor: ShardedTensor) -> tree.Node:

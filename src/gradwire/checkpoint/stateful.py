@@ -62,6 +62,15 @@ OPTIMIZER: Final = "optimizer"
 STATEFUL: Final = "stateful"
 
 
+class PartState(msgspec.Struct, frozen=True):
+    """What is saved of a part: values where the part is, and nodes in the report on it."""
+
+    kind: str
+    type_name: str
+    state: Any
+    metadata: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Something of an object that one worker has.
@@ -72,6 +81,7 @@ class Part:
         value: The part itself, or a reference to it.
         is_own_only: Of a module, only what is directly in it: its submodules are parts of their own.
         names: Of an optimizer, the parameters that it has on that worker.
+        state: What is to be saved of it, if that is known already.
     """
 
     path: str
@@ -79,15 +89,7 @@ class Part:
     value: Any
     is_own_only: bool = False
     names: tuple[str, ...] = ()
-
-
-class PartState(msgspec.Struct, frozen=True):
-    """What is saved of a part: values where the part is, and nodes in the report on it."""
-
-    kind: str
-    type_name: str
-    state: Any
-    metadata: Any
+    state: PartState | None = None
 
 
 def is_object(value: Any) -> bool:

@@ -112,7 +112,7 @@ def test_a_worker_that_does_not_see_the_directory_says_so(tmp_path: Path) -> Non
             pytest.raises(
                 CheckpointWriteFailed, match=r"worker w on .* does not see the directory .* all workers share"
             ),
-            Directory(path).announced("g0001-0123abcd", "w"),
+            Directory(path).open_announced("g0001-0123abcd", "w"),
         ):
             pass
 
