@@ -116,7 +116,7 @@ def make_tied() -> nn.Module:
 
 
 def wait_at(point: str, gate: str) -> None:
-    """From now on, a save that comes to that point waits for somebody to open the gate and write."""
+    """From now on, a save that comes to that point waits until the test opens the gate and writes."""
 
     def hook(passed: str) -> None:
         if passed == point:

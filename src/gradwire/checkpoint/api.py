@@ -12,7 +12,7 @@ from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index
 from gradwire.checkpoint.loader import load_from
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
-from gradwire.checkpoint.safetensors_io import TensorReader, check_files, check_tensors
+from gradwire.checkpoint.safetensors_io import TensorReader, check_headers, check_tensors
 from gradwire.checkpoint.saver import save_into
 from gradwire.checkpoint.stateful import find_sharded, group_of
 from gradwire.checkpoint.tree import SHARDED, Node, items_of, tag_of, tensor_names
@@ -226,7 +226,7 @@ def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
 
 
 def inspect(directory: PathLike) -> Summary:
-    """Return what the index of a checkpoint says: contents, sizes, who wrote it. Reads nothing else.
+    """Return what the index of a checkpoint says: contents, sizes, and the workers that wrote it. Reads nothing else.
 
     Args:
         directory: Of the checkpoint.
@@ -243,7 +243,7 @@ def _check(place: Directory, index: Index, names: Iterable[str], option: Progres
     entries = {name: index.tensors[name] for name in names}
     with ByteProgress("checking", option) as progress, place.open() as folder:
         progress.total = sum(entry.num_bytes for entry in entries.values())
-        check_files(folder, index.files)
+        check_headers(folder, index.files)
         check_tensors(folder, entries, progress.advance)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a checkpoint, and the only door to its files: who may write, and how a new checkpoint replaces the old.
+"""The directory of a checkpoint, and the only door to its files: locks, and how a new checkpoint replaces the old one.
 
     index.json                             the checkpoint: it names the files that belong to it
     g0007-3f9a1c2b-worker0.safetensors     the tensors that worker0 wrote in generation 7

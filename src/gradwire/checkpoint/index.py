@@ -136,11 +136,7 @@ def dump(index: Index) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Index:
-    """Return the index in a file.
-
-    Args:
-        data: All of the file.
-        where: Its path, for errors.
+    """Return the index in the bytes of a file; errors name it by `where`.
 
     Raises:
         CheckpointDamaged: It is not an index, or not what was written.

@@ -80,12 +80,7 @@ def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
 
 
 def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntry]) -> list[dict[str, list[str]]]:
-    """Return which tensors each worker of each rank is to check: each tensor once, by one that needs it, large ones first.
-
-    Args:
-        needed: By rank and worker, the tensors that it will load.
-        entries: Of all tensors.
-    """
+    """Divide the tensors that each worker of each rank needs: each is checked once, by one that needs it."""
     takers: dict[str, list[list[str]]] = {}
     shares = [{worker: list[str]() for worker in found} for found in needed]
     for rank, found in enumerate(needed):
@@ -93,6 +88,7 @@ def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntr
             for name in names:
                 takers.setdefault(name, []).append(shares[rank][worker])
     loads = {id(share): 0 for found in shares for share in found.values()}
+    # Large ones first, so that shares come out even.
     for name in sorted(takers, key=lambda item: (-entries[item].num_bytes, item)):
         share = min(takers[name], key=lambda item: loads[id(item)])
         loads[id(share)] += entries[name].num_bytes

@@ -32,8 +32,14 @@ from torch import nn
 from gradwire.checkpoint.directory import Directory, Folder, check_file_name, file_name
 from gradwire.checkpoint.index import GENERATION, FileEntry, TensorEntry, check_entries, check_files, check_state
 from gradwire.checkpoint.participants import worker_name
-from gradwire.checkpoint.safetensors_io import OnBytes, TensorReader, TensorSet, check_tensors, write_file
-from gradwire.checkpoint.safetensors_io import check_files as check_file_sizes
+from gradwire.checkpoint.safetensors_io import (
+    OnBytes,
+    TensorReader,
+    TensorSet,
+    check_headers,
+    check_tensors,
+    write_file,
+)
 from gradwire.checkpoint.stateful import Fit, Part, PartState, fill_stateful, fill_tensors, fit, parameters_of, state_of
 from gradwire.checkpoint.tree import Claim, Encoder
 from gradwire.errors import (
@@ -231,7 +237,7 @@ def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
 def check(place: Directory, order: CheckOrder, on_bytes: OnBytes) -> None:
     """Compare files and tensors with the index."""
     with _open(place) as folder:
-        check_file_sizes(folder, order.files)
+        check_headers(folder, order.files)
         check_tensors(folder, order.tensors, on_bytes)
 
 

@@ -103,16 +103,7 @@ def write_file(
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """Write a new file, and have it on disk before it returns; if that fails, no file is left.
 
-    Args:
-        folder: Where to write.
-        file_name: Must not exist.
-        tensors: By name; none of them may change meanwhile.
-        worker: The worker that writes, for the index.
-        host: Its machine.
-        on_bytes: Called as bytes are written.
-
-    Raises:
-        CheckpointWriteFailed: It cannot be written; the message names the file and the tensor.
+    None of the tensors may change meanwhile. An error names the file and the tensor that could not be written.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
     header, entries, name = _header(ordered), {}, ""
@@ -207,7 +198,7 @@ def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
+def check_headers(folder: Folder, files: Mapping[str, FileEntry]) -> None:
     """Compare sizes and headers with the index."""
     buffer = bytearray(_PIECE)
     for name, entry in files.items():
@@ -338,12 +329,7 @@ class TensorReader:
     def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
         """Read a tensor, or a part of it, into a tensor of the same shape; the values are converted to its dtype.
 
-        What is read as a whole is compared with its checksum once more. Raises as `copied` does.
-
-        Args:
-            target: The tensor to fill. On an error, some of it may have been filled.
-            name: The tensor to read.
-            region: The part of it; all of it if not given.
+        What is read as a whole is compared with its checksum once more. On an error, some of it may have been filled.
         """
         entry, file = self.entries[name], self._file_of(name)
         all_of_it = whole(entry.shape)
@@ -354,7 +340,7 @@ class TensorReader:
         dtype, strides, checksum = DTYPES[entry.dtype], _strides(entry.shape), 0
         is_plain = _is_plain(target, dtype)
         if is_plain:
-            torch.autograd.graph.increment_version(target)  # torch does not see who else writes into its memory
+            torch.autograd.graph.increment_version(target)  # torch does not see that others write into its memory
         for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
             part = target[box.slices_in(region)]
             num_elements = _span(box.sizes, strides)
@@ -417,11 +403,7 @@ def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Ite
     """Cut a part of a tensor into boxes that can be read at once, in the order of the file.
 
     Where elements are wanted that are not beside each other, what lies between them is read, too, if that is not much.
-
-    Args:
-        region: The part.
-        strides: Of the tensor in the file.
-        most_without_gaps: How many elements to read at once if all of them are wanted.
+    If all of them are wanted, `most_without_gaps` are read at once.
     """
     span = _span(region.sizes, strides)
     most = most_without_gaps if span == region.num_elements else _STAGED_ELEMENTS
@@ -496,13 +478,9 @@ def _plain(value: Any) -> Any:
 def stored(
     shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None], failures: list[CheckpointError]
 ) -> StoredTensor:
-    """Return a tensor that is read when it is used.
+    """Return a tensor that is read with `fill`, into a tensor of that shape, when it is used.
 
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        fill: Reads it into a tensor of that shape.
-        failures: Gets each error of `fill`, because torch turns errors of a copy into text.
+    `failures` gets each error of `fill`, because torch turns errors of a copy into text.
     """
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(StoredTensor)
     made._fill, made._dtype, made._failures, made._loaded = fill, dtype, failures, None

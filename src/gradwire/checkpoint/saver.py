@@ -253,10 +253,7 @@ class SavePlan:
     def finish(self, reports: Reports, pieces: Pieces, entries: dict[str, TensorEntry]) -> tree.Node:
         """Return the node of the whole state, with what the owners have reported on their parts.
 
-        Args:
-            reports: On the parts.
-            pieces: Of all sharded tensors, from all ranks.
-            entries: Of everything that was written.
+        The pieces of sharded tensors, and the entries of tensors, come from all ranks.
         """
         for item in self._sharded:
             item.node.update(_sharded_node(item, pieces[item.path], entries))

@@ -156,12 +156,7 @@ def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
 
 
 def group_of(state: Any, given: Any) -> Any:
-    """Return the process group whose ranks save or load together; None if this process does it alone.
-
-    Args:
-        state: What is to be saved or filled.
-        given: The group that the user has named, or None.
-    """
+    """Return the process group whose ranks save or load a state together; None if this process does it alone."""
     groups = [item._engine._group for item in find_sharded(state) if isinstance(item._engine, GroupEngine)]
     group = given if given is not None or not groups else groups[0]
     if any(item is not group for item in groups):
@@ -260,14 +255,7 @@ class Fit:
 
 
 def fit(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
-    """Compare a part with what was saved. Changes nothing.
-
-    Args:
-        part: The part that is to be filled.
-        node: The saved state of the whole object.
-        entries: Of the tensors in it.
-        is_strict: Whether dtypes must be the same.
-    """
+    """Compare a part with the saved state of its object; if it is strict, also dtypes. Changes nothing."""
     value = part.value
     if isinstance(value, LocalOptimizer):
         saved = items_of(node) or {}
@@ -491,13 +479,7 @@ def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) ->
 
 
 def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
-    """Return state by the names of whole parameters, from that of their parts.
-
-    Args:
-        states: By the names of parameters or of parts.
-        parts: What parts are parts of, by their names.
-        entries: Of all tensors.
-    """
+    """Return state by the names of whole parameters, from that of parameters and of parts."""
     found = {name: node for name, node in states.items() if name not in parts}
     pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
     for name, node in states.items():

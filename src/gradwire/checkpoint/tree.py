@@ -251,14 +251,7 @@ def dict_node(items: Mapping[str, Node]) -> Node:
 
 
 def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -> Node:
-    """Return the node of an object that is filled when it is loaded.
-
-    Args:
-        kind: ``module``, ``tensor``, ``optimizer`` or ``stateful``.
-        type_name: Its class, for people to read.
-        state: The node of its state.
-        metadata: Versions of modules, as `torch.nn.Module.state_dict` notes them.
-    """
+    """Return the node of an object that is filled when it is loaded; its metadata are the versions of modules."""
     return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
 
 

@@ -36,7 +36,7 @@ def test_progress_is_told_and_ends_with_all(tmp_path: Path) -> None:
     assert told[-1] == (total, total)
 
 
-def test_nothing_is_printed_where_nobody_looks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for progress in (None, False, True):
         checkpoint.save(tmp_path, {"a": torch.zeros(8)}, progress=progress)
         checkpoint.load(tmp_path, {"a": torch.zeros(8)}, progress=progress)

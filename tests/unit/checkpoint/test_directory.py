@@ -60,7 +60,7 @@ def test_a_lock_of_the_dead_does_not_count(tmp_path: Path) -> None:
     assert "dead" not in (tmp_path / ".gradwire-writer").read_text()
 
 
-def test_whoever_loads_keeps_the_old_files_and_delays_nobody(tmp_path: Path) -> None:
+def test_a_load_keeps_the_old_files_and_delays_no_save(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     with Directory(tmp_path).reading() as index:
         assert index.generation == first.generation
@@ -219,7 +219,7 @@ def test_nothing_is_left_open(folder: Folder, tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-# -- a checkpoint that was written by someone else ------------------------------------------------------------------------
+# -- a checkpoint that another program has changed ------------------------------------------------------------------------
 
 
 def saved(folder: Path) -> str:

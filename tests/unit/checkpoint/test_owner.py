@@ -132,7 +132,7 @@ def test_files_outside_of_a_checkpoint_cannot_be_named(
             rpc.rpc_sync("b", function, args=args)
 
 
-def test_a_pipe_holds_nobody(reference: rpc.RRef[torch.Tensor], allowed: Path) -> None:
+def test_a_pipe_holds_no_reader(reference: rpc.RRef[torch.Tensor], allowed: Path) -> None:
     os.mkfifo(allowed / FILE)
     sent = [owner.send(Part("x", "", reference))]
     entry = tensor(dtype="float32", shape=(3,))
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_not_filled(reference: rpc.RRef[torch.Tensor], allo
 
 
 class Counter:
-    """Has a state, and says nothing of others that may change it."""
+    """Has a state, and exposes no method."""
 
     def __init__(self) -> None:
         self.number = 1

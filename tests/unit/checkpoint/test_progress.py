@@ -40,7 +40,9 @@ def test_it_shows_on_a_terminal(monkeypatch: pytest.MonkeyPatch, option: bool | 
 
 
 @pytest.mark.parametrize("option", [False, None, lambda *_: None])
-def test_it_does_not_show_at_once_or_when_nobody_wants_it(monkeypatch: pytest.MonkeyPatch, option: bool | None) -> None:
+def test_it_does_not_show_at_once_or_when_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, option: bool | None
+) -> None:
     terminal = _use_terminal(monkeypatch)
     with ByteProgress("saving", option) as progress:
         progress.total = 1

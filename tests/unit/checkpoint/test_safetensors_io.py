@@ -26,7 +26,7 @@ from gradwire.checkpoint.safetensors_io import (
     StoredTensor,
     TensorReader,
     TensorSet,
-    check_files,
+    check_headers,
     check_tensors,
     stored,
     write_file,
@@ -52,7 +52,7 @@ def write(folder: Folder, tensors: dict[str, torch.Tensor]) -> tuple[FileEntry, 
 
 
 def check_all(folder: Folder, file: FileEntry, entries: dict[str, TensorEntry]) -> None:
-    check_files(folder, {NAME: file})
+    check_headers(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
 
 
@@ -72,7 +72,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, folder: Folder) -> N
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "odd": torch.arange(7, dtype=torch.uint8)}
     file, entries = write(folder, tensors)
     assert file.num_bytes == (tmp_path / NAME).stat().st_size
-    check_files(folder, {NAME: file})
+    check_headers(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
     with TensorReader(folder, entries) as reader:
         copies = {name: reader.copied(name) for name in tensors}
@@ -121,7 +121,7 @@ def test_the_same_memory_is_kept_once() -> None:
 
 
 class Special(torch.Tensor):
-    """Somebody's own kind of tensor."""
+    """A kind of tensor that gradwire does not know."""
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_missing_and_short_files_are_named(tmp_path: Path, folder: Folder) -> No
     file, entries = write(folder, {"a": torch.randn(64)})
     os.truncate(tmp_path / NAME, file.num_bytes - 1)
     with pytest.raises(CheckpointDamaged, match=r"it has [\d,]+ bytes instead of") as damaged:
-        check_files(folder, {NAME: file})
+        check_headers(folder, {NAME: file})
     assert damaged.value.file == NAME
     with pytest.raises(CheckpointDamaged, match=r"tensor 'a' .* the file ends too early"):
         check_tensors(folder, entries, nothing)

@@ -14,7 +14,7 @@ from gradwire.errors import CannotSave
 
 
 class Tied(nn.Module):
-    """Two names for one parameter, a buffer, and state that is no tensor."""
+    """Two names for one parameter, a buffer, and state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
