@@ -26,7 +26,7 @@ from gradwire.checkpoint.participants import Ranks, Workers
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.safetensors_io import TensorReader, files_of
 from gradwire.checkpoint.stateful import Fit, Part, compare, divide_states, is_object, sharded_state, shards_of, split
-from gradwire.checkpoint.tree import Node, decode, dict_node, items_of, join, region_of, tag_of, tensor_names
+from gradwire.checkpoint.tree import Node, bodies, decode, dict_node, items_of, join, region_of, tag_of, tensor_names
 from gradwire.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from gradwire.optim import DistributedOptimizer, state_dict
 from gradwire.optim.parameters import fold_groups
@@ -322,7 +322,8 @@ def _values(node: Node, wanted: Any) -> Any:
         return _NOTHING
     saved = items_of(node)
     if saved is None:
-        return _NOTHING if _has_object(node) or _has_target(wanted) else node
+        has_object = any(True for _ in bodies(node, ("$object",)))
+        return _NOTHING if has_object or _has_target(wanted) else node
     below = wanted if isinstance(wanted, dict) else {}
     kept = {key: _values(item, below.get(key)) for key, item in saved.items()}
     if saved and all(item is _NOTHING for item in kept.values()):
@@ -332,12 +333,6 @@ def _values(node: Node, wanted: Any) -> Any:
     tag = tag_of(node)
     pairs = zip(node[tag], kept.values(), strict=True)
     return {tag: [[pair[0], item] for pair, item in pairs if item is not _NOTHING]}
-
-
-def _has_object(node: Node) -> bool:
-    if isinstance(node, list):
-        return any(map(_has_object, node))
-    return isinstance(node, dict) and (tag_of(node) == "$object" or any(map(_has_object, node.values())))
 
 
 def _has_target(wanted: Any) -> bool:

@@ -292,10 +292,8 @@ def _object_node(found: _Object, told: list[stateful.PartState], entries: dict[s
         joined = stateful.join_states(states, parts, entries)
         packed = state_dict.pack(fold_groups(found.value.param_groups, parts), joined)  # torch's form: loads there, too
         state = {"state": {"$dict": [list(pair) for pair in packed["state"].items()]}, "param_groups": found.groups}
-        return tree.object_node(stateful.OPTIMIZER, stateful.type_name(found.value), state)
+        return tree.object_node("optimizer", stateful.type_name(found.value), state)
     if len(told) == 1:
         return tree.object_node(told[0].kind, told[0].type_name, told[0].state, told[0].metadata)
     metadata = {key: item for report in told for key, item in (tree.items_of(report.metadata) or {}).items()}
-    return tree.object_node(
-        stateful.MODULE, stateful.type_name(found.value), tree.dict_node(states), tree.dict_node(metadata)
-    )
+    return tree.object_node("module", stateful.type_name(found.value), tree.dict_node(states), tree.dict_node(metadata))

@@ -18,7 +18,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -26,25 +26,10 @@ from torch import nn
 
 from gradwire import _torch
 from gradwire._interrupts import interruptible
+from gradwire.checkpoint import tree
 from gradwire.checkpoint.index import DTYPES, NAMES
 from gradwire.checkpoint.safetensors_io import TensorReader, stored
-from gradwire.checkpoint.tree import (
-    MAX_DEPTH,
-    Entries,
-    Node,
-    bodies,
-    decode,
-    dict_node,
-    form_of,
-    is_covered,
-    is_tensor,
-    items_of,
-    join,
-    put,
-    region_of,
-    sharded_node,
-    tag_of,
-)
+from gradwire.checkpoint.tree import Entries, Node, decode, dict_node, form_of, is_tensor, items_of, join, region_of
 from gradwire.errors import CannotSave, CheckpointError, ConfigurationError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, LocalOptimizer
@@ -56,19 +41,14 @@ from gradwire.shard.layout import Box
 from gradwire.shard.sharded_optim import ShardedOptimizer
 from gradwire.shard.torch_optimizer import Form, state_problem
 
-MODULE: Final = "module"
-TENSOR: Final = "tensor"
-OPTIMIZER: Final = "optimizer"
-STATEFUL: Final = "stateful"
-
 
 class PartState(msgspec.Struct, frozen=True):
     """What is saved of a part: values where the part is, and nodes in the report on it."""
 
-    kind: str
+    kind: str  # module, tensor, optimizer or stateful
     type_name: str
     state: Any
-    metadata: Any
+    metadata: Any  # of a module, the versions of it and its submodules
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +125,7 @@ def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
         yield value
     elif isinstance(value, dict | list | tuple):
         items = value.values() if isinstance(value, dict) else value
-        for item in items if depth <= MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
+        for item in items if depth <= tree.MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
             yield from find_sharded(item, depth + 1)
     elif isinstance(value, nn.Module):
         for module in value.modules():
@@ -196,16 +176,16 @@ def state_of(part: Part) -> PartState:
     """
     value, name = part.value, type_name(part.value)
     if isinstance(value, LocalOptimizer):
-        return PartState(OPTIMIZER, name, dict(value.named_state()), None)
+        return PartState("optimizer", name, dict(value.named_state()), None)
     if isinstance(value, nn.Module):
         state = _module_state(part)
         values = {part.prefix + key: item for key, item in state.items()}
         versions = {(part.prefix + key).rstrip("."): dict(item) for key, item in _torch.metadata_of(state).items()}
-        return PartState(MODULE, name, values, versions)
+        return PartState("module", name, values, versions)
     if isinstance(value, torch.Tensor):
-        return PartState(TENSOR, name, value, None)
+        return PartState("tensor", name, value, None)
     if is_object(value):
-        return PartState(STATEFUL, name, _run(value.state_dict), None)
+        return PartState("stateful", name, _run(value.state_dict), None)
     raise CannotSave(
         f"'{part.path}' is a reference to a {name}, which has no state_dict; only references to tensors, modules and "
         "objects with state_dict and load_state_dict can be saved"
@@ -308,7 +288,7 @@ def compare(where: str, target: torch.Tensor, node: Node, entries: Entries, is_s
 
 def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
     """Return a problem if pieces of a tensor that is compared with nothing are missing: it could be of any size."""
-    if all(is_covered(body, entries) for body in bodies(node)):
+    if all(tree.is_covered(body, entries) for body in tree.bodies(node)):
         return ()
     return (f"'{where}' has a sharded tensor in the checkpoint of which parts are missing",)
 
@@ -348,7 +328,7 @@ def _forms(node: Node, entries: Entries) -> dict[str, Form]:
             dtype, shape = form_of(item, entries)
             found[str(key)] = shape, DTYPES[dtype].is_complex
         else:
-            found[str(key)] = (tag_of(item) or "").removeprefix("$") or type(item).__name__
+            found[str(key)] = (tree.tag_of(item) or "").removeprefix("$") or type(item).__name__
     return found
 
 
@@ -397,7 +377,7 @@ def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
         if isinstance(part.value, nn.Module):
             _fill_module(part, node, metadata or {}, reader)
         elif isinstance(part.value, torch.Tensor):
-            put(part.value, node, reader)
+            tree.put(part.value, node, reader)
 
 
 def _fill_module(part: Part, node: Node, metadata: dict[str, Any], reader: TensorReader) -> None:
@@ -411,7 +391,7 @@ def _fill_module(part: Part, node: Node, metadata: dict[str, Any], reader: Tenso
             continue
         if name in copied and isinstance(target, torch.Tensor) and is_tensor(item):
             dtype, shape = form_of(item, reader.entries)
-            state[name] = stored(shape, DTYPES[dtype], functools.partial(put, node=item, source=reader), failures)
+            state[name] = stored(shape, DTYPES[dtype], functools.partial(tree.put, node=item, source=reader), failures)
         else:
             state[name] = reader.decode(item)
     # Torch would replace parameters instead of filling them if the metadata told it to.
@@ -497,7 +477,9 @@ def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
     forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
     if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
         return items[0][1]
-    return sharded_node(forms[0][0], items[0][0].size, [(node["$tensor"], part.box.offsets) for part, node in items])
+    return tree.sharded_node(
+        forms[0][0], items[0][0].size, [(node["$tensor"], part.box.offsets) for part, node in items]
+    )
 
 
 def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:

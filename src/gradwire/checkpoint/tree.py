@@ -50,9 +50,6 @@ _CONTAINERS: Final[dict[type, str]] = {
     OrderedDict: "$ordered",
     Counter: "$counter",
 }
-_SAVABLE: Final = (
-    "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
-)
 
 
 def join(path: str, key: Any) -> str:
@@ -150,7 +147,8 @@ def _encode_scalar(value: Any, path: str) -> Node:
     elif hasattr(value, "item"):
         advice = "Save its .item()"
     raise CannotSave(
-        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: {_SAVABLE}. {advice}"
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be a "
+        f"tensor, a number, text, bytes, None, or a dict, list or tuple of such. {advice}"
     )
 
 
@@ -262,7 +260,7 @@ def tensor_names(node: Node) -> Iterator[str]:
 
 
 def bodies(node: Node, tags: Sequence[str] = (SHARDED,)) -> Iterator[Any]:
-    """Yield what all special nodes of some kinds in a node have under their tag; by default the sharded tensors."""
+    """Yield the bodies of all special nodes with some tags in a node; by default those of sharded tensors."""
     if type(node) is dict:
         tag = tag_of(node)
         if tag in tags:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import checkpoint
+from gradwire import _interrupts, checkpoint
+from gradwire.checkpoint import directory
 from gradwire.errors import CannotSave
 
 
@@ -60,3 +64,31 @@ def test_what_cannot_be_saved_leaves_the_checkpoint_before(tmp_path: Path) -> No
     assert {path for path in tmp_path.iterdir() if path.name != ".gradwire-readers"} == files - {
         tmp_path / ".gradwire-readers"
     }
+
+
+@pytest.fixture
+def _interrupts_deferred() -> Iterator[None]:
+    _interrupts.install()
+    yield
+    _interrupts.uninstall()
+
+
+@pytest.mark.usefixtures("_interrupts_deferred")
+@pytest.mark.parametrize("point", ["announced", "opened", "half"])
+def test_ctrl_c_during_a_save_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    before = checkpoint.save(tmp_path, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    passed: list[str] = []
+
+    def interrupt(name: str) -> None:
+        passed.append(name)
+        if name == point:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(directory, "failpoint_hook", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, {"a": torch.ones(3), "b": torch.ones(3)})
+    assert "synced" not in passed
+    assert checkpoint.verify(tmp_path) == before
+    assert {path.name for path in tmp_path.glob("g*")} == {file.name for file in before.files}
