@@ -56,7 +56,6 @@ owner                                   opened  half  synced
 
 
 def failpoint(name: str) -> None:
-    """Pass a failpoint."""
     if failpoint_hook is not None:
         failpoint_hook(name)
 
@@ -182,7 +181,6 @@ class Directory:
         self._root = root
 
     def open(self) -> Folder:
-        """Open it."""
         return Folder(self.path, self._root)
 
     # -- reading -----------------------------------------------------------------------------------------------------

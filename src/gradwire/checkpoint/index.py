@@ -119,7 +119,6 @@ _decode_index: Final = msgspec.json.Decoder(Index).decode
 
 
 def checksum_of(data: Any) -> str:
-    """Return the checksum of bytes."""
     return show_checksum(zlib.crc32(data))
 
 
@@ -129,7 +128,6 @@ def show_checksum(number: int) -> str:
 
 
 def dump(index: Index) -> bytes:
-    """Return the bytes of an index."""
     content = msgspec.json.format(msgspec.json.encode(index), indent=1)
     envelope = _Envelope(FORMAT, VERSION, checksum_of(content), msgspec.Raw(content))
     return msgspec.json.encode(envelope) + b"\n"

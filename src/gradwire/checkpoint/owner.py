@@ -152,7 +152,6 @@ for _kind, _empty in ((WriteReport, b'{"parts":[],"files":{},"tensors":{}}'), (F
 
 
 def encode_struct(message: Any) -> bytes:
-    """Return the bytes of a message."""
     return _encoder.encode(message)
 
 
@@ -191,16 +190,9 @@ def write(
     claim: Claim = _refuse_sharded,
     worker: str = "",
 ) -> WriteReport:
-    """Write this worker's file.
+    """Write this worker's file: its parts, and `tensors` besides them.
 
-    Args:
-        place: Where to write.
-        generation: Of the save.
-        parts: The parts to write.
-        tensors: What to write besides them.
-        on_bytes: Called as bytes are written.
-        claim: Gives the nodes of sharded tensors in the parts.
-        worker: The name of this worker in files, if it has another one there.
+    `claim` gives the nodes of sharded tensors in the parts. A rank is called otherwise in files: `worker`.
     """
     worker = worker or worker_name()
     name = file_name(generation, worker)

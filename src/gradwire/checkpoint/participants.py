@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
@@ -35,12 +34,7 @@ def worker_name() -> str:
 
 
 class Workers:
-    """Other workers, which are asked to do something while this one does its part.
-
-    Args:
-        doing: What is being done, for errors: ``saving to /a/b``.
-        timeout_s: How long each worker may take.
-    """
+    """Other workers, which are asked to do something (`doing`, for errors) while this one does its part."""
 
     def __init__(self, doing: str, timeout_s: float) -> None:
         self._doing = doing
@@ -113,28 +107,12 @@ class Workers:
         raise CheckpointError(text) from failure
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error of one rank, as other ranks get it."""
-
-    kind: str
-    text: str
-
-
 class Ranks:
-    """The ranks of a process group; without a group, this process alone.
-
-    Args:
-        group: The process group, or None.
-        doing: What is being done, for errors: ``saving to /a/b``.
-
-    Attributes:
-        name: What this rank is called in files.
-    """
+    """The ranks of a process group that do something together; without a group, this process alone."""
 
     def __init__(self, group: Any, doing: str) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.name = worker_name() if group is None else f"rank{self.rank}"
+        self.name = worker_name() if group is None else f"rank{self.rank}"  # in files
         self._engine = None if group is None else GroupEngine(group)
         self._doing = doing
 
@@ -159,24 +137,24 @@ class Ranks:
         if self._engine is None:
             return [action()]
         error: Exception | None = None
-        told: Any = None
+        told: Any = None, None  # name and text of an error, and the result
         try:
-            told = action()
+            told = None, action()
         except Exception as found:
-            error, told = found, _Failure(type(found).__name__, str(found))
+            error, told = found, ((type(found).__name__, str(found)), None)
         try:
             results = self._engine.gather_objects(told)
         except Exception as lost:  # whatever the backend raises when a rank is lost
             raise CheckpointError(f"{self._doing} failed: a rank is gone or does not answer ({lost})") from lost
         if isinstance(error, CheckpointError):
             raise error
-        for rank, result in enumerate(results):
-            if isinstance(result, _Failure):
-                raise self._failed(rank, result) from error
-        return results
+        for rank, (failure, _) in enumerate(results):
+            if failure is not None:
+                raise self._failed(rank, *failure) from error
+        return [result for _, result in results]
 
-    def _failed(self, rank: int, failure: _Failure) -> CheckpointError:
-        kind = getattr(errors, failure.kind, None)
+    def _failed(self, rank: int, name: str, text: str) -> CheckpointError:
+        kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, CheckpointError):
-            return kind(f"on rank {rank}: {failure.text}")
-        return CheckpointError(f"{self._doing} failed on rank {rank}: {failure.kind}: {failure.text}")
+            return kind(f"on rank {rank}: {text}")
+        return CheckpointError(f"{self._doing} failed on rank {rank}: {name}: {text}")

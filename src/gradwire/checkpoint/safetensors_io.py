@@ -249,7 +249,6 @@ class _File:
     def checksum(
         self, tensor: str, offset: int, num_bytes: int, buffer: bytearray, on_bytes: OnBytes = lambda _: None
     ) -> str:
-        """Return the checksum of a part of it."""
         self.check_place(tensor, offset, num_bytes)
         view, checksum, end = memoryview(buffer), 0, offset + num_bytes
         for start in range(offset, end, len(view)):
@@ -260,7 +259,6 @@ class _File:
         return show_checksum(checksum)
 
     def read(self, tensor: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of it."""
         while len(buffer):
             try:
                 num_read = os.preadv(self._descriptor, [buffer], offset)
@@ -277,7 +275,6 @@ class _File:
             raise self.damaged(tensor, "the file ends too early")
 
     def damaged(self, tensor: str, why: str) -> CheckpointDamaged:
-        """Return the error to raise."""
         what = f"tensor '{tensor}' in {self._path}" if tensor else f"the file {self._path}"
         return CheckpointDamaged(f"{what} is damaged: {why}. Load another checkpoint", self._path.name, tensor)
 
@@ -285,11 +282,8 @@ class _File:
 class TensorReader:
     """Reads tensors of a checkpoint, where possible straight into the memory where they are wanted. Check the files first.
 
-    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from.
-
-    Args:
-        folder: Must be open when a tensor of a file is read for the first time.
-        entries: Where tensors are.
+    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from. The folder must be open when
+    a tensor of a file is read for the first time.
     """
 
     def __init__(self, folder: Folder, entries: Mapping[str, TensorEntry]) -> None:
@@ -358,7 +352,6 @@ class TensorReader:
             raise file.damaged(name, "its bytes have changed")
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return self.entries[name].shape
 
     def _file_of(self, name: str) -> _File:

@@ -86,7 +86,6 @@ def type_name(value: Any) -> str:
 
 
 def split(path: str, value: Any) -> list[Part]:
-    """Return the parts of an object."""
     if isinstance(value, DistributedOptimizer):
         names: dict[str, list[str]] = {}
         for name, rref in value.named_parameters():
