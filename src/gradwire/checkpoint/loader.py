@@ -82,7 +82,7 @@ def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
 def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntry]) -> list[dict[str, list[str]]]:
     """Divide the tensors that each worker of each rank needs: each is checked once, by one that needs it."""
     takers: dict[str, list[list[str]]] = {}
-    shares = [{worker: list[str]() for worker in found} for found in needed]
+    shares: list[dict[str, list[str]]] = [{worker: [] for worker in found} for found in needed]
     for rank, found in enumerate(needed):
         for worker, names in found.items():
             for name in names:
