@@ -6,6 +6,7 @@ context variables, but it gets the caller's thread-local state of torch, with th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -108,3 +109,50 @@ def has_global_optimizer_hooks() -> bool:
 def default_process_group() -> Any:
     """Return the default process group; raise ValueError if there is none."""
     return torch.distributed.distributed_c10d._get_default_group()
+
+
+# -- used by checkpoint ---------------------------------------------------------------------------------------------------
+
+LOAD_OWN_STATE_DICT = "_load_from_state_dict"
+"""The method that classes override to load what is directly in a module; torch's own copies from the tensors it is given."""
+
+
+def is_method_of_module(module: torch.nn.Module, method: str) -> bool:
+    """Return whether a module has a method from `torch.nn.Module` itself, which no class or instance overrides."""
+    return getattr(getattr(module, method), "__func__", None) is getattr(torch.nn.Module, method)
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return what is registered directly in a module: `_parameters` and `_buffers` have it by name, even None."""
+    return {**module._parameters, **module._buffers}
+
+
+def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
+    """Return what of `state_dict` is directly in a module: `_save_to_state_dict` adds that, and no submodules."""
+    found: Any = OrderedDict()
+    found._metadata = {"": {"version": module._version}}
+    module._save_to_state_dict(found, "", keep_vars)
+    return found
+
+
+def load_own_state_dict(module: torch.nn.Module, state: Any, metadata: dict[str, Any]) -> None:
+    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument.
+
+    Raises:
+        RuntimeError: The state does not fit.
+    """
+    errors: list[str] = []
+    module._load_from_state_dict(state, "", metadata, False, [], [], errors)
+    if errors:
+        raise RuntimeError("; ".join(errors))
+
+
+def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
+    """Return the versions of modules in a state dict, by prefix: `state_dict` keeps them as ``_metadata``."""
+    found: dict[str, dict[str, Any]] = state._metadata
+    return found
+
+
+def set_metadata(state: Any, metadata: dict[str, dict[str, Any]]) -> None:
+    """Set the versions of modules in a state dict; `load_state_dict` passes them to the modules."""
+    state._metadata = metadata

@@ -1,7 +1,8 @@
-"""safetensors files: what is written can be read by the library, and every kind of damage is found."""
+"""safetensors files: the library reads what is written, and every kind of damage is found."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import resource
@@ -16,19 +17,28 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from gradwire.checkpoint import safetensors_io as reading
+from gradwire.checkpoint import safetensors_io
 from gradwire.checkpoint.directory import Folder
 from gradwire.checkpoint.index import DTYPES, FileEntry, TensorEntry
-from gradwire.checkpoint.safetensors_io import TensorReader, TensorSet, check_files, check_tensors, write_file
-from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointMissing, CheckpointWriteFailed
+from gradwire.checkpoint.safetensors_io import (
+    StoredTensor,
+    TensorReader,
+    TensorSet,
+    check_headers,
+    check_tensors,
+    stored,
+    write_file,
+)
+from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, CheckpointMissing, CheckpointWriteFailed
 from gradwire.shard.layout import Box, whole
 
 NAME = "g0001-0123abcd-worker0.safetensors"
 
 
 def nothing(_: int) -> None:
-    """Nobody wants to know the progress."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
@@ -42,7 +52,7 @@ def write(folder: Folder, tensors: dict[str, torch.Tensor]) -> tuple[FileEntry, 
 
 
 def check_all(folder: Folder, file: FileEntry, entries: dict[str, TensorEntry]) -> None:
-    check_files(folder, {NAME: file})
+    check_headers(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
 
 
@@ -62,7 +72,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, folder: Folder) -> N
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "odd": torch.arange(7, dtype=torch.uint8)}
     file, entries = write(folder, tensors)
     assert file.num_bytes == (tmp_path / NAME).stat().st_size
-    check_files(folder, {NAME: file})
+    check_headers(folder, {NAME: file})
     check_tensors(folder, entries, nothing)
     with TensorReader(folder, entries) as reader:
         copies = {name: reader.copied(name) for name in tensors}
@@ -111,7 +121,7 @@ def test_the_same_memory_is_kept_once() -> None:
 
 
 class Special(torch.Tensor):
-    """Somebody's own kind of tensor."""
+    """A kind of tensor that gradwire does not know."""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ def test_missing_and_short_files_are_named(tmp_path: Path, folder: Folder) -> No
     file, entries = write(folder, {"a": torch.randn(64)})
     os.truncate(tmp_path / NAME, file.num_bytes - 1)
     with pytest.raises(CheckpointDamaged, match=r"it has [\d,]+ bytes instead of") as damaged:
-        check_files(folder, {NAME: file})
+        check_headers(folder, {NAME: file})
     assert damaged.value.file == NAME
     with pytest.raises(CheckpointDamaged, match=r"tensor 'a' .* the file ends too early"):
         check_tensors(folder, entries, nothing)
@@ -184,6 +194,16 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, folder: F
         write(folder, tensors)
     assert (caught.value.file, caught.value.tensor) == (NAME, "second")
     assert isinstance(caught.value.__cause__, OSError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, folder: Folder) -> None:
+    def interrupt(_: int) -> None:
+        assert (tmp_path / NAME).exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_file(folder, NAME, {"a": torch.zeros(8)}, "worker0", "here", interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,8 +258,8 @@ def test_a_region_is_what_indexing_gives(piece: int, staged: int, data: st.DataO
     sizes = tuple(data.draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
     box = Box(offsets, sizes)
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_PIECE", piece)
-        patch.setattr(reading, "_STAGED_ELEMENTS", staged)
+        patch.setattr(safetensors_io, "_PIECE", piece)
+        patch.setattr(safetensors_io, "_STAGED_ELEMENTS", staged)
         _, entries = write(folder, {"a": saved})
         with TensorReader(folder, entries) as reader:
             for dtype in (torch.int32, torch.int64):
@@ -297,3 +317,86 @@ def test_no_file_stays_open(folder: Folder) -> None:
         assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     reader.close()
     assert os.listdir("/proc/self/fd") == before
+
+
+# -- tensors that are read when they are used --------------------------------------------------------------------------
+
+
+SMALL = torch.arange(6.0).view(2, 3)
+
+
+class File:
+    """Where `SMALL` is, and what it was read into."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+
+    def fill(self, target: torch.Tensor) -> None:
+        self.targets.append(target)
+        with torch.no_grad():
+            target.copy_(SMALL)
+
+
+@pytest.fixture
+def file() -> File:
+    return File()
+
+
+@pytest.fixture
+def tensor(file: File) -> StoredTensor:
+    return stored((2, 3), torch.float32, file.fill, [])
+
+
+def test_a_module_is_filled_without_memory_in_between(file: File, tensor: StoredTensor) -> None:
+    module = nn.Linear(3, 2, bias=False)
+    module.load_state_dict({"weight": tensor})
+    assert [target is module.weight for target in file.targets] == [True]
+    assert type(module.weight) is nn.Parameter
+    assert torch.equal(module.weight.detach(), SMALL)
+
+
+def test_hooks_see_its_values(file: File, tensor: StoredTensor) -> None:
+    module = nn.Linear(3, 2, bias=False)
+    module.register_load_state_dict_pre_hook(lambda _, state, *rest: state.update(weight=state["weight"] * 2 + 1))
+    module.load_state_dict({"weight": tensor})
+    assert torch.equal(module.weight.detach(), SMALL * 2 + 1)
+    assert len(file.targets) == 1
+
+
+def test_changes_in_place_stay(tensor: StoredTensor) -> None:
+    tensor.mul_(3)
+    target = torch.zeros(2, 3)
+    target.copy_(tensor)
+    assert torch.equal(target, SMALL * 3)
+    assert torch.equal(tensor[1], SMALL[1] * 3)
+
+
+def test_it_looks_like_what_was_saved(file: File, tensor: StoredTensor) -> None:
+    assert tensor.shape == (2, 3)
+    assert file.targets == []
+    assert (tensor.dtype, tensor.device, tensor.is_meta) == (torch.float32, torch.device("cpu"), False)
+    for found in (
+        tensor.clone(),
+        tensor.detach(),
+        tensor.to(torch.float32),
+        copy.deepcopy(tensor),
+        torch.stack([tensor])[0],
+    ):
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, SMALL)
+    target = torch.zeros(4, 2, 3)
+    target.copy_(tensor)  # is expanded
+    assert torch.equal(target[3], SMALL)
+    assert len(file.targets) == 1
+
+
+def test_errors_are_kept_because_torch_makes_text_of_them() -> None:
+    failures: list[CheckpointError] = []
+    error = CheckpointDamaged("the file ends too early")
+
+    def fail(_: torch.Tensor) -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match="the file ends too early"):
+        nn.Linear(3, 2, bias=False).load_state_dict({"weight": stored((2, 3), torch.float32, fail, failures)})
+    assert failures == [error]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradwire import checkpoint, rpc
-from gradwire.checkpoint import owner as owners
+from gradwire.checkpoint import owner
 from gradwire.checkpoint.stateful import Part
 from gradwire.errors import (
     CheckpointDamaged,
@@ -51,14 +51,15 @@ def reference(agents: list[rpc.Agent]) -> Iterator[rpc.RRef[torch.Tensor]]:
 
 @pytest.fixture
 def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "_allowed", [])
+    monkeypatch.setattr(owner, "_allowed", [])
 
 
 @pytest.mark.usefixtures("_nothing_allowed")
 def test_only_allowed_directories_are_touched(reference: rpc.RRef[torch.Tensor], tmp_path: Path) -> None:
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     with pytest.raises(
-        Exception, match=r'trust="data": worker b lets nobody save to or load from .*allow_directory there'
+        Exception,
+        match=r'trust="data": worker b does not let other workers save to or load from .*allow_directory there',
     ):
         checkpoint.save(other, {"x": reference})
     checkpoint.allow_directory(allowed)
@@ -67,7 +68,7 @@ def test_only_allowed_directories_are_touched(reference: rpc.RRef[torch.Tensor],
     assert checkpoint.read(allowed / "run")["x"].tolist() == [1, 1, 1]
     checkpoint.load(allowed / "run", {"x": reference})
     (allowed / "way-out").symlink_to(other)
-    with pytest.raises(Exception, match="lets nobody save"):
+    with pytest.raises(Exception, match="does not let other workers save"):
         checkpoint.save(allowed / "way-out", {"x": reference})
     assert {path.name for path in other.iterdir()} <= {".gradwire-writer", ".gradwire-readers"}
 
@@ -75,12 +76,12 @@ def test_only_allowed_directories_are_touched(reference: rpc.RRef[torch.Tensor],
 @pytest.mark.usefixtures("_nothing_allowed")
 def test_files_cannot_be_read_or_written_by_name(reference: rpc.RRef[torch.Tensor], tmp_path: Path) -> None:
     for function, args in (
-        (owners.DESCRIBE, (str(tmp_path), "g0001-0123abcd", [])),
-        (owners.WRITE, (str(tmp_path), "g0001-0123abcd", [])),
-        (owners.CHECK, (str(tmp_path), b"{}")),
-        (owners.FILL, (str(tmp_path), b"{}", [])),
+        (owner.DESCRIBE, (str(tmp_path), "g0001-0123abcd", [])),
+        (owner.WRITE, (str(tmp_path), "g0001-0123abcd", [])),
+        (owner.CHECK, (str(tmp_path), b"{}")),
+        (owner.FILL, (str(tmp_path), b"{}", [])),
     ):
-        with pytest.raises(NotExposed, match="lets nobody save to or load from"):
+        with pytest.raises(NotExposed, match="does not let other workers save to or load from"):
             rpc.rpc_sync("b", function, args=args)
     assert list(tmp_path.iterdir()) == []
 
@@ -120,24 +121,24 @@ def test_files_outside_of_a_checkpoint_cannot_be_named(
     (allowed.parent / "secret").write_bytes(b"\0")
     named = order(tensors={"x": tensor(name)}, parts=[part({"$tensor": "x"})])
     file = {"num_bytes": 1, "header_bytes": 1, "checksum": "", "worker": "b", "host": "here"}
-    sent = [owners.send(Part("x", "", reference))]
+    sent = [owner.send(Part("x", "", reference))]
     for function, args in (
-        (owners.CHECK, (str(allowed), named)),
-        (owners.CHECK, (str(allowed), order(files={name: file}))),
-        (owners.FILL, (str(allowed), named, sent)),
-        (owners.FIT, (named, sent)),
+        (owner.CHECK, (str(allowed), named)),
+        (owner.CHECK, (str(allowed), order(files={name: file}))),
+        (owner.FILL, (str(allowed), named, sent)),
+        (owner.FIT, (named, sent)),
     ):
         with pytest.raises(DecodeError, match="is not the name of a file of a checkpoint"):
             rpc.rpc_sync("b", function, args=args)
 
 
-def test_a_pipe_holds_nobody(reference: rpc.RRef[torch.Tensor], allowed: Path) -> None:
+def test_a_pipe_holds_no_reader(reference: rpc.RRef[torch.Tensor], allowed: Path) -> None:
     os.mkfifo(allowed / FILE)
-    sent = [owners.send(Part("x", "", reference))]
+    sent = [owner.send(Part("x", "", reference))]
     entry = tensor(dtype="float32", shape=(3,))
     for function, args in (
-        (owners.CHECK, (str(allowed), order(tensors={"x": entry}))),
-        (owners.FILL, (str(allowed), order(tensors={"x": entry}, parts=[part({"$tensor": "x"})]), sent)),
+        (owner.CHECK, (str(allowed), order(tensors={"x": entry}))),
+        (owner.FILL, (str(allowed), order(tensors={"x": entry}, parts=[part({"$tensor": "x"})]), sent)),
     ):
         with pytest.raises(CheckpointDamaged, match="it is not a regular file"):
             rpc.rpc_sync("b", function, args=args, timeout=20.0)
@@ -152,7 +153,7 @@ def test_nothing_is_read_for_a_worker_that_has_given_up(
     os.truncate(allowed / FILE, 1 << 40)
     server = agents[1].server
     with pytest.raises(RpcTimeout):
-        rpc.rpc_sync("b", owners.CHECK, args=(str(allowed), order(tensors={"x": tensor(shape=[1 << 40])})), timeout=0.3)
+        rpc.rpc_sync("b", owner.CHECK, args=(str(allowed), order(tensors={"x": tensor(shape=[1 << 40])})), timeout=0.3)
     wait_until(lambda: server.is_idle, 10.0, "that worker b has stopped reading")
 
 
@@ -185,8 +186,8 @@ BAD_ORDERS = [
 
 @pytest.mark.parametrize("data", BAD_ORDERS, ids=range(len(BAD_ORDERS)))
 def test_orders_of_another_form_are_refused(reference: rpc.RRef[torch.Tensor], allowed: Path, data: bytes) -> None:
-    sent = [owners.send(Part("x", "", reference))]
-    for function, args in ((owners.FILL, (str(allowed), data, sent)), (owners.FIT, (data, sent))):
+    sent = [owner.send(Part("x", "", reference))]
+    for function, args in ((owner.FILL, (str(allowed), data, sent)), (owner.FIT, (data, sent))):
         with pytest.raises(DecodeError, match="not an order for the owner"):
             rpc.rpc_sync("b", function, args=args)
     assert reference.to_here().tolist() == [1, 1, 1]
@@ -195,35 +196,35 @@ def test_orders_of_another_form_are_refused(reference: rpc.RRef[torch.Tensor], a
 def test_directories_generations_and_parts_of_another_form_are_refused(
     reference: rpc.RRef[torch.Tensor], allowed: Path
 ) -> None:
-    generation, sent = "g0001-0123abcd", [owners.send(Part("x", "", reference))]
+    generation, sent = "g0001-0123abcd", [owner.send(Part("x", "", reference))]
     for directory in (3, None, b"/tmp", "", "a\0b"):
         with pytest.raises(DecodeError, match="is not the path of a directory"):
-            rpc.rpc_sync("b", owners.WRITE, args=(directory, generation, sent))
+            rpc.rpc_sync("b", owner.WRITE, args=(directory, generation, sent))
     for wrong in (3, None, "", "../x", "g1", f"{generation}/x"):
         with pytest.raises(DecodeError, match="is not a generation"):
-            rpc.rpc_sync("b", owners.WRITE, args=(str(allowed), wrong, sent))
+            rpc.rpc_sync("b", owner.WRITE, args=(str(allowed), wrong, sent))
     for parts in (3, [], [3], [("x", "", 3, ())], [("x", "", reference)], [("x", 1, reference, ())], [(*sent[0], 1)]):
-        for function in (owners.DESCRIBE, owners.WRITE):
+        for function in (owner.DESCRIBE, owner.WRITE):
             with pytest.raises(DecodeError, match="not the parts of an order"):
                 rpc.rpc_sync("b", function, args=(str(allowed), generation, parts))
     with pytest.raises(DecodeError, match="an order to load 2 parts came with 1"):
-        rpc.rpc_sync("b", owners.FIT, args=(order(parts=[part({}), part({})]), sent))
+        rpc.rpc_sync("b", owner.FIT, args=(order(parts=[part({}), part({})]), sent))
     assert list(allowed.iterdir()) == []
 
 
 def test_what_does_not_fit_is_not_filled(reference: rpc.RRef[torch.Tensor], allowed: Path) -> None:
     """The worker that loads may have compared nothing; a tensor of no pieces would be as large as the order says."""
-    sent = [owners.send(Part("x", "", reference))]
+    sent = [owner.send(Part("x", "", reference))]
     huge = {"$sharded": {"dtype": "float32", "shape": [2**40], "pieces": []}}
     for state in (huge, {"$tensor": "t"}, {"w": huge}):
         data = order(tensors={"t": tensor()}, parts=[part(state)])
         with pytest.raises(CheckpointMismatch, match="nothing was changed on worker b"):
-            rpc.rpc_sync("b", owners.FILL, args=(str(allowed), data, sent))
+            rpc.rpc_sync("b", owner.FILL, args=(str(allowed), data, sent))
     assert reference.to_here().tolist() == [1, 1, 1]
 
 
 class Counter:
-    """Has a state, and says nothing of others that may change it."""
+    """Has a state, and exposes no method."""
 
     def __init__(self) -> None:
         self.number = 1
@@ -256,15 +257,15 @@ def test_only_exposed_methods_of_objects_are_called(reference: rpc.RRef[torch.Te
     closed, opened = (create(references.here(), "b", count, (is_open,), None, -1.0) for is_open in (False, True))
     data = order(parts=[part({"number": 5})])
     with pytest.raises(NotExposed, match=r"Counter\.load_state_dict is not exposed"):
-        rpc.rpc_sync("b", owners.FILL, args=(str(allowed), data, [owners.send(Part("c", "", closed))]))
+        rpc.rpc_sync("b", owner.FILL, args=(str(allowed), data, [owner.send(Part("c", "", closed))]))
     with pytest.raises(NotExposed, match=r"Counter\.state_dict is not exposed"):
-        rpc.rpc_sync("b", owners.DESCRIBE, args=(str(allowed), "g0001-0123abcd", [owners.send(Part("c", "", closed))]))
-    rpc.rpc_sync("b", owners.FILL, args=(str(allowed), data, [owners.send(Part("c", "", opened))]))
+        rpc.rpc_sync("b", owner.DESCRIBE, args=(str(allowed), "g0001-0123abcd", [owner.send(Part("c", "", closed))]))
+    rpc.rpc_sync("b", owner.FILL, args=(str(allowed), data, [owner.send(Part("c", "", opened))]))
     assert [counter.number for counter in counters[-2:]] == [1, 5]
     huge = {"number": {"$sharded": {"dtype": "float32", "shape": [2**40], "pieces": []}}}
     with pytest.raises(CheckpointMismatch, match="of which parts are missing"):
         rpc.rpc_sync(
-            "b", owners.FILL, args=(str(allowed), order(parts=[part(huge)]), [owners.send(Part("c", "", opened))])
+            "b", owner.FILL, args=(str(allowed), order(parts=[part(huge)]), [owner.send(Part("c", "", opened))])
         )
 
 
@@ -318,7 +319,7 @@ def test_a_false_report_does_not_replace_a_checkpoint(
     reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch, report: bytes
 ) -> None:
     first = checkpoint.save(allowed, {"x": reference})
-    monkeypatch.setitem(functions._exposed, owners.WRITE, lambda *_: report)
+    monkeypatch.setitem(functions._exposed, owner.WRITE, lambda *_: report)
     with pytest.raises(CheckpointError, match="worker b gave no valid report on what it has written"):
         checkpoint.save(allowed, {"x": reference})
     assert checkpoint.verify(allowed).generation == first.generation
@@ -329,6 +330,6 @@ def test_a_false_comparison_changes_nothing(
     reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
     checkpoint.save(allowed, {"x": reference})
-    monkeypatch.setitem(functions._exposed, owners.FIT, lambda *_: answer)
+    monkeypatch.setitem(functions._exposed, owner.FIT, lambda *_: answer)
     with pytest.raises(CheckpointError, match="worker b gave no valid answer when it was asked to compare"):
         checkpoint.load(allowed, {"x": reference})
