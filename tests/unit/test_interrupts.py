@@ -152,6 +152,13 @@ def test_no_signal_is_sent_while_one_is_on_its_way(monkeypatch: pytest.MonkeyPat
         run_on()
 
 
+def test_a_retry_that_comes_too_late_is_dropped() -> None:
+    _interrupts._is_retry = True  # sent just before a wait raised the interrupt
+    press()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
 # -- the waits ----------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +359,7 @@ def test_notebooks_put_python_s_handler_back_before_each_cell() -> None:
 def test_what_a_cell_deferred_is_not_raised_in_the_next() -> None:
     protected(lambda: (press(), signal.signal(signal.SIGINT, signal.SIG_IGN)))  # the kernel waits for a cell
     wait_until(lambda: _interrupts._deferred is None, 20.0, "that it is given up")
+    _interrupts._is_retry = True  # it was sent just when the handler was taken out
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _interrupts.ensure_installed()
     protected(press)
