@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._forkserver import close_idle_template, prepare_template
+from gradwire.cluster._forkserver import borrow_template, close_idle_template, return_template
 from gradwire.testing import LeakCheck, wait_until
 
 
@@ -25,7 +25,7 @@ def template_ends_with_the_session() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def template_is_prepared(template_ends_with_the_session: None) -> None:
     """Test modules are imported by workers, and import pytest: once in the template is enough."""
-    prepare_template(["pytest"], 60.0)
+    return_template(borrow_template(60.0, ["pytest"]))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,10 +25,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _RETRY_EVERY_S: Final = 0.005
 _SLICE_S: Final = 0.05  # how long the main thread waits for a condition before it looks for a deferred interrupt
@@ -105,6 +107,12 @@ def acquire(lock: Lock, timeout: float = -1) -> bool:
 def poll(poller: Any, timeout: float) -> Any:
     """Poll ``poller``, an object of `select`; what it returns is lost if Ctrl-C ends the wait."""
     return poller.poll(timeout)
+
+
+@interruptible
+def get(queue: SimpleQueue[_T], timeout: float) -> _T:
+    """Take from a queue or raise `queue.Empty`; what was taken is lost if Ctrl-C ends the wait."""
+    return queue.get(timeout=timeout)
 
 
 @interruptible

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -193,6 +194,7 @@ WAITS = [
     wait_for_predicate,
     lambda: _interrupts.wait(threading.Event()),
     lambda: _interrupts.sleep(20),
+    lambda: _interrupts.get(queue.SimpleQueue(), 20),
 ]
 
 

@@ -4,8 +4,8 @@ Importing torch takes about two seconds of CPU; a fork of a process that has don
 shares the memory. A fork copies only the thread that calls it, so the template never has a second one: it sets the
 thread counts of the numerical libraries to one before it imports them, and never runs an operation.
 
-It also is what makes sure that workers end. It is their parent, so it knows how they ended and may signal them
-without fear that the number means another process by now. It ends when the driver closes the channel or dies by any
+It also makes sure that workers end. It is their parent, so it knows how they ended, and a process id that it signals
+cannot mean another process by now. It ends when the driver closes the channel or dies by any
 means, and takes the workers, the processes that these started, and the folder of their sockets along. If the template
 itself is killed, the kernel kills the workers (`die_with_parent`).
 """
@@ -18,7 +18,6 @@ import gc
 import importlib
 import os
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -33,6 +32,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from gradwire import _interrupts
 from gradwire.cluster._control import (
     FolderMade,
     ForgetFolder,
@@ -58,7 +58,7 @@ _SEND_TIMEOUT_S = 10.0
 
 
 class Template:
-    """Serves one driver, in the only thread of its process."""
+    """Serve one driver, in the only thread of its process."""
 
     def __init__(self, channel: socket.socket, driver_pid: int) -> None:
         channel.settimeout(_SEND_TIMEOUT_S)
@@ -69,7 +69,7 @@ class Template:
         self._child_ended, self._wakeup = socket.socketpair()  # a byte arrives with every SIGCHLD
 
     def serve(self) -> None:
-        """Answers the driver until it goes away, then ends all workers."""
+        """Answer the driver until it goes away, then end all workers."""
         self._listen_to_signals()
         _prepare_to_be_copied()
         try:
@@ -133,7 +133,7 @@ class Template:
             fds.close()
 
     def _become_worker(self, template_pid: int, fds: WorkerFds) -> NoReturn:
-        """Runs the worker in the forked process; never returns into the template's loop."""
+        """Run the worker in the forked process; never return into the template's loop."""
         status = 1
         try:
             fds.redirect_output()
@@ -143,7 +143,8 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for ours in (self._channel, self._child_ended, self._wakeup):
                 ours.close()
-            status = run_worker(fds)
+            run_worker(fds)
+            status = 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -165,7 +166,7 @@ class Template:
             self._tell(FolderMade(folder))
 
     def _reap(self) -> None:
-        """Collects the workers that have ended and reports them."""
+        """Collect the workers that have ended and report them."""
         with contextlib.suppress(BlockingIOError):
             while self._child_ended.recv(4096):
                 pass
@@ -195,16 +196,16 @@ class Template:
 
 
 def _prepare_to_be_copied() -> None:
-    """Makes a fork, and the end of the forked process, as cheap as they can be."""
+    """Make a fork, and the end of the forked process, as cheap as they can be."""
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    # What torch wants done at the end of the interpreter took each worker 30 ms; it concerns nobody but the template.
+    # What torch wants done at the end of the interpreter takes 30 ms, and workers have no need of it.
     for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def _kill(pid: int, signum: int) -> None:
-    """Signals a process that has not been reaped; SIGKILL goes to its process group as well."""
+    """Signal a process that has not been reaped; SIGKILL goes to its process group as well."""
     for kill in (os.kill, os.killpg) if signum == signal.SIGKILL else (os.kill,):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signum)
@@ -215,7 +216,7 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
-    """Runs the template at the end of the channel with that descriptor, with these modules for its workers."""
+    """Run the template at the end of the channel with that descriptor, with these modules for its workers."""
     name_process("template")
     for module in modules:
         importlib.import_module(module)
@@ -238,11 +239,11 @@ class TemplateProcess:
     """A template process as its driver sees it."""
 
     def __init__(self, timeout_s: float, modules: Sequence[str] = ()) -> None:
-        """Starts it and waits until it can fork.
+        """Start it and wait until it can fork.
 
         Args:
             timeout_s: How long it may take.
-            modules: It imports these, beside torch: they must start no thread.
+            modules: It imports these besides torch; none of them may start a thread.
 
         Raises:
             WorkerStartFailed: The template ended or was not ready in time.
@@ -252,63 +253,58 @@ class TemplateProcess:
         self._channel.settimeout(_SEND_TIMEOUT_S)
         with theirs:
             self._process = _spawn(theirs, modules)
-        try:
-            self._wait_ready(time.monotonic() + timeout_s)
-        except BaseException:
-            self.close(force=True)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, force=True)
+            self._wait_ready(timeout_s)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there."""
         return self._process.poll() is None
 
     def fileno(self) -> int:
-        """The channel's descriptor, for a selector."""
+        """Return the channel's descriptor, for a selector."""
         return self._channel.fileno()
 
     def send(self, message: ToTemplate, fds: tuple[int, ...] = ()) -> None:
-        """Sends a request. May be called from any thread: a packet is never torn."""
+        """Send a request. May be called from any thread: a packet is never torn."""
         send_message(self._channel, message, fds)
 
     def receive(self) -> FromTemplate | None:
-        """Reads one message; None is the end of the template."""
+        """Read one message; None is the end of the template."""
         message, _ = receive_message(self._channel)
         assert message is None or isinstance(message, FromTemplate), message
         return message
 
     def close(self, *, force: bool = False) -> None:
-        """Ends the process and with it all of its workers. May be called again."""
+        """End the process and with it all of its workers. May be called again."""
         with contextlib.suppress(OSError):
-            self._channel.shutdown(
-                socket.SHUT_RDWR
-            )  # unlike close, it reaches the template past copies of the descriptor
+            # Unlike close, it reaches the template past copies of the descriptor.
+            self._channel.shutdown(socket.SHUT_RDWR)
         if force:
             self._process.kill()
         try:
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            if not self._wait_exit():
+                self._process.kill()
+                self._wait_exit()
         finally:
             self._channel.close()
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _wait_ready(self, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise WorkerStartFailed("the template process did not import torch in time; raise start_timeout")
+    def _wait_ready(self, timeout_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        if not _interrupts.poll(poller, timeout_s * 1000):
+            raise WorkerStartFailed("the template process did not import torch in time; raise start_timeout")
         message = self.receive()
         if not isinstance(message, TemplateReady):
             raise WorkerStartFailed(
-                f"the template process ended before it was ready. It printed:\n{self._last_words()}"
+                f"the template process ended before it was ready. It printed:\n{self._read_output()}"
             )
         if message.num_threads != 1:
             raise WorkerStartFailed(
@@ -316,9 +312,14 @@ class TemplateProcess:
                 "something in this environment starts threads when Python does (a .pth file or sitecustomize?)"
             )
 
-    def _last_words(self) -> str:
+    @_interrupts.interruptible
+    def _wait_exit(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        return not self.is_alive
+
+    def _read_output(self) -> str:
+        self._wait_exit()
         self._process.kill()  # or the read below might wait
         assert self._process.stdout is not None
         return self._process.stdout.read().decode(errors="replace")
@@ -350,27 +351,27 @@ _idle: TemplateProcess | None = None
 _inherited: TemplateProcess | None = None  # the parent's, in a forked process: kept so that nothing finalises it there
 
 
-def borrow_template(timeout_s: float) -> TemplateProcess:
-    """The idle template, or a new one. Give it back with `return_template`, or close it.
+def borrow_template(timeout_s: float, modules: Sequence[str] = ()) -> TemplateProcess:
+    """Return the idle template, or a new one. Give it back with `return_template`, or close it.
+
+    Args:
+        timeout_s: How long a new one may take to start.
+        modules: It has imported these besides torch; their cost is then paid once, not in every worker.
 
     Raises:
         ConfigurationError: This platform cannot fork, or does not say where its interpreter is.
-        WorkerStartFailed: A new one was needed and could not be started in time.
+        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
     """
-    global _idle
     _check_platform()
-    with _lock:
-        template, _idle = _idle, None
-    if template is None:
-        return TemplateProcess(timeout_s)
-    if not template.is_alive:
+    template = _take_idle()
+    if template is not None and not (template.is_alive and template.modules.issuperset(modules)):
         template.close()
-        return TemplateProcess(timeout_s)
-    return template
+        template = None
+    return template or TemplateProcess(timeout_s, modules)
 
 
 def return_template(template: TemplateProcess) -> None:
-    """Keeps a template without workers for the next cluster."""
+    """Keep a template without workers for the next cluster."""
     global _idle
     with _lock:
         is_surplus = _idle is not None
@@ -380,36 +381,22 @@ def return_template(template: TemplateProcess) -> None:
         template.close()
 
 
-def prepare_template(modules: Sequence[str], timeout_s: float) -> None:
-    """Sees to it that the template that waits for the next cluster has imported these modules.
-
-    What they cost is then paid once, not in every worker, and their memory is shared.
-
-    Raises:
-        ConfigurationError: As `borrow_template`.
-        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
-    """
-    global _idle
-    _check_platform()
-    with _lock:
-        template, _idle = _idle, None
-    if template is not None and not (template.is_alive and template.modules.issuperset(modules)):
-        template.close()
-        template = None
-    return_template(template or TemplateProcess(timeout_s, modules))
-
-
 def close_idle_template() -> None:
-    """Ends the template that waits for the next cluster, if there is one."""
-    global _idle
-    with _lock:
-        template, _idle = _idle, None
+    """End the template that waits for the next cluster, if there is one."""
+    template = _take_idle()
     if template is not None:
         template.close()
 
 
+def _take_idle() -> TemplateProcess | None:
+    global _idle
+    with _lock:
+        template, _idle = _idle, None
+    return template
+
+
 def _forget_after_fork() -> None:
-    """A process that the driver forks has no right to the driver's template."""
+    """Leave the driver's template to the driver, in a process that it forked."""
     global _idle, _inherited, _lock
     _lock = threading.Lock()
     _inherited, _idle = _idle, None

@@ -11,10 +11,10 @@ import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._forkserver import borrow_template, close_idle_template, prepare_template, return_template
+from gradwire.cluster._forkserver import borrow_template, close_idle_template, return_template
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
-from gradwire.cluster.local import LocalLauncher
+from gradwire.cluster.local_launcher import LocalLauncher
 from gradwire.config import WorkerConfig
 from gradwire.errors import WorkerStartFailed
 from gradwire.testing import wait_until
@@ -34,7 +34,7 @@ def _specs(count: int, **changes: object) -> list[WorkerSpec]:
 
 
 def _ignore(handle: WorkerHandle) -> None:
-    """Nobody wants to know."""
+    """For tests in which no worker is lost."""
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_the_template_is_kept_for_the_next_launcher() -> None:
 
 def test_a_template_may_import_more_beforehand() -> None:
     with pytest.raises(WorkerStartFailed, match="no_such_module"):
-        prepare_template(["no_such_module"], 60)
-    prepare_template(["colorsys", "pytest"], 60)
+        borrow_template(60, ["no_such_module"])
+    return_template(borrow_template(60, ["colorsys", "pytest"]))
     kept = borrow_template(60)
     assert kept.modules == {"colorsys", "pytest"}
     return_template(kept)
-    prepare_template(["colorsys"], 60)
+    return_template(borrow_template(60, ["colorsys"]))
     with Cluster.local(1) as cluster:
         assert cluster.workers[0].call(tasks.is_imported, "colorsys")
         assert not cluster.workers[0].call(tasks.is_imported, "torch._dynamo")
@@ -103,7 +103,7 @@ def test_a_lost_worker_is_reported_once_with_its_reason(launcher: LocalLauncher)
     launcher.terminate(handles, 10)
     assert lost == [("worker1", "killed by SIGKILL")]
     assert handles[1].state is WorkerState.LOST
-    assert handles[1].rss_bytes() is None
+    assert launcher.rss_bytes(handles[1]) is None
     ended_at = handles[1].uptime_s
     assert handles[1].uptime_s == ended_at
 
