@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire import _interrupts
 from gradwire.cluster._control import (
     FolderMade,
     ForgetFolder,
@@ -131,8 +130,6 @@ def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[W
     _check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with contextlib.ExitStack() as resources:
-        _interrupts.install()  # before the agent does: the template is started first
-        resources.callback(_interrupts.uninstall)
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
