@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster import tasks
-from cluster.processes import children_of, is_there
+from cluster.processes import children_of, is_there, thread_states
 from gradwire import _interrupts
 from gradwire.cluster._forkserver import TemplateProcess, close_idle_template
 from gradwire.cluster._supervisor import Supervisor
@@ -88,12 +88,14 @@ def test_map_is_given_up(interrupt: Interrupt, tmp_path: Path, owner: type, name
 def test_status_is_given_up(interrupt: Interrupt) -> None:
     with Cluster.local(1) as cluster:
         assert cluster.status()[0].calls_served == 0  # it is connected
-        assert cluster.workers[0].pid is not None
-        os.kill(cluster.workers[0].pid, signal.SIGSTOP)  # and does not answer any more
+        pid = cluster.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # and does not answer any more
+        wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that the worker stands still")
         interrupt(_interrupts, "get")
         with pytest.raises(KeyboardInterrupt):
             cluster.status()
-        os.kill(cluster.workers[0].pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         assert cluster.status()[0].state == "running"
 
 
