@@ -24,7 +24,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, Protocol, TypeVar
@@ -73,6 +73,16 @@ def uninstall() -> None:
         _restore_default()
         if _deferred is not None:  # it came in the lines above
             signal.signal(signal.SIGINT, _on_interrupt)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Have the handler in place inside the block: for what starts before the first worker, or ends after the last."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
 
 
 def ensure_installed() -> None:

@@ -28,7 +28,6 @@ Interrupt = Callable[[Any, str], None]
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
     """``interrupt(owner, "name")``: Ctrl-C when the main thread enters that function for the first time."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it for its background jobs
-    _interrupts.install()
 
     def prepare(owner: Any, name: str) -> None:
         original, has_hit = getattr(owner, name), False
@@ -43,7 +42,6 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
         monkeypatch.setattr(owner, name, entered)
 
     yield prepare
-    _interrupts.uninstall()
     signal.signal(signal.SIGINT, before)
 
 
@@ -79,7 +77,7 @@ def test_while_workers_start(interrupt: Interrupt, owner: type, name: str) -> No
 def test_map_is_given_up(interrupt: Interrupt, tmp_path: Path, owner: type, name: str) -> None:
     with Cluster.local(1) as cluster:
         interrupt(owner, name)
-        with pytest.raises(KeyboardInterrupt):
+        with _interrupts.installed(), pytest.raises(KeyboardInterrupt):
             cluster.map(tasks.block_until_killed, [str(tmp_path / "ready")])
         assert cluster.map(tasks.add, [1]) == [2]
         assert cluster.workers[0].is_alive
@@ -93,7 +91,7 @@ def test_status_is_given_up(interrupt: Interrupt) -> None:
         os.kill(pid, signal.SIGSTOP)  # and does not answer any more
         wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that the worker stands still")
         interrupt(_interrupts, "get")
-        with pytest.raises(KeyboardInterrupt):
+        with _interrupts.installed(), pytest.raises(KeyboardInterrupt):
             cluster.status()
         os.kill(pid, signal.SIGCONT)
         assert cluster.status()[0].state == "running"

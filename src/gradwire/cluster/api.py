@@ -303,8 +303,7 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        _interrupts.ensure_installed()
-        with self._resources:  # ends what is left, if Ctrl-C ends one of the waits as well
+        with _interrupts.installed(), self._resources:  # the latter ends what is left if Ctrl-C ends one of the waits
             atexit.unregister(self.close)
             deadline = time.monotonic() + grace
             # The work of the other workers ends with the driver's calls, which began it all.

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradwire import _interrupts
 from gradwire.cluster._control import (
     FolderMade,
     ForgetFolder,
@@ -129,7 +130,7 @@ def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[W
     """
     _check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
-    with contextlib.ExitStack() as resources:
+    with _interrupts.installed(), contextlib.ExitStack() as resources:
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
