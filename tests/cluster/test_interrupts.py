@@ -14,7 +14,7 @@ import pytest
 from cluster import tasks
 from cluster.processes import children_of, is_there, thread_states
 from gradwire import _interrupts
-from gradwire.cluster._forkserver import TemplateProcess, close_idle_template
+from gradwire.cluster._forkserver import ForkServerProcess, close_idle_fork_server
 from gradwire.cluster._supervisor import Supervisor
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.local_launcher import LocalLauncher
@@ -50,9 +50,9 @@ def _press_in_gradwire() -> None:
     exec("press()", {"__name__": "gradwire.example", "press": lambda: signal.raise_signal(signal.SIGINT)})
 
 
-def test_while_the_template_starts(interrupt: Interrupt) -> None:
-    close_idle_template()
-    interrupt(TemplateProcess, "_wait_ready")
+def test_while_the_fork_server_starts(interrupt: Interrupt) -> None:
+    close_idle_fork_server()
+    interrupt(ForkServerProcess, "_wait_ready")
     with pytest.raises(KeyboardInterrupt):
         Cluster.local(1)
     assert children_of(os.getpid()) == []
@@ -67,7 +67,7 @@ def test_while_workers_start(interrupt: Interrupt, owner: type, name: str) -> No
     interrupt(owner, name)
     with pytest.raises(KeyboardInterrupt):
         Cluster.local(2)
-    assert [worker for template in children_of(os.getpid()) for worker in children_of(template)] == []
+    assert [worker for server in children_of(os.getpid()) for worker in children_of(server)] == []
     assert Cluster.current() is None
     with Cluster.local(1) as cluster:
         assert cluster.workers[0].call(tasks.add, 1) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._forkserver import borrow_template, close_idle_template, return_template
+from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.local_launcher import LocalLauncher
@@ -46,7 +46,7 @@ def launcher() -> Iterator[LocalLauncher]:
 
 def test_it_is_a_launcher(launcher: LocalLauncher) -> None:
     seam: Launcher = launcher
-    assert repr(seam).startswith("<LocalLauncher template pid=")
+    assert repr(seam).startswith("<LocalLauncher fork server pid=")
 
 
 def test_workers_start_and_leave_in_good_order(launcher: LocalLauncher) -> None:
@@ -68,25 +68,25 @@ def test_workers_start_and_leave_in_good_order(launcher: LocalLauncher) -> None:
     assert repr(launcher) == "<LocalLauncher closed, 0 workers>"
 
 
-def test_the_template_is_kept_for_the_next_launcher() -> None:
-    first = borrow_template(60)
-    second = borrow_template(60)
+def test_the_fork_server_is_kept_for_the_next_launcher() -> None:
+    first = borrow_fork_server(60)
+    second = borrow_fork_server(60)
     assert second.pid != first.pid
-    return_template(first)
-    return_template(second)  # one is enough
+    return_fork_server(first)
+    return_fork_server(second)  # one is enough
     assert not second.is_alive
-    assert borrow_template(60) is first
-    return_template(first)
+    assert borrow_fork_server(60) is first
+    return_fork_server(first)
 
 
-def test_a_template_may_import_more_beforehand() -> None:
+def test_a_fork_server_may_import_more_beforehand() -> None:
     with pytest.raises(WorkerStartFailed, match="no_such_module"):
-        borrow_template(60, ["no_such_module"])
-    return_template(borrow_template(60, ["colorsys", "pytest"]))
-    kept = borrow_template(60)
+        borrow_fork_server(60, ["no_such_module"])
+    return_fork_server(borrow_fork_server(60, ["colorsys", "pytest"]))
+    kept = borrow_fork_server(60)
     assert kept.modules == {"colorsys", "pytest"}
-    return_template(kept)
-    return_template(borrow_template(60, ["colorsys"]))
+    return_fork_server(kept)
+    return_fork_server(borrow_fork_server(60, ["colorsys"]))
     with Cluster.local(1) as cluster:
         assert cluster.workers[0].call(tasks.is_imported, "colorsys")
         assert not cluster.workers[0].call(tasks.is_imported, "torch._dynamo")
@@ -135,25 +135,25 @@ def test_a_worker_that_is_too_slow_is_named(launcher: LocalLauncher) -> None:
         launcher.start(_specs(2), _ignore, 0.0)
 
 
-def test_the_death_of_the_template_is_the_death_of_its_workers(launcher: LocalLauncher) -> None:
+def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: LocalLauncher) -> None:
     handles = launcher.start(_specs(2), _ignore, 30)
-    os.kill(launcher._template.pid, signal.SIGKILL)
+    os.kill(launcher._fork_server.pid, signal.SIGKILL)
     for handle in handles:
         assert launcher.wait_exit(handle, 10)
-        assert handle.exit_reason == "killed because the template process ended"
+        assert handle.exit_reason == "killed because the fork server ended"
         assert handle.pid is not None
         wait_until(lambda pid=handle.pid: not is_there(pid))
 
 
-def test_a_template_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_idle_template()
+def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_idle_fork_server()
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(WorkerStartFailed, match=r"(?s)template process ended before it was ready.*ModuleNotFoundError"):
+    with pytest.raises(WorkerStartFailed, match=r"(?s)fork server ended before it was ready.*ModuleNotFoundError"):
         LocalLauncher(60)
 
 
-def test_a_template_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_idle_template()
+def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_idle_fork_server()
     with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
         LocalLauncher(0.0)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")] == []

@@ -1,7 +1,7 @@
-"""The messages between the driver, the template process and the workers of one machine.
+"""The messages between the driver, the fork server and the workers of one machine.
 
-    driver  -- MakeFolder, ForgetFolder, ForkWorker + 4 fds, SendSignal --> template
-            <-- TemplateReady, FolderMade, WorkerForked, WorkerExited --
+    driver  -- MakeFolder, ForgetFolder, ForkWorker + 4 fds, SendSignal --> fork server
+            <-- ForkServerReady, FolderMade, WorkerForked, WorkerExited --
 
     driver  -- PeerLost, Leave -->                                          worker      (its lifeline)
             <-- Listening --
@@ -29,7 +29,7 @@ NUM_WORKER_FDS = 4  # WorkerStart, stdout, stderr, lifeline
 
 
 class MakeFolder(msgspec.Struct, frozen=True, tag=True):
-    """Make a private folder for sockets. The template makes it, so that it can remove it if the driver is killed."""
+    """Make a private folder for sockets. The fork server makes it, so that it can remove it if the driver is killed."""
 
     base: str
 
@@ -53,7 +53,7 @@ class SendSignal(msgspec.Struct, frozen=True, tag=True):
     signum: int
 
 
-class TemplateReady(msgspec.Struct, frozen=True, tag=True):
+class ForkServerReady(msgspec.Struct, frozen=True, tag=True):
     """Everything is imported; `num_threads` must be 1 for a fork to be safe."""
 
     num_threads: int
@@ -102,10 +102,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     """End in good order."""
 
 
-ToTemplate = MakeFolder | ForgetFolder | ForkWorker | SendSignal
-FromTemplate = TemplateReady | FolderMade | WorkerForked | WorkerExited
+ToForkServer = MakeFolder | ForgetFolder | ForkWorker | SendSignal
+FromForkServer = ForkServerReady | FolderMade | WorkerForked | WorkerExited
 ToWorker = PeerLost | Leave
-ControlMessage = ToTemplate | FromTemplate | ToWorker | Listening
+ControlMessage = ToForkServer | FromForkServer | ToWorker | Listening
 
 
 def text_path() -> list[str]:
@@ -128,7 +128,7 @@ class Surroundings(msgspec.Struct, frozen=True):
         try:
             folder = os.getcwdb()
         except FileNotFoundError:
-            folder = b""  # the driver's folder was removed: the worker stays where the template is
+            folder = b""  # the driver's folder was removed: the worker stays where the fork server is
         return cls(
             environment={**os.environb, **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()}},
             path=tuple(os.fsencode(entry) for entry in text_path()),
@@ -144,7 +144,7 @@ class Surroundings(msgspec.Struct, frozen=True):
         sys.argv[:] = [os.fsdecode(argument) for argument in self.argv]
         if self.folder:
             os.chdir(self.folder)
-        importlib.invalidate_caches()  # files may have come since the template looked
+        importlib.invalidate_caches()  # files may have come since the fork server looked
 
 
 class WorkerStart(msgspec.Struct, frozen=True):

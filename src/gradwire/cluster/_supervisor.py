@@ -1,8 +1,8 @@
 """The thread that watches the workers of this machine: what they print, whether they are ready, and how they end.
 
-    template  -- WorkerForked, WorkerExited -->  |            |
-    worker    -- Listening -->                   | supervisor |  --> state of a WorkerHandle, on_lost
-    worker    -- stdout, stderr -->              |            |  --> the driver's stdout, stderr
+    fork server -- WorkerForked, WorkerExited -->  |            |
+    worker      -- Listening -->                   | supervisor |  --> state of a WorkerHandle, on_lost
+    worker      -- stdout, stderr -->              |            |  --> the driver's stdout, stderr
 
 Other threads wait on its condition. It ends no process itself; `gradwire.cluster.local_launcher` does.
 """
@@ -37,7 +37,7 @@ from gradwire.cluster._control import (
     receive_message,
     send_message,
 )
-from gradwire.cluster._forkserver import TemplateProcess
+from gradwire.cluster._forkserver import ForkServerProcess
 from gradwire.cluster.launcher import OnLost, WorkerHandle, WorkerState
 from gradwire.cluster.status import describe_exit
 from gradwire.types import WorkerInfo
@@ -57,14 +57,14 @@ _LAST_READS = (
 )
 
 _log = logging.getLogger("gradwire")
-_tickets = itertools.count(1)  # unique in this process: a template outlives a launcher
+_tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
 
 
 class Supervisor:
     """Watches workers until it is closed, and then closes their channels."""
 
-    def __init__(self, template: TemplateProcess) -> None:
-        self._template = template
+    def __init__(self, fork_server: ForkServerProcess) -> None:
+        self._fork_server = fork_server
         self._changed = threading.Condition()  # guards _workers and the state of every one in it
         self._workers: dict[int, LocalWorker] = {}  # by ticket
         self._arrivals: queue.SimpleQueue[LocalWorker] = queue.SimpleQueue()  # workers that the thread is to watch
@@ -72,7 +72,7 @@ class Supervisor:
         self._is_closing = False
         self._unshown: set[LocalWorker] = set()  # those with a progress bar to show later; used by the thread alone
         self._selector = selectors.DefaultSelector()  # used by the thread alone
-        self._selector.register(template, selectors.EVENT_READ, self._on_template_message)
+        self._selector.register(fork_server, selectors.EVENT_READ, self._on_fork_server_message)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._thread = threading.Thread(target=self._run, name="gradwire-driver-supervisor", daemon=True)
         self._thread.start()
@@ -89,13 +89,13 @@ class Supervisor:
         with self._changed:
             return _interrupts.wait_for(self._changed, condition, timeout_s)
 
-    def expect_end_of(self, workers: Iterable[LocalWorker], *, tell: bool) -> None:
-        """Do not count these workers as lost when they end; if `tell`, ask them to end in good order."""
+    def expect_end_of(self, workers: Iterable[LocalWorker], *, ask: bool) -> None:
+        """Do not count these workers as lost when they end; if `ask`, ask them to end in good order."""
         for worker in workers:
             with self._changed:
                 worker.handle.on_end_expected()
-            if tell:
-                worker.tell(Leave())
+            if ask:
+                worker.send(Leave())
 
     def close(self, timeout_s: float) -> bool:
         """End the thread; return False if it is stuck, e.g. because the driver's output is blocked. May be called again."""
@@ -141,13 +141,13 @@ class Supervisor:
                 self._selector.register(fd, selectors.EVENT_READ, partial(self._on_output, worker, stream))
             self._selector.register(worker.lifeline, selectors.EVENT_READ, partial(self._on_lifeline, worker))
 
-    def _on_template_message(self) -> None:
+    def _on_fork_server_message(self) -> None:
         try:
-            message = self._template.receive()
+            message = self._fork_server.receive()
         except OSError:
-            message = None  # the launcher has given the template up
+            message = None  # the launcher has given the fork server up
         if message is None:
-            self._on_template_ended()
+            self._on_fork_server_ended()
         elif isinstance(message, WorkerForked):
             with self._changed:
                 self._workers[message.ticket].handle.on_process_made(message.pid)
@@ -155,13 +155,13 @@ class Supervisor:
         elif isinstance(message, WorkerExited):
             self._on_exited(self._workers[message.ticket], message.error or describe_exit(message.status))
 
-    def _on_template_ended(self) -> None:
+    def _on_fork_server_ended(self) -> None:
         """Count all workers as ended: the kernel kills them with their parent."""
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._template)
+            self._selector.unregister(self._fork_server)
         for worker in self._all_workers():
             if not worker.handle.state.is_over:
-                self._on_exited(worker, "killed because the template process ended")
+                self._on_exited(worker, "killed because the fork server ended")
 
     def _on_exited(self, worker: LocalWorker, reason: str) -> None:
         for stream in tuple(worker.pipes):
@@ -185,7 +185,7 @@ class Supervisor:
             _log.exception("the loss of %s could not be handled", name)
         for worker in self._all_workers():
             if not worker.handle.state.is_over:
-                worker.tell(PeerLost(name, reason))
+                worker.send(PeerLost(name, reason))
 
     def _on_lifeline(self, worker: LocalWorker) -> None:
         if worker.lifeline.fileno() < 0:
@@ -234,7 +234,7 @@ class LocalWorker:
     """A worker process of this machine: its state, what it prints, and the driver's ends of its channels.
 
     Attributes:
-        ticket: Names it towards the template.
+        ticket: Names it towards the fork server.
         handle: Its state. The supervisor's condition guards it.
         pipes: What it prints, by stream. Like the lifeline, they are closed by the supervisor's thread.
         lifeline: For `Listening`, `PeerLost` and `Leave`; its end is the end of the worker.
@@ -263,9 +263,9 @@ class LocalWorker:
             undo.pop_all()
         return writers[0], writers[1], self._their_lifeline.detach()
 
-    def tell(self, message: ToWorker) -> None:
-        """Send a message if the worker can take it now."""
-        with contextlib.suppress(OSError):  # it is gone, or too busy to read: the caller has other means
+    def send(self, message: ToWorker) -> None:
+        """Send a message, unless the worker is gone or too busy to read."""
+        with contextlib.suppress(OSError):  # the caller has other means
             send_message(self.lifeline, message)
 
     def close(self) -> None:

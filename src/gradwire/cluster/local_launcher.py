@@ -1,10 +1,10 @@
-"""`Cluster.local`: its options, and workers on this machine that are forked from a template process.
+"""`Cluster.local`: its options, and workers on this machine that a fork server makes.
 
-    driver ---- ForkWorker ----> template ---- fork ----> worker0, worker1, ...
-       |                                                     |
-       +---- lifeline, stdout, stderr, calls ----------------+
+    driver ---- ForkWorker ----> fork server ---- fork ----> worker0, worker1, ...
+       |                                                        |
+       +---- lifeline, stdout, stderr, calls -------------------+
 
-See `gradwire.cluster._forkserver` for why there is a template, and for what ends when one of these is killed.
+See `gradwire.cluster._forkserver` for why there is a fork server, and for what ends when one of these is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradwire.cluster._control import (
     WorkerStart,
     write_start,
 )
-from gradwire.cluster._forkserver import borrow_template, return_template
+from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.status import rss_of
@@ -126,7 +126,7 @@ def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[W
 
     Raises:
         ConfigurationError: This process has a worker already, or this platform cannot fork.
-        WorkerStartFailed: A worker, or the template process, did not get ready.
+        WorkerStartFailed: A worker, or the fork server, did not get ready.
     """
     _check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
@@ -203,25 +203,25 @@ class LocalLauncher(Launcher):
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        """Get a template process ready.
+        """Get a fork server ready.
 
         Args:
-            timeout_s: How long the template may take to import torch.
+            timeout_s: How long the fork server may take to import torch.
 
         Raises:
             ConfigurationError: This platform cannot fork.
-            WorkerStartFailed: The template could not be started.
+            WorkerStartFailed: The fork server could not be started.
         """
-        self._template = borrow_template(timeout_s)
+        self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
         self._workers: list[LocalWorker] = []
         self.folder = self._make_folder()
-        self._supervisor = Supervisor(self._template)
+        self._supervisor = Supervisor(self._fork_server)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"template pid={self._template.pid}"
+        state = "closed" if self._is_closed else f"fork server pid={self._fork_server.pid}"
         return f"<LocalLauncher {state}, {sum(not worker.handle.state.is_over for worker in self._workers)} workers>"
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
@@ -254,21 +254,21 @@ class LocalLauncher(Launcher):
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
         """Ask workers to leave, and end by force those that are still there after `grace_s`.
 
-        After the time of grace comes SIGTERM, then SIGKILL, then the end of the template, after which the kernel
+        After the time of grace comes SIGTERM, then SIGKILL, then the end of the fork server, after which the kernel
         kills what is left; so it works, too, for a worker that holds the interpreter's lock or ignores signals.
         """
         workers = [worker for worker in self._workers if worker.handle in handles]
-        self._supervisor.expect_end_of(workers, tell=grace_s > 0)
+        self._supervisor.expect_end_of(workers, ask=grace_s > 0)
         steps = [(None, grace_s), (signal.SIGTERM, _TERM_TIMEOUT_S), (signal.SIGKILL, _KILL_TIMEOUT_S)]
         for signum, timeout_s in steps if grace_s > 0 else steps[-1:]:
             if signum is not None:
                 self._signal(workers, signum)
             if self._supervisor.wait_until(lambda: all(w.handle.state.is_over for w in workers), timeout_s):
                 return
-        self._template.close(force=True)
+        self._fork_server.close(force=True)
 
     def close(self) -> None:
-        """End every worker at once and remove the folder; keep the template. May be called again."""
+        """End every worker at once and remove the folder; keep the fork server. May be called again."""
         with self._lock:
             is_copy = os.getpid() != self._owner_pid  # a process that the driver forked must not end its workers
             if self._is_closed or is_copy:
@@ -276,32 +276,32 @@ class LocalLauncher(Launcher):
             self._is_closed = True
         is_clean = False
         try:
-            if self._template.is_alive:
+            if self._fork_server.is_alive:
                 self.terminate([worker.handle for worker in self._workers], grace_s=0)
             is_clean = self._supervisor.close(_STOP_TIMEOUT_S)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the template is gone
-                self._template.send(ForgetFolder(str(self.folder)))
-            self._give_up_template(is_clean)
+            with contextlib.suppress(OSError):  # the fork server is gone
+                self._fork_server.send(ForgetFolder(str(self.folder)))
+            self._give_up_fork_server(is_clean)
 
-    def _give_up_template(self, is_clean: bool) -> None:
-        """Keep the template for the next launcher if it is as good as new."""
-        if is_clean and self._template.is_alive:
-            return_template(self._template)
+    def _give_up_fork_server(self, is_clean: bool) -> None:
+        """Keep the fork server for the next launcher if it is as good as new."""
+        if is_clean and self._fork_server.is_alive:
+            return_fork_server(self._fork_server)
         else:
-            self._template.close(force=True)
+            self._fork_server.close(force=True)
 
     def _make_folder(self) -> Path:
         base = tempfile.gettempdir()
         answer = None
-        with contextlib.suppress(OSError):  # the template has just ended
-            self._template.send(MakeFolder(base if len(base) <= _MAX_BASE_CHARS else "/tmp"))
-            answer = self._template.receive()
+        with contextlib.suppress(OSError):  # the fork server has just ended
+            self._fork_server.send(MakeFolder(base if len(base) <= _MAX_BASE_CHARS else "/tmp"))
+            answer = self._fork_server.receive()
         if isinstance(answer, FolderMade) and answer.path:
             return Path(answer.path)
-        self._give_up_template(is_clean=answer is not None)  # else the answer may still come
-        reason = answer.error if isinstance(answer, FolderMade) else "the template process ended"
+        self._give_up_fork_server(is_clean=answer is not None)  # else the answer may still come
+        reason = answer.error if isinstance(answer, FolderMade) else "the fork server ended"
         raise WorkerStartFailed(f"cannot make a folder for the workers' sockets: {reason}")
 
     def _fork(self, spec: WorkerSpec, on_lost: OnLost) -> LocalWorker:
@@ -315,14 +315,14 @@ class LocalLauncher(Launcher):
             sent.callback(os.close, start_fd)
             self._workers.append(worker)
             self._supervisor.watch(worker)
-            self._template.send(ForkWorker(worker.ticket), (start_fd, *theirs))
+            self._fork_server.send(ForkWorker(worker.ticket), (start_fd, *theirs))
         return worker
 
     def _signal(self, workers: Sequence[LocalWorker], signum: int) -> None:
         for worker in workers:
             if not worker.handle.state.is_over:
-                with contextlib.suppress(OSError):  # the template is gone, and so are they
-                    self._template.send(SendSignal(worker.ticket, signum))
+                with contextlib.suppress(OSError):  # the fork server is gone, and so are they
+                    self._fork_server.send(SendSignal(worker.ticket, signum))
 
 
 def _are_settled(workers: Sequence[LocalWorker]) -> bool:

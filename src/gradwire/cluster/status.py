@@ -8,10 +8,10 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from gradwire import _interrupts
 from gradwire.cluster._worker_main import CALLS_SERVED
@@ -51,31 +51,10 @@ class WorkerStatus:
     exit_reason: str | None
 
 
-class ClusterStatus(Sequence[WorkerStatus]):
+class ClusterStatus(tuple[WorkerStatus, ...]):
     """The workers in the order of their ranks. ``print`` and rich show it as a table."""
 
-    def __init__(self, workers: Iterable[WorkerStatus]) -> None:
-        self._workers = tuple(workers)
-
-    @overload
-    def __getitem__(self, index: int) -> WorkerStatus: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> ClusterStatus: ...
-
-    def __getitem__(self, index: int | slice) -> WorkerStatus | ClusterStatus:
-        if isinstance(index, slice):
-            return ClusterStatus(self._workers[index])
-        return self._workers[index]
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterStatus) and self._workers == other._workers
-
-    def __hash__(self) -> int:
-        return hash(self._workers)
+    __slots__ = ()
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -84,7 +63,7 @@ class ClusterStatus(Sequence[WorkerStatus]):
         for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")
-        for worker in self._workers:
+        for worker in self:
             table.add_row(*_cells(worker), style=_STYLES.get(worker.state))
         return table
 

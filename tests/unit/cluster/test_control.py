@@ -1,4 +1,4 @@
-"""Messages between driver, template and workers arrive as they were sent."""
+"""Messages between driver, fork server and workers arrive as they were sent."""
 
 from __future__ import annotations
 
