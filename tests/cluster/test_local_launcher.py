@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -133,6 +135,28 @@ def test_a_worker_that_cannot_start_shows_its_traceback(launcher: LocalLauncher)
 def test_a_worker_that_is_too_slow_is_named(launcher: LocalLauncher) -> None:
     with pytest.raises(WorkerStartFailed, match=r"not ready after 0 s: worker0, worker1; raise start_timeout"):
         launcher.start(_specs(2), _ignore, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "num_before"),
+    [("os.memfd_create", 0), ("socket.socketpair", 0), ("os.pipe2", 0), ("os.pipe2", 1)],
+)
+def test_descriptors_that_run_out_are_told_and_none_is_left_open(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch, function: str, num_before: int
+) -> None:
+    module, _, name = function.partition(".")
+    original, num_calls = getattr(sys.modules[module], name), 0
+
+    def run_out(*args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > num_before:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(*args)
+
+    monkeypatch.setattr(function, run_out)
+    with pytest.raises(WorkerStartFailed, match=r"cannot start worker0: .*Too many open files"):
+        launcher.start(_specs(1), _ignore, 30)
 
 
 def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: LocalLauncher) -> None:

@@ -305,17 +305,17 @@ class LocalLauncher(Launcher):
         raise WorkerStartFailed(f"cannot make a folder for the workers' sockets: {reason}")
 
     def _fork(self, spec: WorkerSpec, on_lost: OnLost) -> LocalWorker:
-        worker = LocalWorker(spec.info, on_lost)
         start = WorkerStart(spec, str(self.folder), Surroundings.capture(spec.environment))
         with contextlib.ExitStack() as sent:
-            theirs = worker.make_pipes()
-            for fd in theirs:
+            fds = [write_start(start)]
+            sent.callback(os.close, fds[0])
+            worker = LocalWorker(spec.info, on_lost)
+            for fd in worker.make_pipes():
                 sent.callback(os.close, fd)
-            start_fd = write_start(start)
-            sent.callback(os.close, start_fd)
+                fds.append(fd)
             self._workers.append(worker)
             self._supervisor.watch(worker)
-            self._fork_server.send(ForkWorker(worker.ticket), (start_fd, *theirs))
+            self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))
         return worker
 
     def _signal(self, workers: Sequence[LocalWorker], signum: int) -> None:
