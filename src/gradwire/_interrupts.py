@@ -12,8 +12,9 @@ So code of gradwire does nothing about Ctrl-C and pays nothing for it, as long a
 A second Ctrl-C while one is deferred is raised wherever it comes.
 
 The handler is installed only where Python's own is in place. Where a program has a handler of its own, `KeyboardInterrupt`
-can come anywhere; the one rule then is that a connection whose frame was cut off is closed. `asyncio.run` leaves this
-handler in place, so Ctrl-C ends the loop with `KeyboardInterrupt`, as it did before Python 3.11.
+can come anywhere; the one rule then is that a connection whose frame was cut off is closed. A program's handler that calls
+the one it replaced is called again for each attempt. `asyncio.run` leaves this handler in place, so Ctrl-C ends the loop
+with `KeyboardInterrupt`, as it did before Python 3.11.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _OUTSIDE: Final = ("gradwire.testing.", "gradwire.compat.__main__.")  # these ca
 
 _interruptible: set[CodeType] = set()
 _users: list[None] = []  # one item for each open worker; no lock, because a finalizer may change it in mid-change
-_deferred: object | None = None  # stands for a Ctrl-C that is still to be raised; a new object for each
+_deferred_since: float | None = None  # when a Ctrl-C came that is still to be raised
 _is_retry = False  # whether `_retry` has sent a signal that the handler has not seen yet
 _main_thread = threading.main_thread().ident
 
@@ -69,9 +70,9 @@ def uninstall() -> None:
     """
     with contextlib.suppress(IndexError):
         _users.pop()
-    if not _users and _deferred is None and _thread.get_ident() == _main_thread:
+    if not _users and _deferred_since is None and _thread.get_ident() == _main_thread:
         _restore_default()
-        if _deferred is not None:  # it came in the lines above
+        if _deferred_since is not None:  # it came in the lines above
             signal.signal(signal.SIGINT, _on_interrupt)
 
 
@@ -87,15 +88,18 @@ def installed() -> Iterator[None]:
 
 def ensure_installed() -> None:
     """Install the handler again where it is gone: notebooks put Python's own back before each cell."""
-    global _deferred, _is_retry
+    global _deferred_since, _is_retry
     if _users and signal.getsignal(signal.SIGINT) is signal.default_int_handler and _thread.get_ident() == _main_thread:
-        _deferred, _is_retry = None, False  # what came before the handler was taken out is not raised in another cell
+        _deferred_since, _is_retry = (
+            None,
+            False,
+        )  # what came before the handler was taken out is not raised in another cell
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
 def deliver() -> None:
     """Raise a Ctrl-C that was deferred, if this is the main thread."""
-    if _deferred is not None and _thread.get_ident() == _main_thread:
+    if _deferred_since is not None and _thread.get_ident() == _main_thread:
         _raise()
 
 
@@ -164,20 +168,18 @@ def _on_interrupt(_number: int, frame: FrameType | None) -> None:
 
     A signal that arrives in here finds this frame, which is gradwire's, and is deferred or, as the second one, raised.
     """
-    global _deferred, _is_retry
+    global _deferred_since, _is_retry
     is_retry, _is_retry = _is_retry, False
-    if is_retry and _deferred is None:
+    if is_retry and _deferred_since is None:
         return  # raised in the meantime
-    is_second = not is_retry and _deferred is not None
-    # A program's handler may call the one that it replaced. Retries would enter the program's handler again and again.
-    is_chained = signal.getsignal(signal.SIGINT) is not _on_interrupt
-    if is_second or is_chained or not _is_protected(frame):
+    is_second = not is_retry and _deferred_since is not None
+    if is_second or not _is_protected(frame):
         _raise()
-    if _deferred is None:
-        _deferred = token = object()
+    if _deferred_since is None:
+        _deferred_since = since = time.monotonic()
         with contextlib.suppress(RuntimeError):  # no thread can be started: the next wait or Ctrl-C raises it
             # Not `threading.Thread`: the code that was interrupted may hold its locks.
-            _thread.start_new_thread(_retry, (token,))
+            _thread.start_new_thread(_retry, (since, signal.getsignal(signal.SIGINT)))
 
 
 def _is_protected(frame: FrameType | None) -> bool:
@@ -192,8 +194,8 @@ def _is_protected(frame: FrameType | None) -> bool:
 
 
 def _raise() -> NoReturn:
-    global _deferred
-    _deferred = None
+    global _deferred_since
+    _deferred_since = None
     if not _users:
         _restore_default()
     raise KeyboardInterrupt
@@ -204,13 +206,18 @@ def _restore_default() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _retry(token: object) -> None:
-    """Have the main thread's handler look again until the interrupt is raised. Runs in a thread of its own."""
-    global _deferred, _is_retry
+def _retry(since: float, handler: object) -> None:
+    """Have the main thread's handler look again until the interrupt is raised. Runs in a thread of its own.
+
+    Args:
+        since: Which interrupt.
+        handler: The one that was in place then: a program's may have called this module's, and is called again.
+    """
+    global _deferred_since, _is_retry
     time.sleep(_RETRY_EVERY_S)
-    while _deferred is token:
-        if signal.getsignal(signal.SIGINT) is not _on_interrupt:
-            _deferred = None  # the program took the handler out, and with it what it had deferred
+    while _deferred_since == since:
+        if signal.getsignal(signal.SIGINT) is not handler:
+            _deferred_since = None  # the program took the handler out, and with it what it had deferred
         elif not _is_retry:  # one at a time: the handler would take a second one for the user's
             _is_retry = True
             os.kill(os.getpid(), signal.SIGINT)
@@ -218,9 +225,9 @@ def _retry(token: object) -> None:
 
 
 def _after_fork() -> None:
-    global _deferred, _is_retry, _main_thread
+    global _deferred_since, _is_retry, _main_thread
     _users.clear()
-    _deferred, _is_retry = None, False
+    _deferred_since, _is_retry = None, False
     _main_thread = threading.main_thread().ident
     _restore_default()
 
