@@ -32,7 +32,7 @@ _LAYERS = (
 """Modules that join a new worker with their `attach`, in this order."""
 
 _WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.rref_backward")
-"""Modules that a worker needs besides; imported when one starts."""
+"""Modules that a worker needs besides, and that are imported when one starts."""
 
 
 def import_all() -> None:
