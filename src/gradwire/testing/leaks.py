@@ -2,7 +2,7 @@
 
 `LeakCheck` looks at this process from outside, through ``/proc``: it finds what a library forgot, not what the library
 remembers. Only autograd contexts are asked for, since nothing else shows them. Things that were there when the check began
-are nobody's leak; neither are the daemon threads of other libraries, nor the fork server that `gradwire.cluster`
+are nobody's leak; neither are the daemon threads of other libraries, nor the template process that `gradwire.cluster`
 keeps for the next cluster.
 """
 
@@ -26,7 +26,7 @@ from gradwire.autograd import worker
 from gradwire.rref import context as references
 
 _MEMFD = "memfd:gradwire"
-_FORK_SERVER = "gw-forkserver"
+_TEMPLATE = "gw-forkserver"
 _IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
 _PAUSE_S = 0.01
 
@@ -97,7 +97,7 @@ class LeakCheck:
 
 
 def _descriptors() -> Counter[str]:
-    """Open descriptors by kind, and by path where they have one; the fork server's two are not counted."""
+    """Open descriptors by kind, and by path where they have one; the template's two are not counted."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -106,15 +106,15 @@ def _descriptors() -> Counter[str]:
             continue
         if not target.startswith("/proc/"):
             found[_IS_ANONYMOUS.sub("", target).rstrip(":")] += 1
-    for descriptor in _fork_server_descriptors():
+    for descriptor in _template_descriptors():
         found[descriptor] -= 1
     return found
 
 
-def _fork_server_descriptors() -> list[str]:
-    """The idle fork server's channel and the pipe of its output."""
-    num_servers = sum(name.startswith(_FORK_SERVER) for name in _child_names())
-    return ["socket", "pipe"] * num_servers
+def _template_descriptors() -> list[str]:
+    """The idle template's channel and the pipe of its output."""
+    num_templates = sum(name.startswith(_TEMPLATE) for name in _child_names())
+    return ["socket", "pipe"] * num_templates
 
 
 def _mappings() -> Counter[str]:
@@ -150,7 +150,7 @@ def _folders() -> Counter[str]:
 
 
 def _children() -> Counter[str]:
-    return Counter(name for name in _child_names() if not name.startswith(_FORK_SERVER))
+    return Counter(name for name in _child_names() if not name.startswith(_TEMPLATE))
 
 
 def _child_names() -> list[str]:
