@@ -183,6 +183,12 @@ def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")] == []
 
 
+def test_there_may_be_no_limit_to_the_time_of_a_start() -> None:
+    close_idle_fork_server()
+    with Cluster.local(1, start_timeout=float("inf")) as cluster:
+        assert cluster.workers[0].call(tasks.add, 1) == 2
+
+
 def test_a_base_folder_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(WorkerStartFailed, match="cannot make a folder for the workers' sockets"):

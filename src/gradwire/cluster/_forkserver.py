@@ -233,6 +233,7 @@ _PROGRAM = (
 # OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _EXIT_TIMEOUT_S = 8.0
+_LONGEST_POLL_S = 1e6  # the kernel counts milliseconds in 32 bits
 
 
 class ForkServerProcess:
@@ -299,7 +300,7 @@ class ForkServerProcess:
     def _wait_ready(self, timeout_s: float) -> None:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        if not _interrupts.poll(poller, timeout_s * 1000):
+        if not _interrupts.poll(poller, min(timeout_s, _LONGEST_POLL_S) * 1000):
             raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout")
         message = self.receive()
         if not isinstance(message, ForkServerReady):
@@ -325,7 +326,7 @@ class ForkServerProcess:
 
 def _check_platform() -> None:
     if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
-        raise ConfigurationError("Cluster.local needs Linux: it forks its workers from a fork server")
+        raise ConfigurationError("Cluster.local needs Linux: its workers are forked from another process")
     if not sys.executable:
         raise ConfigurationError("Cluster.local cannot tell which Python runs this program: sys.executable is empty")
 
