@@ -1,7 +1,7 @@
-"""The composition root: what a complete worker is made of.
+"""The composition root: the parts of a complete worker.
 
 `gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd) join every worker by
-adding a function to `gradwire.rpc.agent.attachments` here, so that rpc need not know them. They are imported when the
+adding a function to `gradwire.rpc.agent.attachments` here, so that rpc does not depend on them. They are imported when the
 first worker starts: a launcher or a data loader imports gradwire as well, and never becomes a worker.
 
 Packages that many programs do not use are imported when they are used: by the program (`gradwire.__getattr__`), by another
@@ -36,7 +36,7 @@ _WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.rref_backwa
 
 
 def import_all() -> None:
-    """Import the packages that `import gradwire` leaves out; for a process whose forks all profit from it."""
+    """Import the packages that `import gradwire` leaves out, in a process that forks workers."""
     for name in (*(f"gradwire.{name}" for name in DEFERRED), *_LAYERS, *_WORKER_PARTS):
         importlib.import_module(name)
 

@@ -10,11 +10,12 @@ from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
 
-DEFAULT_RPC_TIMEOUT_SEC = 60.0
+_DEFAULTS = WorkerConfig()
+DEFAULT_RPC_TIMEOUT_SEC = _DEFAULTS.rpc_timeout_s
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_INIT_TIMEOUT_SEC = 300.0
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
-DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_NUM_WORKER_THREADS = _DEFAULTS.num_worker_threads
 UNSET_RPC_TIMEOUT = -1.0
 
 DeviceMap = dict[Any, Any]
@@ -73,7 +74,7 @@ class RpcOptions(RpcBackendOptions):
         bind_host: str | None = None,
         bind_port: int = 0,
         limits: Limits | None = None,
-        shared_memory_from: int = 64 << 10,
+        shared_memory_from: int = _DEFAULTS.shared_memory_from,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads = num_worker_threads

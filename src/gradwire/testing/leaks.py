@@ -26,7 +26,7 @@ from gradwire.autograd import worker
 from gradwire.rref import context as references
 
 _MEMFD = "memfd:gradwire"
-_TEMPLATE = "gw-template"
+_TEMPLATE = "gw-forkserver"
 _IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
 _PAUSE_S = 0.01
 

@@ -22,6 +22,8 @@ from urllib.parse import quote, unquote
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError
 
+__all__ = ["keys_for", "make_keys"]
+
 ANY_WORKER = "*"
 """The name that stands for every worker; `make_keys` reads its default ``"worker"`` the same way."""
 

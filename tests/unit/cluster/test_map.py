@@ -1,4 +1,4 @@
-"""The progress bar shows itself only where somebody looks, and only if it takes long."""
+"""The progress bar of `Cluster.map` appears only on a terminal, and only if it takes long."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import pytest
 import rich.console
 
-from gradwire.cluster import progress as _progress
-from gradwire.cluster.progress import DelayedProgress
+from gradwire.cluster import map as map_module
+from gradwire.cluster.map import DelayedProgress
 
 
 class _Terminal(io.StringIO):
@@ -27,7 +27,7 @@ def _use_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
 
 def test_it_shows_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
-    monkeypatch.setattr(_progress, "_DELAY_S", 0.0)
+    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
     with DelayedProgress("square", 4) as progress:
         progress.advance()
         progress.refresh()
@@ -48,7 +48,7 @@ def test_it_does_not_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_does_not_show_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
-    monkeypatch.setattr(_progress, "_DELAY_S", 0.0)
+    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
     with DelayedProgress("square", 4) as progress:
         progress.refresh()
         progress.refresh()
@@ -59,7 +59,7 @@ def test_it_does_not_show_in_a_notebook_without_widgets(monkeypatch: pytest.Monk
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(_progress, "_DELAY_S", 0.0)
+    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
     with DelayedProgress("square", 4) as progress:
         progress.refresh()  # rich would warn
         progress.refresh()

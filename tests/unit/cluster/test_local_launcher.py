@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradwire.cluster.api
-from gradwire.cluster.options import LocalOptions
+from gradwire.cluster.local_launcher import LocalOptions
 from gradwire.errors import ConfigurationError
 from gradwire.types import WorkerInfo
 
@@ -45,9 +45,8 @@ def test_wrong_options(options: dict[str, Any], text: str) -> None:
 
 def test_names_and_ranks() -> None:
     options = LocalOptions(num_workers=2)
-    assert options.infos() == [WorkerInfo("worker0", 0), WorkerInfo("worker1", 1)]
-    assert options.driver_info() == WorkerInfo("driver", 2)
-    assert LocalOptions(num_workers=1, names=["solo"]).infos() == [WorkerInfo("solo", 0)]
+    assert options.infos() == [WorkerInfo("worker0", 0), WorkerInfo("worker1", 1), WorkerInfo("driver", 2)]
+    assert LocalOptions(num_workers=1, names=["solo"]).infos() == [WorkerInfo("solo", 0), WorkerInfo("driver", 1)]
 
 
 def test_every_cluster_has_its_own_secret_and_does_not_show_it() -> None:

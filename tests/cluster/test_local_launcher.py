@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,10 +13,10 @@ import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._forkserver import borrow_template, close_idle_template, prepare_template, return_template
+from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
-from gradwire.cluster.local import LocalLauncher
+from gradwire.cluster.local_launcher import LocalLauncher
 from gradwire.config import WorkerConfig
 from gradwire.errors import WorkerStartFailed
 from gradwire.testing import wait_until
@@ -34,7 +36,7 @@ def _specs(count: int, **changes: object) -> list[WorkerSpec]:
 
 
 def _ignore(handle: WorkerHandle) -> None:
-    """Nobody wants to know."""
+    """For tests in which no worker is lost."""
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def launcher() -> Iterator[LocalLauncher]:
 
 def test_it_is_a_launcher(launcher: LocalLauncher) -> None:
     seam: Launcher = launcher
-    assert repr(seam).startswith("<LocalLauncher template pid=")
+    assert repr(seam).startswith("<LocalLauncher fork server pid=")
 
 
 def test_workers_start_and_leave_in_good_order(launcher: LocalLauncher) -> None:
@@ -68,25 +70,25 @@ def test_workers_start_and_leave_in_good_order(launcher: LocalLauncher) -> None:
     assert repr(launcher) == "<LocalLauncher closed, 0 workers>"
 
 
-def test_the_template_is_kept_for_the_next_launcher() -> None:
-    first = borrow_template(60)
-    second = borrow_template(60)
+def test_the_fork_server_is_kept_for_the_next_launcher() -> None:
+    first = borrow_fork_server(60)
+    second = borrow_fork_server(60)
     assert second.pid != first.pid
-    return_template(first)
-    return_template(second)  # one is enough
+    return_fork_server(first)
+    return_fork_server(second)  # one is enough
     assert not second.is_alive
-    assert borrow_template(60) is first
-    return_template(first)
+    assert borrow_fork_server(60) is first
+    return_fork_server(first)
 
 
-def test_a_template_may_import_more_beforehand() -> None:
+def test_a_fork_server_may_import_more_beforehand() -> None:
     with pytest.raises(WorkerStartFailed, match="no_such_module"):
-        prepare_template(["no_such_module"], 60)
-    prepare_template(["colorsys", "pytest"], 60)
-    kept = borrow_template(60)
+        borrow_fork_server(60, ["no_such_module"])
+    return_fork_server(borrow_fork_server(60, ["colorsys", "pytest"]))
+    kept = borrow_fork_server(60)
     assert kept.modules == {"colorsys", "pytest"}
-    return_template(kept)
-    prepare_template(["colorsys"], 60)
+    return_fork_server(kept)
+    return_fork_server(borrow_fork_server(60, ["colorsys"]))
     with Cluster.local(1) as cluster:
         assert cluster.workers[0].call(tasks.is_imported, "colorsys")
         assert not cluster.workers[0].call(tasks.is_imported, "torch._dynamo")
@@ -103,7 +105,7 @@ def test_a_lost_worker_is_reported_once_with_its_reason(launcher: LocalLauncher)
     launcher.terminate(handles, 10)
     assert lost == [("worker1", "killed by SIGKILL")]
     assert handles[1].state is WorkerState.LOST
-    assert handles[1].rss_bytes() is None
+    assert launcher.rss_bytes(handles[1]) is None
     ended_at = handles[1].uptime_s
     assert handles[1].uptime_s == ended_at
 
@@ -135,28 +137,56 @@ def test_a_worker_that_is_too_slow_is_named(launcher: LocalLauncher) -> None:
         launcher.start(_specs(2), _ignore, 0.0)
 
 
-def test_the_death_of_the_template_is_the_death_of_its_workers(launcher: LocalLauncher) -> None:
+@pytest.mark.parametrize(
+    ("function", "num_before"),
+    [("os.memfd_create", 0), ("socket.socketpair", 0), ("os.pipe2", 0), ("os.pipe2", 1)],
+)
+def test_descriptors_that_run_out_are_told_and_none_is_left_open(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch, function: str, num_before: int
+) -> None:
+    module, _, name = function.partition(".")
+    original, num_calls = getattr(sys.modules[module], name), 0
+
+    def run_out(*args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > num_before:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(*args)
+
+    monkeypatch.setattr(function, run_out)
+    with pytest.raises(WorkerStartFailed, match=r"cannot start worker0: .*Too many open files"):
+        launcher.start(_specs(1), _ignore, 30)
+
+
+def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: LocalLauncher) -> None:
     handles = launcher.start(_specs(2), _ignore, 30)
-    os.kill(launcher._template.pid, signal.SIGKILL)
+    os.kill(launcher._fork_server.pid, signal.SIGKILL)
     for handle in handles:
         assert launcher.wait_exit(handle, 10)
-        assert handle.exit_reason == "killed because the template process ended"
+        assert handle.exit_reason == "killed because the fork server ended"
         assert handle.pid is not None
         wait_until(lambda pid=handle.pid: not is_there(pid))
 
 
-def test_a_template_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_idle_template()
+def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_idle_fork_server()
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(WorkerStartFailed, match=r"(?s)template process ended before it was ready.*ModuleNotFoundError"):
+    with pytest.raises(WorkerStartFailed, match=r"(?s)fork server ended before it was ready.*ModuleNotFoundError"):
         LocalLauncher(60)
 
 
-def test_a_template_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    close_idle_template()
+def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_idle_fork_server()
     with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
         LocalLauncher(0.0)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")] == []
+
+
+def test_there_may_be_no_limit_to_the_time_of_a_start() -> None:
+    close_idle_fork_server()
+    with Cluster.local(1, start_timeout=float("inf")) as cluster:
+        assert cluster.workers[0].call(tasks.add, 1) == 2
 
 
 def test_a_base_folder_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
