@@ -50,3 +50,14 @@ class Carried(Generic[T]):
         elif _has(self._name):
             _remove(self._name)
         return before
+
+
+# used by rref
+
+CppList: Any = getattr(torch._C, "ScriptList", list)  # a list that C++ has: its tensors are referred to from there
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to the memory of a storage, this object among them."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

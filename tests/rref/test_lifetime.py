@@ -196,12 +196,12 @@ def test_a_reference_that_comes_back_while_the_old_one_ends(make_agents: Callabl
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
     rref_id = rref._state.rref_id
-    fork_id, _ = known.depart(rref._state, "b", Passage())
-    state = known.arrive(rref_id, fork_id, known.own, references.of(b).own, None)
+    fork_id, _ = known.fork_for(rref._state, "b", Passage())
+    state = known.receive(rref_id, fork_id, known.own, references.of(b).own, None)
     del rref
     known.take_dropped()
     again = RRef._of(known, state)
-    known._decisions.do(known._decisions.ownership.delete_received(references.of(b).own, rref_id, fork_id, False))
+    known._apply(known._ownership.delete_received(references.of(b).own, rref_id, fork_id, False))
     assert again.local_value() == [1]
     del again, state
 
@@ -211,11 +211,11 @@ def test_two_that_come_back_at_once_are_counted_each(make_agents: Callable[..., 
     known, other = references.of(a), references.of(b).own
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
-    rref_id, (fork_id, _) = rref._state.rref_id, known.depart(rref._state, "b", Passage())
-    states = [known.arrive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
+    rref_id, (fork_id, _) = rref._state.rref_id, known.fork_for(rref._state, "b", Passage())
+    states = [known.receive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
     first, second = (RRef._of(known, state) for state in states)
     del rref, second
-    known._decisions.do(known._decisions.ownership.delete_received(other, rref_id, fork_id, False))
+    known._apply(known._ownership.delete_received(other, rref_id, fork_id, False))
     known.take_dropped()
     assert first.local_value() == [1]
     del first, states

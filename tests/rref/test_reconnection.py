@@ -145,7 +145,7 @@ def test_one_that_is_struck_off_meanwhile_is_told(make_agents: MakeAgents, meet:
     a.call("b", tasks.keep, ("x", rref))
     held = tasks.KEPT.pop("x")
     wait_until(lambda: not references.of(a).statistics().num_children, 10.0, "that its arrival is known")
-    references.of(a)._delivery._lose(references.of(b).own, "test", is_told=False)
+    references.of(a)._lose(references.of(b).own, "test")
     wait_until(lambda: not references.of(a).holders(), 10.0, "that b is struck off")
     assert "broken" not in repr(held)
     meet(a)
@@ -231,14 +231,14 @@ def test_nothing_is_kept_for_an_earlier_life_of_a_worker_that_was_restarted(make
     a, b = make_agents(2)
     held = [make_there(b, "a") for _ in range(3)] + [make_there(a, "b")]
     assert [rref.to_here().tolist() for rref in held] == [[1.0] * 3] * 4
-    known, earlier = references.of(a)._decisions, (b.info.id, b.address.incarnation)
+    known, earlier = references.of(a), (b.info.id, b.address.incarnation)
     ends = Ends(a)
     reset_connections(b)
     b.close()
     ends.wait(("a", "b"))
-    wait_until(lambda: known.ownership.num_remembered > 0, 10.0, "that what b held is struck off")
-    assert earlier in known.outbox._channels
+    wait_until(lambda: known._ownership.num_remembered > 0, 10.0, "that what b held is struck off")
+    assert earlier in known._outbox._channels
     with contextlib.closing(start_worker(b.info, b.config, a.directory, after=earlier[1])) as again:
         again.call("a", tasks.make, (1.0,))
-        assert earlier not in known.outbox._channels
-        assert known.ownership.num_remembered == 0
+        assert earlier not in known._outbox._channels
+        assert known._ownership.num_remembered == 0

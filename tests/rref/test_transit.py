@@ -58,7 +58,7 @@ def value_of(agent: Agent, value: Any) -> RRef[Any]:
 
 def ask_now(agent: Agent) -> None:
     """As if nothing had been heard for a long time of what this worker has sent."""
-    references.of(agent)._delivery._flush_later()
+    references.of(agent)._on_timer()
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_a_call_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         first = a.submit("b", wait_gate)
         second = threading.Thread(target=lambda: a.call("b", keep, (rref,)))
         second.start()
-        wait_until(lambda: bool(references.of(a)._decisions.passages), WAIT_S, "that the reference is packed")
+        wait_until(lambda: bool(references.of(a)._transits), WAIT_S, "that the reference is packed")
         ask_now(a)
         ask_now(a)
         assert asked == []
@@ -141,4 +141,4 @@ def test_a_value_for_oneself_that_is_dropped_before_it_is_made() -> None:
         busy.wait()
         wait_until(lambda: bool(made), WAIT_S, "that the function runs")
         wait_until(lambda: made[0]() is None, WAIT_S, "that nothing keeps the value")
-        assert not known._decisions.owned
+        assert not known._owned

@@ -9,7 +9,7 @@ import torch
 
 from gradwire import rpc
 from gradwire.errors import DecodeError, NotExposed, RpcTimeout, RRefError
-from gradwire.rref import _ownership as _holdings
+from gradwire.rref import _ownership
 from gradwire.rref import context as references
 from gradwire.rref import owner as operations
 from gradwire.rref.api import RRef, create
@@ -104,7 +104,7 @@ def test_functions_that_are_not_exposed_make_no_value(make_agents: MakeAgents) -
 )
 def test_forged_ids_are_refused(make_agents: MakeAgents, args: tuple[object, ...]) -> None:
     a, _ = make_agents(2, trust="data")
-    with pytest.raises(DecodeError, match="not the id of a reference"):
+    with pytest.raises(DecodeError, match="not a valid reference id"):
         a.call("b", "gradwire.rref.fetch", args)
 
 
@@ -161,7 +161,7 @@ def test_nobody_waits_in_the_name_of_another_worker(make_agents: MakeAgents, tru
 
 
 def test_number_of_values_that_never_come_is_bounded(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_holdings, "_MAX_EXPECTED", 3)
+    monkeypatch.setattr(_ownership, "_MAX_EXPECTED", 3)
     a, b, _ = make_agents(3, trust="data")
     own = references.of(b).own
     futures = [b.submit("a", operations.FETCH, (invented(b, number), own), timeout_s=0.3) for number in range(3)]
