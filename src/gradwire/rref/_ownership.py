@@ -425,6 +425,8 @@ class Ownership:
         if fork.phase is ForkPhase.CONFIRMED:
             return []
         fork.phase, fork.maker = ForkPhase.CONFIRMED, None
+        if fork.parent is None and fork.is_needed:  # mostly
+            return [Confirmed(fork_id)]
         return [Confirmed(fork_id), *self._accept(fork_id), *self._delete_if_unneeded(fork_id)]
 
     def _delete_if_unneeded(self, fork_id: int) -> list[Action]:

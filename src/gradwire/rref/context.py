@@ -77,31 +77,33 @@ class Access(NamedTuple):
     can_expect: bool  # it may wait for one more value that calls of its own are to make
 
 
-class EffectLock:
-    """A lock. Functions that are deferred while it is held are called, in order, once it is released."""
+class Effects:
+    """A block that holds a lock; functions that are deferred in it are called, in order, once the lock is released.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards `_effects`, and what the user of this class says
-        self._effects: list[Callable[[], Any]] = []
+    Args:
+        lock: The lock.
+
+    Attributes:
+        defer: Called with such a function, while the lock is held.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._deferred: collections.deque[Callable[[], Any]] = collections.deque()  # guarded by the lock
+        self.defer = self._deferred.append
 
     def __enter__(self) -> None:
         self._lock.acquire()
 
     def __exit__(self, *_: Any) -> None:
-        effects = self._effects
-        if not effects:
-            self._lock.release()
-            return
-        self._effects = []
+        effects = list(self._deferred)
+        self._deferred.clear()
         self._lock.release()
         for effect in effects:
             try:
                 effect()
             except Exception:  # a callback of the program's; the other effects must happen all the same
                 _log.exception("a callback of a reference failed")
-
-    def defer(self, effect: Callable[[], Any]) -> None:
-        self._effects.append(effect)
 
 
 class FlushTimer:
@@ -220,8 +222,10 @@ class References:
         self.own: Worker = (agent.info.id, agent.address.incarnation)
         first = (agent.info.id << COUNTER_BITS) | first_counter(agent.address.incarnation)
         self.new_id: Callable[[], int] = itertools.count(first).__next__
-        # Guards what follows, down to `_unreached`. Nothing is sent, freed or called back while it is held.
-        self._lock = EffectLock()
+        # Guards what follows, down to `_unreached`. Nothing is sent, freed or called back while it is held: `_effects` holds
+        # it for a while and does that afterwards. Where the protocol takes no actions, the lock alone is enough.
+        self._lock = threading.Lock()
+        self._effects = Effects(self._lock)
         self._protocol = ReferenceProtocol(self.own)
         self._ownership, self._outbox = self._protocol.ownership, self._protocol.outbox
         self._owned: dict[int, Owned] = {}  # values here that others know of
@@ -262,7 +266,7 @@ class References:
         with self._lock:
             return ReferenceStatistics(*self._ownership.counts, self._outbox.num_open)
 
-    # -- what the protocol decides; the caller holds the lock ----------------------------------------------------------
+    # -- what the protocol decides; the caller is in a block of `_effects` -----------------------------------------------
 
     def _apply(self, actions: Iterable[Action]) -> None:
         self._act(self._protocol.put(actions))
@@ -276,27 +280,24 @@ class References:
                     owned = self._owned.pop(rref_id, None)
                     if owned is not None:
                         owned.is_freed = True
-                        self._lock.defer(owned.free)
+                        self._effects.defer(owned.free)
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        self._lock.defer(functools.partial(owned.fail, functools.partial(_never_made, rref_id)))
+                        self._effects.defer(functools.partial(owned.fail, functools.partial(_never_made, rref_id)))
                 case Forget(fork_id):
                     self._forks.pop(fork_id, None)
                 case Confirmed(fork_id):
                     fork = self._forks.get(fork_id)
                     if fork is not None:
-                        self._lock.defer(fork.confirm)
+                        self._effects.defer(fork.confirm)
                 case Break(fork_id, reason):
                     fork = self._forks.get(fork_id)
                     if fork is not None:
                         error = functools.partial(_broken, fork.rref_id, fork.owner.name, reason)
-                        self._lock.defer(functools.partial(fork.end, error))
+                        self._effects.defer(functools.partial(fork.end, error))
 
-    def _see(self, worker: Worker) -> None:
-        """A message came from a worker, or goes to it: unless it was its last, the worker is not dead."""
-        if self._ownership.is_presumed_dead(worker) and not self._peers.is_gone(worker):
-            self._act(self._protocol.worker_seen(worker))
+    # -- small steps; the caller holds the lock --------------------------------------------------------------------------
 
     def _share(self, owned: Owned) -> None:
         if not owned.is_shared:
@@ -343,12 +344,12 @@ class References:
             DecodeError: The ids are those of another worker.
             RRefError: That worker has given the value up already, or holds too many references.
         """
+        if user == self.own:  # not found: dropped before it was made, so that no code will see it
+            return self._owned.get(rref_id) or Owned(rref_id)
+        if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
+            raise DecodeError(f"worker {user[0]} asked for a value in the name of another: {describe(rref_id)}")
+        self._see(user)
         with self._lock:
-            if user == self.own:  # not found: dropped before it was made, so that no code will see it
-                return self._owned.get(rref_id) or Owned(rref_id)
-            if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
-                raise DecodeError(f"worker {user[0]} asked for a value in the name of another: {describe(rref_id)}")
-            self._see(user)
             if self._ownership.value_created(rref_id, fork_id, user):
                 return self._find_or_expect(rref_id)
             can_hold = self._ownership.can_hold(user)
@@ -379,8 +380,8 @@ class References:
         """Return a reference to a value that a call is going to make on another worker."""
         worker, rref_id, fork_id = (owner.info.id, owner.incarnation), self.new_id(), self.new_id()
         fork = UserFork(rref_id, fork_id, owner.info, worker, is_first=True, is_used=False)
+        self._see(worker)
         with self._lock:
-            self._see(worker)
             self._forks[fork_id] = fork
             self._ownership.fork_created(rref_id, fork_id, worker)
         return fork
@@ -402,15 +403,21 @@ class References:
     def on_created(self, fork: UserFork) -> None:
         """The owner has the value."""
         with self._lock:
-            self._apply(self._ownership.confirmed(fork.fork_id, fork.owner_life))
+            actions = self._ownership.confirmed(fork.fork_id, fork.owner_life)
+        if len(actions) > 1:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
+            with self._effects:
+                self._apply(actions)
+        fork.confirm()
 
     def on_failed(self, state: Owned | UserFork, error: Exception) -> None:
         """The call that was to make a value has failed."""
         if isinstance(state, Owned):
             state.fail(copies_of(error))
             return
-        with self._lock:
-            self._lock.defer(functools.partial(state.end, copies_of(error)))  # first: it tells more than a broken fork
+        with self._effects:
+            self._effects.defer(
+                functools.partial(state.end, copies_of(error))
+            )  # first: it tells more than a broken fork
             self._apply(self._ownership.fork_failed(state.fork_id, str(error)))
 
     def watch(self, fork: UserFork) -> None:
@@ -446,8 +453,8 @@ class References:
             state.use()
         receiver = (self.agent.worker_info(to).id, self.agent.incarnation_of(to))
         child, maker, parent = self.new_id(), None, None
+        self._see(receiver)
         with self._lock:
-            self._see(receiver)
             if isinstance(state, UserFork):
                 parent = state.fork_id
                 maker = self._ownership.maker_of(parent)
@@ -474,10 +481,10 @@ class References:
             return self._receive_own(rref_id, fork_id)
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
         fork = UserFork(rref_id, fork_id, info, owner)
-        with self._lock:
+        self._see(sender)
+        with self._effects:
             actions = None
             if self._peers.was_connected(sender):
-                self._see(sender)
                 if maker is not None and owner == self.own and not self._peers.may_make(maker, rref_id):
                     maker = None
                 actions = self._ownership.received(rref_id, fork_id, owner, sender, maker)
@@ -508,7 +515,7 @@ class References:
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
         """A message with references will never arrive."""
-        with self._lock:
+        with self._effects:
             for child in cargo.values():
                 if type(child) is int:
                     self._transits.pop(child, None)
@@ -534,7 +541,7 @@ class References:
         """Tell the protocol of the references that were let go of."""
         self._is_drop_planned = False
         while self._dropped:
-            with self._lock:
+            with self._effects:
                 for _ in range(_MAX_DROPPED):  # other threads want the lock as well
                     try:
                         state = self._dropped.popleft()
@@ -548,7 +555,7 @@ class References:
             return
         if isinstance(state, UserFork):
             if not state.is_done:
-                self._lock.defer(functools.partial(self.watch, state))
+                self._effects.defer(functools.partial(self.watch, state))
             self._apply(self._ownership.fork_dropped(state.fork_id))
         elif state.is_shared:
             self._apply(self._ownership.value_dropped(state.rref_id))
@@ -556,10 +563,10 @@ class References:
     def delete_all(self) -> None:
         """Delete every reference of this worker to values elsewhere, also those that its code still has."""
         self.take_dropped()
-        with self._lock:
+        with self._effects:
             for fork in list(self._forks.values()):
                 self._apply(self._ownership.fork_dropped(fork.fork_id))
-                self._lock.defer(functools.partial(fork.end, deleted(fork.rref_id)))
+                self._effects.defer(functools.partial(fork.end, deleted(fork.rref_id)))
         self._flush()
 
     def _on_leave(self, deadline: float) -> None:
@@ -584,7 +591,7 @@ class References:
         """In a service thread: send what waits, ask for what is overdue, send again what may be lost."""
         now = time.monotonic()
         self.take_dropped()
-        with self._lock:
+        with self._effects:
             # Those to a worker that is back are new here.
             self._transits = {child: self._transits.get(child) or Transit(now) for child in self._ownership.children()}
             overdue = {child: item for child, item in self._transits.items() if item.asked_at <= now - _ASK_S}
@@ -638,8 +645,8 @@ class References:
             raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
         if batch.to != self.own or batch.sender[1] != self.agent.newest_incarnation(sender.name):
             return  # for an earlier incarnation of this worker, or from one of the other
-        with self._lock:
-            self._see(batch.sender)
+        self._see(batch.sender)
+        with self._effects:
             self._act(self._protocol.batch_received(batch, self._peers))
         self._flush_urgent()
 
@@ -659,8 +666,16 @@ class References:
         worker = (address.info.id, address.incarnation)
         with self._lock:
             self._protocol.incarnation_ended((address.info.id, address.incarnation - 1))  # earlier ones cannot return
-            is_back = self._ownership.is_presumed_dead(worker)
-            self._see(worker)
+        self._see(worker)
+
+    def _see(self, worker: Worker) -> None:
+        """A message came from a worker, or goes to it: unless it was its last, the worker is not dead."""
+        if not self._ownership.is_presumed_dead(worker):
+            return
+        with self._effects:
+            is_back = self._ownership.is_presumed_dead(worker) and not self._peers.is_gone(worker)
+            if is_back:
+                self._act(self._protocol.worker_seen(worker))
         if is_back:
             self.agent.reactor.run_soon(self._flush_urgent)
 
@@ -669,7 +684,7 @@ class References:
         with self._lock:
             has_any = any(self._ownership.counts)
         survivors = self._peers.survivors(worker) if has_any else []
-        with self._lock:
+        with self._effects:
             if is_reported and not self._peers.is_gone(worker):
                 self._outbox.cut(worker[0])
             else:
@@ -680,7 +695,7 @@ class References:
 
     def _refute(self, worker: Worker) -> None:
         """Another incarnation answers: this one has ended before it was ever connected, or was invented."""
-        with self._lock:
+        with self._effects:
             self._act(self._protocol.worker_refuted(worker, "it was restarted"))
         self._flush_urgent()
 

@@ -8,11 +8,10 @@ call arrives, or is known as its maker.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -187,7 +186,7 @@ def _make(
 ) -> Any:
     """Run a function and keep its result; return a copy of it for the caller if it is small and not shared."""
     is_async = is_async_execution(function)
-    with _failing(agent, owned):
+    try:
         value = _run(function, args, kwargs)
         if type(value) is Later:
             return Later(_make_later(agent, owned, value.future))
@@ -201,6 +200,8 @@ def _make(
         is_early = may_be_early and is_unshared(value)
         owned.set(value)
         return value if is_early else None
+    except BaseException as error:
+        _fail(agent, owned, error)
     if not is_async:
         return None
     failed: InterruptibleFuture[None] = InterruptibleFuture()
@@ -212,22 +213,20 @@ def _make_later(agent: Agent, owned: Owned, future: Any) -> InterruptibleFuture[
     answer: InterruptibleFuture[None] = InterruptibleFuture()
 
     def on_done(done: Any) -> None:
-        with _failing(agent, owned):
+        try:
             owned.set(done.value() if hasattr(done, "value") else done.wait())
+        except BaseException as error:
+            _fail(agent, owned, error)
         answer.set_result(None)
 
     future.add_done_callback(on_done)
     return answer
 
 
-@contextlib.contextmanager
-def _failing(agent: Agent, owned: Owned) -> Iterator[None]:
-    """Make what the program's function raises the outcome of the value."""
-    try:
-        yield
-    except BaseException as error:
-        info = describe_exception(error, agent.info.name, agent.config.limits)
-        owned.fail(lambda: rebuild_exception(info, agent.trust))
+def _fail(agent: Agent, owned: Owned, error: BaseException) -> None:
+    """Make what the program's function raised the outcome of the value."""
+    info = describe_exception(error, agent.info.name, agent.config.limits)
+    owned.fail(lambda: rebuild_exception(info, agent.trust))
 
 
 def is_unshared(value: Any) -> bool:

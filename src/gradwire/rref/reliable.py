@@ -74,6 +74,7 @@ class Outbox:
         self._channels: dict[Worker, Channel] = {}
         self._due: set[Worker] = set()  # workers to which there may be something to send
         self._over: dict[int, int] = {}  # by rank: the latest incarnation that is known to have ended
+        self.has_messages = False  # there may be more to send than acknowledgements
         self.has_urgent = False  # a worker waits for a message that is to be sent
 
     def __repr__(self) -> str:
@@ -88,11 +89,12 @@ class Outbox:
         channel.waiting.append(message)
         if not channel.is_suspended:
             self._due.add(to)
+            self.has_messages = True
             self.has_urgent = self.has_urgent or not isinstance(message, _NOT_URGENT)
 
     def take(self) -> list[Batch]:
         """Return all that has to be sent now."""
-        self.has_urgent = False
+        self.has_messages = self.has_urgent = False
         due, self._due = self._due, set()
         return [batch for to in due for batch in self._take_for(to, self._channels[to])]
 
@@ -127,6 +129,7 @@ class Outbox:
             del known[number]
         if channel.waiting:
             self._due.add(batch.sender)
+            self.has_messages = True
         number = batch.number
         if not number:
             return False
@@ -150,7 +153,7 @@ class Outbox:
         """A connection with a living worker ended: what was in flight may be lost."""
         for worker, channel in self._channels.items():
             if worker[0] == rank:
-                channel.must_repeat = channel.must_acknowledge = True
+                channel.must_repeat = channel.must_acknowledge = self.has_messages = True
                 self._due.add(worker)
 
     def suspend(self, worker: Worker) -> None:
@@ -185,11 +188,6 @@ class Outbox:
         if channel is None:
             channel = self._channels[worker] = Channel()
         return channel
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether there are messages to send."""
-        return any(self._channels[to].waiting for to in self._due)
 
     @property
     def is_empty(self) -> bool:

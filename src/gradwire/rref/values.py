@@ -83,11 +83,10 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
 
     def _notify(self) -> None:
         """Call back those that wait, once it is done."""
-        if self._waiters is not None:
-            with _lock:
-                waiters, self._waiters = self._waiters, None
-            for callback in waiters or ():
-                callback()
+        with _lock:
+            waiters, self._waiters = self._waiters, None
+        for callback in waiters or ():
+            callback()
 
 
 class Owned(_Awaited, eq=False):
@@ -117,7 +116,8 @@ class Owned(_Awaited, eq=False):
             if self.is_done:
                 return False
             self.value, self.error, self.is_done = value, error, True
-        self._notify()
+        if self._waiters is not None:
+            self._notify()
         return True
 
     def free(self) -> None:
@@ -184,7 +184,8 @@ class UserFork(_Awaited, eq=False):
         """The owner has listed it."""
         with _lock:
             self.is_done = True
-        self._notify()
+        if self._waiters is not None:
+            self._notify()
 
     def end(self, error: Callable[[], Exception]) -> None:
         """It cannot be used any more."""
@@ -192,7 +193,8 @@ class UserFork(_Awaited, eq=False):
             if self.error is not None:
                 return
             self.error, self.early, self.is_done = error, None, True
-        self._notify()
+        if self._waiters is not None:
+            self._notify()
 
     def closed(self) -> UserFork:
         """Return what a reference that was closed refers to."""

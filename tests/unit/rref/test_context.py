@@ -11,11 +11,11 @@ import pytest
 from gradwire.rpc.agent import Agent
 from gradwire.rref import context
 from gradwire.rref._messages import Accept
-from gradwire.rref.context import EffectLock
+from gradwire.rref.context import Effects
 
 
 def test_effects_happen_in_order_when_the_lock_is_released() -> None:
-    lock, done = EffectLock(), []
+    lock, done = Effects(threading.Lock()), []
     with lock:
         lock.defer(lambda: done.append("first"))
         lock.defer(lambda: done.append("second"))
@@ -27,7 +27,7 @@ def test_effects_happen_in_order_when_the_lock_is_released() -> None:
 
 
 def test_an_effect_that_fails_keeps_no_other_from_happening(caplog: pytest.LogCaptureFixture) -> None:
-    lock, done = EffectLock(), []
+    lock, done = Effects(threading.Lock()), []
 
     def fail() -> None:
         done.append("failed")
@@ -41,7 +41,7 @@ def test_an_effect_that_fails_keeps_no_other_from_happening(caplog: pytest.LogCa
 
 
 def test_other_threads_do_not_cause_effects_of_what_is_still_being_decided() -> None:
-    lock, done, entered = EffectLock(), [], threading.Event()
+    lock, done, entered = Effects(threading.Lock()), [], threading.Event()
 
     def use() -> None:
         entered.set()
@@ -59,7 +59,7 @@ def test_other_threads_do_not_cause_effects_of_what_is_still_being_decided() -> 
 
 
 def test_an_effect_may_take_the_lock() -> None:
-    lock, done = EffectLock(), []
+    lock, done = Effects(threading.Lock()), []
 
     def nested() -> None:
         with lock:
@@ -74,7 +74,7 @@ def test_messages_are_planned_before_callbacks_run(make_agents: Callable[..., li
     """A callback may wait for an answer to them."""
     a, b = make_agents(2)
     known, planned = context.of(a), []
-    with known._lock:
-        known._lock.defer(lambda: planned.append(known._timer._flush_at < float("inf")))
+    with known._effects:
+        known._effects.defer(lambda: planned.append(known._timer._flush_at < float("inf")))
         known._apply([Accept(context.of(b).own, 7)])
     assert planned == [True]
