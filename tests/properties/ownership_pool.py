@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gradwire.rref._messages import LocalAction, Worker
-from gradwire.rref._ownership import Ownership, ReferenceProtocol
+from gradwire.rref._ownership import Ownership, RecentIds, ReferenceProtocol
 from gradwire.rref.reliable import Batch, Channel
 
 
@@ -43,13 +43,19 @@ def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
     mine._children = {key: copy.copy(child) for key, child in machine._children.items()}
     mine._listed = {key: dict(listed) for key, listed in machine._listed.items()}
     mine._num_expected = dict(machine._num_expected)
-    mine._ended = {key: known.copy() for key, known in machine._ended.items()}
+    mine._ended = {key: _copied_ids(known) for key, known in machine._ended.items()}
     mine._over = dict(machine._over)
     mine._deaths = copy.deepcopy(machine._deaths)
     twin.outbox = copy.copy(outbox)
     twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}
     twin.outbox._due = set(outbox._due)
     twin.outbox._over = dict(outbox._over)
+    return twin
+
+
+def _copied_ids(known: RecentIds) -> RecentIds:
+    twin = RecentIds()
+    twin.latest, twin.older = set(known.latest), set(known.older)
     return twin
 
 
@@ -122,7 +128,9 @@ class Machine:
         self.sent = frozenset((to, frozen(channel)) for to, channel in channels.items() if channel != Channel())
         suspended = ((to, channel) for to, channel in channels.items() if channel.is_suspended)
         self.kept_back = frozenset((to, frozenset(channel.waiting)) for to, channel in suspended)
-        self.ended = frozenset((worker, number) for worker, known in state._ended.items() for number in known)
+        self.ended = frozenset(
+            (worker, number) for worker, known in state._ended.items() for number in known.latest | known.older
+        )
         batches = [batch for channel in channels.values() for batch in channel.unacknowledged.values()]
         messages = [message for batch in batches for message in batch.messages]
         messages += [message for channel in channels.values() for message in channel.waiting]

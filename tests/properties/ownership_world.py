@@ -390,10 +390,10 @@ class World:
 
     def _leftover(self, rank: int) -> str:
         machine, outbox = self.machine(rank), self._machines[rank].protocol.outbox
-        is_clean = not (any(machine.counts) or machine.retained() or machine._listed or machine._num_expected)
+        is_clean = not (any(machine.counts) or machine._deaths.retained or machine._listed or machine._num_expected)
         if is_clean and not outbox.num_open:
             return ""
-        return f"{machine!r} retains {machine.retained()}; {outbox!r}"
+        return f"{machine!r} retains {sorted(machine._deaths.retained)}; {outbox!r}"
 
     def _apply_all(self, *kinds: Any) -> None:
         for kind in kinds:

@@ -14,6 +14,7 @@ import torch
 from gradwire import rpc
 from gradwire.rpc import RRef
 from gradwire.rref import context as references
+from gradwire.rref._ownership import Ownership
 from gradwire.testing import wait_until
 
 KEPT: dict[str, Any] = {}
@@ -198,3 +199,8 @@ def add_one_here(rref: RRef[torch.Tensor]) -> None:
 
 def add_one_there(rref: RRef[torch.Tensor]) -> None:
     rref.rpc_sync().add_(1)
+
+
+def num_remembered(ownership: Ownership) -> int:
+    """How many ids of forks and values that ended a worker remembers."""
+    return sum(len(ids.latest | ids.older) for ids in ownership._ended.values())

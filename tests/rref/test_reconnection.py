@@ -236,9 +236,9 @@ def test_nothing_is_kept_for_an_earlier_life_of_a_worker_that_was_restarted(make
     reset_connections(b)
     b.close()
     ends.wait(("a", "b"))
-    wait_until(lambda: known._ownership.num_remembered > 0, 10.0, "that what b held is struck off")
+    wait_until(lambda: tasks.num_remembered(known._ownership) > 0, 10.0, "that what b held is struck off")
     assert earlier in known._outbox._channels
     with contextlib.closing(start_worker(b.info, b.config, a.directory, after=earlier[1])) as again:
         again.call("a", tasks.make, (1.0,))
         assert earlier not in known._outbox._channels
-        assert known._ownership.num_remembered == 0
+        assert tasks.num_remembered(known._ownership) == 0

@@ -5,7 +5,6 @@ A *fork* is one worker's reference to a value of another; see `_ownership`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -89,37 +88,32 @@ class AcknowledgeDeath(_Message, frozen=True, tag=7):
     round: Number
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(msgspec.Struct, frozen=True):
     """This value has no holders left."""
 
     rref_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """This value was expected and will never be made."""
 
     rref_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
+class Break(msgspec.Struct, frozen=True):
     """This fork cannot be used any more."""
 
     fork_id: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
+class Confirmed(msgspec.Struct, frozen=True):
     """The owner has listed this fork."""
 
     fork_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """This fork is not needed any more."""
 
     fork_id: int

@@ -37,7 +37,7 @@ Every event names the worker that it comes from, and changes only what that work
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import msgspec
@@ -118,26 +118,17 @@ class RecentIds:
     Two sets take turns, so that forgetting the oldest ids costs nothing for each id.
     """
 
-    def __init__(self, latest: Iterable[int] = (), older: Iterable[int] = ()) -> None:
-        self._latest = set(latest)
-        self._older = set(older)
+    def __init__(self) -> None:
+        self.latest: set[int] = set()
+        self.older: set[int] = set()
 
     def __contains__(self, number: int) -> bool:
-        return number in self._latest or number in self._older
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._latest | self._older)
-
-    def __len__(self) -> int:
-        return len(self._latest | self._older)
+        return number in self.latest or number in self.older
 
     def add(self, number: int) -> None:
-        self._latest.add(number)
-        if len(self._latest) >= _MEMORY // 2:
-            self._latest, self._older = set(), self._latest
-
-    def copy(self) -> RecentIds:
-        return RecentIds(self._latest, self._older)
+        self.latest.add(number)
+        if len(self.latest) >= _MEMORY // 2:
+            self.latest, self.older = set(), self.latest
 
 
 class DeadWorkers:
@@ -249,7 +240,6 @@ class Ownership:
         return self._num_expected.get(by, 0) < _MAX_EXPECTED
 
     def can_hold(self, worker: Worker) -> bool:
-        """Return whether a worker may hold one more reference to values of this one."""
         return len(self._listed.get(worker, ())) < _MAX_HELD
 
     def children(self) -> list[int]:
@@ -259,15 +249,6 @@ class Ownership:
     def holders(self) -> dict[Worker, int]:
         """Return how many forks of values of this worker each other worker has."""
         return {worker: len(listed) for worker, listed in self._listed.items()}
-
-    def retained(self) -> list[Worker]:
-        """Return the dead workers whose references are retained, because a survivor has not acknowledged a death."""
-        return sorted(self._deaths.retained)
-
-    @property
-    def num_remembered(self) -> int:
-        """Forks and values that ended and are remembered."""
-        return sum(map(len, self._ended.values()))
 
     @property
     def num_held(self) -> int:
@@ -570,14 +551,14 @@ class Ownership:
         held = self._listed.get(worker, {}) | in_transit
         # Others may have forks that are not listed, but protected by those that are listed here or were sent from here.
         reports = self._deaths.add(worker, others, held, has_shared=bool(self._children or self._listed))
-        actions = self._break_all(worker, reason)
+        actions = self.break_forks_of(worker, reason)
         for rref_id in [rref_id for rref_id, value in self._values.items() if value.maker == worker]:
             actions += [*self._give_up_expecting(rref_id, worker), *self._free_if_unheld(rref_id)]
         return [*actions, *self._acknowledge_death(worker), *reports, *self._forget_dead()]
 
-    def worker_refuted(self, worker: Worker, reason: str = _LOST) -> list[Action]:
-        """No such worker ever existed: another worker invented it."""
-        return self._break_all(worker, reason)
+    def break_forks_of(self, owner: Worker, reason: str = _LOST) -> list[Action]:
+        """A worker is lost, or never existed: make the references to its values unusable."""
+        return self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == owner], reason)
 
     def incarnation_ended(self, worker: Worker) -> None:
         """An incarnation is known to have ended, and with it earlier ones: no message of theirs will arrive any more."""
@@ -598,9 +579,6 @@ class Ownership:
         """A survivor has noticed a death, and all that it got from the dead worker is listed."""
         self._deaths.acknowledged(by, dead, round_)
         return self._forget_dead()
-
-    def _break_all(self, owner: Worker, reason: str) -> list[Action]:
-        return self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == owner], reason)
 
     def _acknowledge_death(self, worker: Worker, *, is_gone: bool = False) -> list[Action]:
         is_dead = is_gone or worker in self._deaths.dead
@@ -647,19 +625,12 @@ class Ownership:
 
 
 class Surroundings(Protocol):
-    """What a worker knows of others besides their messages about references."""
+    """What a worker knows of others besides their messages about references; see `context.PeerKnowledge`."""
 
-    def may_make(self, worker: Worker, rref_id: int) -> bool:
-        """Return whether a call of that worker that makes that value may be in flight."""
-
-    def may_bring(self, worker: Worker) -> bool:
-        """Return whether a message of that worker may be here or in flight that was not unpacked yet."""
-
-    def is_connected(self, worker: Worker) -> bool:
-        """Return whether anything may still arrive from that worker."""
-
-    def was_connected(self, worker: Worker) -> bool:
-        """Return whether that worker was ever connected."""
+    def may_make(self, worker: Worker, rref_id: int) -> bool: ...
+    def may_bring(self, worker: Worker) -> bool: ...
+    def is_connected(self, worker: Worker) -> bool: ...
+    def was_connected(self, worker: Worker) -> bool: ...
 
 
 class ReferenceProtocol:
@@ -738,6 +709,6 @@ class ReferenceProtocol:
 
     def worker_refuted(self, worker: Worker, reason: str) -> list[LocalAction]:
         """No such worker ever existed."""
-        local = self.put(self.ownership.worker_refuted(worker, reason))
+        local = self.put(self.ownership.break_forks_of(worker, reason))
         self.outbox.drop(worker)
         return local
