@@ -13,7 +13,7 @@ import torch
 
 from gradwire import rpc
 from gradwire.rpc import RRef
-from gradwire.rref import context as references
+from gradwire.rref import context
 from gradwire.rref._ownership import Ownership
 from gradwire.testing import wait_until
 
@@ -23,7 +23,7 @@ gate = threading.Event()
 
 def counts() -> tuple[int, int, int, int]:
     """Values, forks, children and messages of this worker."""
-    found = references.here().statistics()
+    found = context.here().statistics()
     return found.num_values, found.num_forks, found.num_children, found.num_messages
 
 

@@ -132,16 +132,12 @@ class RecentIds:
 
 
 class DeadWorkers:
-    """The workers that one worker presumes dead, and which survivors have acknowledged their deaths.
-
-    Attributes:
-        dead: Workers that are presumed dead.
-        retained: References of some of them that are not forgotten yet: values by fork. What is sent to a worker after its
-            death was noticed is not among them: either it never leaves, or that worker is not dead.
-    """
+    """The workers that one worker presumes dead, and which survivors have acknowledged their deaths."""
 
     def __init__(self) -> None:
         self.dead: set[Worker] = set()
+        # Their references that are not forgotten yet: values by fork. What is sent to a worker after its death was noticed
+        # is not among them: either it never leaves, or that worker is not dead.
         self.retained: dict[Worker, dict[int, int]] = {}
         self._unacknowledged: set[tuple[Worker, Worker]] = set()  # (survivor, dead worker)
         self._rounds: dict[Worker, int] = {}  # by dead worker: how often it died; earlier acknowledgements do not count
@@ -193,11 +189,7 @@ class DeadWorkers:
 
 
 class Ownership:
-    """The references of one worker: those it holds, and those to its own values.
-
-    Args:
-        own: This worker.
-    """
+    """The references of one worker: those it holds, and those to its own values."""
 
     def __init__(self, own: Worker) -> None:
         self._own = own
@@ -634,15 +626,7 @@ class Surroundings(Protocol):
 
 
 class ReferenceProtocol:
-    """Both halves of the protocol for one worker: what becomes of references, and what is sent for it.
-
-    Args:
-        own: This worker.
-
-    Attributes:
-        ownership: Decides what becomes of references.
-        outbox: The messages to be sent.
-    """
+    """Both halves of the protocol for one worker: what becomes of references, and what is sent for it."""
 
     def __init__(self, own: Worker) -> None:
         self.ownership = Ownership(own)

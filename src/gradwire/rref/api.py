@@ -33,11 +33,7 @@ _backward: list[Backward] = []  # set by the layer above, which alone knows how
 
 
 class Proxy:
-    """Has every attribute: ``proxy.name(*args, **kwargs)`` makes a call.
-
-    Args:
-        call: Called with the method's name, the arguments and the keyword arguments.
-    """
+    """Has every attribute: ``proxy.name(*args, **kwargs)`` calls ``call(name, args, kwargs)``."""
 
     __slots__ = ("_call",)
 
@@ -262,12 +258,7 @@ class RRef(Generic[T]):
         return _rebuild, (self._pack(),)
 
     def _pack(self) -> tuple[Any, ...]:
-        """Return what another worker needs to make a reference of its own.
-
-        Raises:
-            RRefError: This is not done for a message.
-            OwnerLost: The reference cannot be used any more.
-        """
+        """Return what another worker needs to make a reference of its own."""
         trip, state, known = departing(), self._state, self._known
         if trip is None or trip.carrier is not known:
             raise RRefError(

@@ -78,14 +78,7 @@ class Access(NamedTuple):
 
 
 class Effects:
-    """A block that holds a lock; functions that are deferred in it are called, in order, once the lock is released.
-
-    Args:
-        lock: The lock.
-
-    Attributes:
-        defer: Called with such a function, while the lock is held.
-    """
+    """A block that holds a lock; functions that are deferred in it are called, in order, once the lock is released."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -107,12 +100,7 @@ class Effects:
 
 
 class FlushTimer:
-    """Calls a function in a service thread at the earliest of the times that are planned.
-
-    Args:
-        agent: The worker whose clock and threads are used.
-        flush: The function.
-    """
+    """Calls a function in a service thread at the earliest of the times that are planned."""
 
     def __init__(self, agent: Agent, flush: Callable[[], None]) -> None:
         self._reactor = agent.reactor
@@ -207,21 +195,13 @@ class Transit:
 
 
 class References:
-    """The references of one worker.
-
-    Args:
-        agent: The worker.
-
-    Attributes:
-        own: The worker by rank and incarnation.
-        new_id: Gives ids of values and forks.
-    """
+    """The references of one worker."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.own: Worker = (agent.info.id, agent.address.incarnation)
         first = (agent.info.id << COUNTER_BITS) | first_counter(agent.address.incarnation)
-        self.new_id: Callable[[], int] = itertools.count(first).__next__
+        self.new_id: Callable[[], int] = itertools.count(first).__next__  # of a value or fork
         # Guards what follows, down to `_unreached`. Nothing is sent, freed or called back while it is held: `_effects` holds
         # it for a while and does that afterwards. Where the protocol takes no actions, the lock alone is enough.
         self._lock = threading.Lock()
@@ -297,8 +277,6 @@ class References:
                         error = functools.partial(_broken, fork.rref_id, fork.owner.name, reason)
                         self._effects.defer(functools.partial(fork.end, error))
 
-    # -- small steps; the caller holds the lock --------------------------------------------------------------------------
-
     def _share(self, owned: Owned) -> None:
         if not owned.is_shared:
             owned.is_shared = True
@@ -315,11 +293,7 @@ class References:
     # -- values of this worker -------------------------------------------------------------------------------------
 
     def find(self, rref_id: int, maker: Worker | None = None) -> Owned:
-        """Return a value of this worker, which `maker` may still have to make.
-
-        Raises:
-            RRefError: It is not here and never will be.
-        """
+        """Return a value of this worker, which `maker` may still have to make."""
         owned = self._owned.get(rref_id)
         if owned is not None:
             return owned
@@ -428,12 +402,7 @@ class References:
             lane.reader.ensure_watched()
 
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
-        """Return the worker that may still have to make the value of a reference that is about to be used.
-
-        Raises:
-            OwnerLost, RRefError: The reference cannot be used any more.
-            RpcTimeout: The owner did not confirm it in time.
-        """
+        """Return the worker that may still have to make the value of a reference that is about to be used."""
         if not (fork.is_done or fork.is_first):
             fork.wait(deadline, f"reference {describe(fork.rref_id)} was not confirmed by its owner", fork.owner.name)
         fork.check()
@@ -442,12 +411,7 @@ class References:
     # -- references in messages ----------------------------------------------------------------------------------------
 
     def fork_for(self, state: Owned | UserFork, to: str, passage: Passage) -> tuple[int, Worker | None]:
-        """Make the fork that a message to another worker carries; return its id, and the worker that may still have to make
-        the value.
-
-        Raises:
-            OwnerLost, RRefError: The reference cannot be used any more.
-        """
+        """Make the fork that a message to another worker carries; return its id, and the maker if the value is expected."""
         if isinstance(state, UserFork):
             state.check()
             state.use()

@@ -90,10 +90,7 @@ def find_value(rref_id: Any, maker: Any) -> Any:
 
 
 def check_exposed(value: Any, name: str) -> None:
-    """
-    Raises:
-        NotExposed: The method is not marked with `gradwire.rpc.expose`.
-    """
+    """Raise `NotExposed` if a method of the value is not marked with `gradwire.rpc.expose`."""
     function = getattr(type(value), name, None)
     if function is None or exposed_name(function) is None:
         raise NotExposed(
@@ -111,11 +108,6 @@ def _find(rref_id: Any, maker: Any) -> Owned:
 
 
 def _check_caller(known: References, rref_id: int, maker: Worker | None, info: WorkerInfo) -> None:
-    """
-    Raises:
-        DecodeError: The caller names the calls of another worker.
-        RRefError: It may not ask for that value, or waits for too many that its calls have not made.
-    """
     agent = known.agent
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):

@@ -63,11 +63,7 @@ class Channel:
 
 
 class Outbox:
-    """The messages that one worker has to send to the others.
-
-    Args:
-        own: This worker.
-    """
+    """The messages that one worker has to send to the others."""
 
     def __init__(self, own: Worker) -> None:
         self._own = own

@@ -56,11 +56,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         callback()
 
     def wait(self, deadline: float, what: str, worker: str) -> None:
-        """Return when it is done.
-
-        Raises:
-            RpcTimeout: The deadline has passed.
-        """
+        """Return when it is done, or raise `RpcTimeout` with the words in `what`."""
         if self.is_done:
             return
         done = threading.Lock()  # a signal: released when it is done
@@ -72,12 +68,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
                 raise RpcTimeout(text, worker, "run")
 
     def check(self) -> None:
-        """
-        Raises:
-            OwnerLost: The owner is gone.
-            RRefError: The reference was deleted, or its value was freed or never made.
-            Exception: What the function raised that was to make the value.
-        """
+        """Raise the error if there is one: the owner is gone, it was deleted, or the function that makes it failed."""
         if self.error is not None:
             raise self.error()
 
@@ -126,21 +117,12 @@ class Owned(_Awaited, eq=False):
         self.value = self.leaves = None
 
     def wait_value(self, deadline: float, worker: str) -> Any:
-        """Return the value when it is made; `worker` is this worker's name.
-
-        Raises:
-            RpcTimeout: The deadline has passed.
-            Exception: What the function raised that was to make it.
-        """
+        """Return the value when it is made; `worker` is this worker's name."""
         self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not made", worker)
         return self.get()
 
     def get(self) -> Any:
-        """Return the value, once it is done.
-
-        Raises:
-            Exception: What the function raised that was to make it.
-        """
+        """Return the value, which is made, or raise what the function raised that was to make it."""
         value = self.value
         self.check()
         if time.monotonic() >= self._next_look:
@@ -148,9 +130,7 @@ class Owned(_Awaited, eq=False):
         return value
 
     def _look_at(self, value: Any) -> None:
-        """Keep its leaves, which may be others than before: a module gets other parameters, a tensor begins to require a
-        gradient.
-        """
+        # Its leaves may be others than before: a module gets other parameters, a tensor begins to require a gradient.
         self.leaves = keep_leaves(value)
         self._next_look = time.monotonic() + _LOOK_EVERY_S
 
