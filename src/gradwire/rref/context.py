@@ -286,8 +286,7 @@ class References:
     def _find_or_expect(self, rref_id: int) -> Owned:
         owned = self._owned.get(rref_id)
         if owned is None:
-            owned = self._owned[rref_id] = Owned(rref_id, num_local=0)
-            owned.is_shared = True
+            owned = self._owned[rref_id] = Owned(rref_id, num_local=0, is_shared=True)
         return owned
 
     # -- values of this worker -------------------------------------------------------------------------------------
@@ -389,9 +388,8 @@ class References:
             state.fail(copies_of(error))
             return
         with self._effects:
-            self._effects.defer(
-                functools.partial(state.end, copies_of(error))
-            )  # first: it tells more than a broken fork
+            # First: this error tells more than that of a broken fork.
+            self._effects.defer(functools.partial(state.end, copies_of(error)))
             self._apply(self._ownership.fork_failed(state.fork_id, str(error)))
 
     def watch(self, fork: UserFork) -> None:
