@@ -202,9 +202,9 @@ class References:
         self.own: Worker = (agent.info.id, agent.address.incarnation)
         first = (agent.info.id << COUNTER_BITS) | first_counter(agent.address.incarnation)
         self.new_id: Callable[[], int] = itertools.count(first).__next__  # of a value or fork
-        # Guards what follows, down to `_unreached`. Nothing is sent, freed or called back while it is held: `_effects` holds
-        # it for a while and does that afterwards. Where the protocol takes no actions, the lock alone is enough.
-        self._lock = threading.Lock()
+        # Nothing is sent, freed or called back while the lock is held: `_effects` holds it for a while and does that
+        # afterwards. Where the protocol takes no actions, the lock alone is enough.
+        self._lock = threading.Lock()  # guards what follows, down to `_unreached`
         self._effects = Effects(self._lock)
         self._protocol = ReferenceProtocol(self.own)
         self._ownership, self._outbox = self._protocol.ownership, self._protocol.outbox
