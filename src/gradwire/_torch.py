@@ -156,3 +156,14 @@ def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
 def set_metadata(state: Any, metadata: dict[str, dict[str, Any]]) -> None:
     """Set the versions of modules in a state dict; `load_state_dict` passes them to the modules."""
     state._metadata = metadata
+
+
+# used by rref
+
+CppList: Any = getattr(torch._C, "ScriptList", list)  # a list that C++ has: its tensors are referred to from there
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to the memory of a storage, this object among them."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

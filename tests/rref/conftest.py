@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.api import Cluster
-from gradwire.rref import context as delivery
+from gradwire.rref import context
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 from rref.tasks import wait_clean
 
@@ -25,7 +25,7 @@ def _template_ends_with_the_session() -> Iterator[None]:
 @pytest.fixture
 def asks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver asks for references of which it has heard nothing after a moment, not after seconds."""
-    monkeypatch.setattr(delivery, "_ASK_S", 0.5)
+    monkeypatch.setattr(context, "_ASK_S", 0.5)
 
 
 @pytest.fixture

@@ -259,3 +259,24 @@ def test_metadata_is_kept_in_state_dicts_and_reaches_modules() -> None:
     _torch.set_metadata(state, {"": {}, "0": {"version": 7}})
     module.load_state_dict(state)
     assert [found["version"] for found in seen] == [7]
+
+
+# -- used by rref -----------------------------------------------------------------------------------------------------
+
+
+def test_cpp_list_refers_to_its_tensors_from_cpp() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    before = leaf._use_count()  # type: ignore[attr-defined]
+    kept = _torch.CppList([leaf])
+    assert leaf._use_count() == before + 1  # type: ignore[attr-defined]
+    assert kept[0] is leaf
+
+
+def test_storage_use_count_sees_views() -> None:
+    value = torch.ones(4)
+    storage = value.untyped_storage()
+    assert _torch.storage_use_count(storage) == 2  # the tensor and the variable
+    view = value[2:]
+    assert _torch.storage_use_count(storage) == 3
+    del view
+    assert _torch.storage_use_count(storage) == 2

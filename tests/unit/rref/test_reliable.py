@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError
-from gradwire.rref import reliable as _outbox
+from gradwire.rref import reliable
 from gradwire.rref._messages import Confirm, Delete
 from gradwire.rref.reliable import MAX_MESSAGES, WINDOW, Batch, Outbox
 from gradwire.wire.framing import encode
@@ -124,7 +124,7 @@ def test_invented_numbers_are_refused(number: int) -> None:
 
 
 def test_a_worker_that_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_outbox, "_MAX_BACKLOG", 3)
+    monkeypatch.setattr(reliable, "_MAX_BACKLOG", 3)
     outbox = Outbox(A)
     for _ in range(4):
         outbox.put(Confirm(B, 9, False))

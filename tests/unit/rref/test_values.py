@@ -96,7 +96,7 @@ def test_parameter_may_change_its_type_and_size() -> None:
 
 
 def test_value_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_LOOK_S", 0.0)
+    monkeypatch.setattr(values, "_LOOK_EVERY_S", 0.0)
     module = torch.nn.Linear(2, 2, bias=False)
     owned, old = Owned(1), weakref.ref(module.weight)
     assert owned.set(module)
