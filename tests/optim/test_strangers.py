@@ -21,7 +21,7 @@ from gradwire.errors import (
 )
 from gradwire.optim.local import MAKE, OPERATE
 from gradwire.rpc import functions
-from gradwire.rref import context as references
+from gradwire.rref import context as rref_context
 from gradwire.rref.api import create
 
 MakeAgents = Callable[..., list[rpc.Agent]]
@@ -152,7 +152,7 @@ def test_groups_are_added_at_the_end_and_under_names_of_their_own(weight: rpc.RR
     """A failure takes only the new ones away."""
     optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
     (there,) = optimizer.remote_optimizers
-    other = create(references.here(), "b", make_weight, (3,), None, -1.0)
+    other = create(rref_context.here(), "b", make_weight, (3,), None, -1.0)
     for group in ((0, ["v"], [other], {}), (1, ["w"], [other], {}), (1, ["v"], [weight], {})):
         with pytest.raises(ConfigurationError, match=r"is here already|have the name 'w'|appear more than once"):
             there._ask(OPERATE, ("add_groups", [group]), 10.0)
