@@ -50,3 +50,8 @@ class Carried(Generic[T]):
         elif _has(self._name):
             _remove(self._name)
         return before
+
+
+# used by optim
+
+set_grad_enabled: Any = torch._C._set_grad_enabled  # set_grad_enabled(bool) sets grad mode of this thread, and no more

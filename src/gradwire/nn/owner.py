@@ -8,7 +8,7 @@ import inspect
 import typing
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ FORWARD: Final = snapshots.announces_use(f"{PREFIX}forward")
 FORWARD_BY_NAME: Final = snapshots.announces_use(f"{PREFIX}forward_by_name")
 INVOKE: Final = snapshots.announces_use(f"{PREFIX}invoke")
 
+Named = tuple[str, Any]
+NamedParameters = Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 _HOOK_TABLES = {  # by kind, the attribute of `nn.Module` that holds such hooks
     "forward_pre": "_forward_pre_hooks",
@@ -263,20 +265,36 @@ class HasRemoteParameters(Protocol):
         """Return references to its parameters, by name."""
 
 
+def walk_parameters(module: nn.Module, recurse: bool = True, own: NamedParameters | None = None) -> Iterator[Named]:
+    """Yield all parameters of a module, each under the first of its names, as torch does.
+
+    Parts on other workers give references to theirs; without this, an optimizer would silently leave them untrained.
+
+    Args:
+        module: Lives here, on another worker, or partly so.
+        recurse: Whether to look into its parts, too.
+        own: Returns what a part itself has, by name; its parameters if not given.
+    """
+    if isinstance(module, HasRemoteParameters):
+        yield from module.named_remote_parameters(recurse)
+        return
+    seen: set[torch.Tensor] = set()
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        prefix = f"{path}." if path else ""
+        if isinstance(part, HasRemoteParameters):
+            yield from ((prefix + name, rref) for name, rref in part.named_remote_parameters(recurse))
+            continue
+        for name, parameter in own(part) if own is not None else part.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield prefix + name, parameter
+
+
 @_operation
 def parameters(module: nn.Module, recurse: bool) -> list[tuple[str, RRef[Any]]]:
     """Return references to the module's parameters, by name and in its order; also to those of parts on other workers."""
-    seen: set[torch.Tensor] = set()
-    found: list[tuple[str, RRef[Any]]] = []
-    for path, part in module.named_modules() if recurse else [("", module)]:
-        prefix = f"{path}." if path else ""
-        if isinstance(part, HasRemoteParameters):  # without this, an optimizer would silently leave them untrained
-            found.extend((prefix + name, rref) for name, rref in part.named_remote_parameters(recurse))
-            continue
-        own = [(name, item) for name, item in part.named_parameters(recurse=False) if item not in seen]
-        seen.update(item for _, item in own)
-        found.extend((prefix + name, RRef(item)) for name, item in own)
-    return found
+    found = walk_parameters(module, recurse)
+    return [(name, item if isinstance(item, RRef) else RRef(item)) for name, item in found]
 
 
 @_operation
