@@ -13,6 +13,7 @@ or of gradwire, for names that a program does not use.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -52,13 +53,12 @@ class Patch:
         self._is_undone = False
         self._hook = ImportHook(modules, self._on_imported)
         self._hook.install()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.undo)
             # If another thread is in the middle of importing a module, importlib waits for that.
             loaded = [importlib.import_module(name) for name in modules if name in sys.modules]
             self._apply({**{module: modules[module.__name__]() for module in loaded}, **(classes or {})})
-        except BaseException:
-            self.undo()
-            raise
+            undo.pop_all()
 
     def _on_imported(self, module: ModuleType) -> None:
         self._apply({module: self._makers[module.__name__]()})

@@ -83,7 +83,7 @@ def import_all() -> None:
     """Import all of torch's modules that are answered for."""
     with warnings.catch_warnings():  # torch warns of itself when its optimizers are imported
         warnings.simplefilter("ignore")
-        for name in _tables.MODULES:
+        for name in _tables.NAMES:
             importlib.import_module(name)
         importlib.import_module("torch.distributed.nn")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradwire.compat import start as _printing
+from gradwire import compat
 from gradwire.rpc.agent import Agent
 
 MakeAgents = Callable[..., list[Agent]]
@@ -17,20 +17,20 @@ def fail() -> None:
     raise ValueError("on purpose")
 
 
-def test_failures_are_printed_between_start_and_stop(
+def test_failures_are_printed_between_install_and_uninstall(
     make_agents: MakeAgents, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("gradwire.failures")
     before = logger.level, logger.propagate, list(logger.handlers)
     first, second = make_agents(2)
-    _printing.start()
-    _printing.start()
+    compat.install()
+    compat.install()
     try:
         with pytest.raises(ValueError, match="on purpose"):
             first.call(second.info.name, fail)
     finally:
-        _printing.stop()
-        _printing.stop()
+        compat.uninstall()
+        compat.uninstall()
     printed = capsys.readouterr().err
     assert f"on worker {second.info.name}" in printed
     assert "ValueError: on purpose" in printed
