@@ -50,10 +50,10 @@ NAMES: dict[str, Sources] = {
         ),
     },
     "torch.distributed.rpc.api": {
-        "gradwire.rpc": ("_all_gather", "_barrier", "_wait_all", "get_worker_info"),
+        "gradwire.rpc": ("_all_gather", "_barrier", "_wait_all", "_wait_all_workers", "get_worker_info"),
         "gradwire.rpc.api": ("_thread_local_var",),
         "gradwire.rref": ("RRef",),
-        "gradwire.compat.torch_api": ("_wait_all_workers", "remote", "rpc_async", "rpc_sync", "shutdown"),
+        "gradwire.compat.torch_api": ("remote", "rpc_async", "rpc_sync", "shutdown"),
     },
     "torch.distributed.rpc.functions": {"gradwire.rpc.functions": ("async_execution",)},
     "torch.distributed.rpc.backend_registry": {

@@ -28,6 +28,7 @@ from gradwire.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBac
 from gradwire.rpc.peers import To
 from gradwire.rref import RRef
 from gradwire.rref import context as rref_context
+from gradwire.rref.api import Proxy
 from gradwire.rref.values import Owned
 from gradwire.types import MAX_COUNTER, creator_of, first_counter
 from gradwire.types import WorkerInfo as GradwireWorkerInfo
@@ -163,8 +164,6 @@ def init_rpc(
 
     Raises:
         TypeError: The backend or its options are of another type.
-        ConfigurationError: Another argument is wrong.
-        RendezvousFailed: Not every rank arrived in time.
     """
     options = rpc_backend_options
     if backend is not None and not isinstance(backend, BackendType):
@@ -215,10 +214,6 @@ def _reset_current_rpc_agent() -> None:
     rpc.set_current_agent(None)
 
 
-def _wait_all_workers(timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    rpc._wait_all_workers(timeout)
-
-
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = rpc.UNSET_RPC_TIMEOUT) -> None:
     rref_context.here().delete_all()
 
@@ -227,13 +222,11 @@ def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOU
     """As `gradwire.rpc.shutdown`; steps of it that a program has replaced are taken as they are.
 
     Raises:
-        RpcTimeout: A worker did not come in time; this worker has left all the same.
         RRefError: A replaced step left references behind, and that is not to be ignored.
-        NotInitialized: This process is not a worker.
     """
     api = _api()
     wait, delete = api._wait_all_workers, api._delete_all_user_and_unforked_owner_rrefs
-    is_whole = wait is _wait_all_workers and delete is _delete_all_user_and_unforked_owner_rrefs
+    is_whole = wait is rpc._wait_all_workers and delete is _delete_all_user_and_unforked_owner_rrefs
     if is_whole or not graceful:
         rpc.shutdown(graceful, timeout)
         return
@@ -266,13 +259,7 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """As `gradwire.rpc.rpc_sync`.
-
-    Raises:
-        TypeError: The function cannot be called.
-        RpcError: The call failed.
-        Exception: What the function raised, as its own type.
-    """
+    """As `gradwire.rpc.rpc_sync`, known to torch's profiler."""
     func = _callable(func)
     if is_profiling():
         return _call_profiled("sync", to, func, args, kwargs, timeout).wait()
@@ -286,13 +273,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """As `gradwire.rpc.rpc_async`.
-
-    Raises:
-        TypeError: The function cannot be called.
-        CannotSend: An argument cannot travel.
-        UnknownWorker: There is no such worker.
-    """
+    """As `gradwire.rpc.rpc_async`, known to torch's profiler; a worker that cannot be reached fails the future."""
     func = _callable(func)
     if is_profiling():
         return _call_profiled("async", to, func, args, kwargs, timeout)
@@ -311,11 +292,7 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """As `gradwire.rpc.remote`, known to torch's profiler.
-
-    Raises:
-        RpcError: The call could not be made.
-    """
+    """As `gradwire.rpc.remote`, known to torch's profiler."""
     func = _by_name(func)
     if not is_profiling():
         return rref.remote(to, func, args, kwargs, timeout)
@@ -344,12 +321,7 @@ def _run_script(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_profiled(
-    mode: str,
-    to: To,
-    function: Function,
-    args: Sequence[Any] | None,
-    kwargs: dict[str, Any] | None,
-    timeout: float,
+    mode: str, to: To, function: Function, args: Any, kwargs: Any, timeout: float
 ) -> torch.futures.Future[Any]:
     call = ProfiledCall(mode, to, function)
     return call.follow(rpc.rpc_async(to, run_profiled, call.arguments(args, kwargs), timeout=timeout))
@@ -437,23 +409,14 @@ def _on_type(reference: Callable[[], Any], state: Any, future: torch.futures.Fut
         _types.pop(reference(), None)
 
 
-class _CheckedProxy:
+def _remote(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> Proxy:
     """``rref.remote()``: torch looks at the value's type first, so that a method it does not have is an error at once."""
 
-    def __init__(self, reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> None:
-        self._reference, self._timeout = reference, timeout
+    def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        getattr(_get_type(reference, timeout), name)
+        return getattr(_gradwire_remote(reference, timeout), name)(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        def call(*args: Any, **kwargs: Any) -> RRef[Any]:
-            getattr(_get_type(self._reference, self._timeout), name)
-            made: RRef[Any] = getattr(_gradwire_remote(self._reference, self._timeout), name)(*args, **kwargs)
-            return made
-
-        return call
-
-
-def _remote_proxy(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> _CheckedProxy:
-    return _CheckedProxy(reference, timeout)
+    return Proxy(call)
 
 
 def _serialize(reference: RRef[Any]) -> Any:
@@ -472,7 +435,7 @@ RREF_METHODS: dict[str, Function] = {
     "_set_profiling_future": _set_profiling_future,
     "confirmed_by_owner": _confirmed_by_owner,
     "local_value": _local_value,
-    "remote": _remote_proxy,
+    "remote": _remote,
 }
 """Methods of `RRef` while compat is installed."""
 
@@ -501,9 +464,6 @@ def backward(context_id: Any, roots: Any, retain_graph: bool = False) -> None:
 
     Raises:
         TypeError: An argument is of another type.
-        AutogradError: A root cannot be one.
-        UnknownContext: The context was released, or never existed here.
-        BackwardFailed: Something failed on this or another worker.
     """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence | torch.Tensor):
         raise TypeError(
