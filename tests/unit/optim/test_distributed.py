@@ -12,6 +12,7 @@ import torch
 from gradwire import _interrupts, autograd
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import Agent, set_current_agent
+from gradwire.testing import wait_until
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def test_hooks_are_interrupted_at_once(handler: None, kind: str) -> None:
     getattr(optimizer, f"register_{kind}_hook")(press)
     with pytest.raises(KeyboardInterrupt):
         step(optimizer, weight) if kind.startswith("step") else optimizer.state_dict()
+        wait_until(lambda: False, what="a Ctrl-C that was deferred")
     assert not press.went_on
 
 
@@ -66,5 +68,6 @@ def test_an_optimizer_of_the_user_s_is_interrupted_at_once(handler: None) -> Non
     optimizer = DistributedOptimizer(Own, [weight], lr=0.1)
     with pytest.raises(KeyboardInterrupt):
         step(optimizer, weight)
+        wait_until(lambda: False, what="a Ctrl-C that was deferred")
     assert not Own.press.went_on
     assert weight.grad is None, "gradients that a step lends are taken back"
