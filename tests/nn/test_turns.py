@@ -15,7 +15,7 @@ from gradwire import rpc
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
-from gradwire.nn import RemoteModule, owner
+from gradwire.nn import RemoteModule, module_owner
 from gradwire.params import rwlock, snapshots
 from gradwire.params.rwlock import Call
 from gradwire.testing import wait_until
@@ -160,7 +160,7 @@ class Late(Slow):
 def test_a_call_that_comes_before_the_module_is_made(cluster: Cluster) -> None:
     worker, x = cluster.workers[0], torch.ones(4, dtype=torch.float64)
     worker.call(close_gate)
-    made = rpc.remote(worker.name, owner.MAKE, (Late, (), {}, "cpu", "snapshot"))
+    made = rpc.remote(worker.name, module_owner.MAKE, (Late, (), {}, "cpu", "snapshot"))
     remote = RemoteModule.init_from_module_rref(worker.name, made)  # the constructor itself would wait
     with gw.autograd.context() as ctx:
         future = remote.forward_async(x)
@@ -273,7 +273,7 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
     snapshots.guard(lent.parameters(), mode)
     module, x = Scaled(lent.weight), torch.ones(1, 4, requires_grad=True)
     param = module.get_parameter(changed)
-    owner._groups_of(module)
+    module_owner._groups_of(module)
     is_waiting, has_begun = threading.Event(), threading.Event()
     wait_readable = Call._wait_readable
 
@@ -288,13 +288,13 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
             param.fill_(3.0)
 
     monkeypatch.setattr(Call, "_wait_readable", wait_noticed)
-    monkeypatch.setattr(owner, "_find_module", lambda *_: module)
+    monkeypatch.setattr(module_owner, "_find_module", lambda *_: module)
     context = DistAutogradContext(1)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(step)
         assert has_begun.wait(20)
-        with snapshots.recording(context, owner.FORWARD):
-            result = owner.forward(0, None, x)
+        with snapshots.recording(context, module_owner.FORWARD):
+            result = module_owner.forward(0, None, x)
         other.result(timeout=20)
     assert torch.equal(result, x * module.weight * module.factor)
     (gradient,) = torch.autograd.grad(result.sum(), x)

@@ -27,7 +27,7 @@ from torch import nn
 
 from gradwire.autograd.current_context import current_context_id
 from gradwire.errors import ConfigurationError, RRefError
-from gradwire.nn import owner
+from gradwire.nn import module_owner
 from gradwire.params import snapshots
 from gradwire.rpc import codec
 from gradwire.rpc.functions import exposed_name
@@ -96,12 +96,12 @@ class RemoteModule(nn.Module):
         concurrency: snapshots.Mode = "snapshot",
     ) -> None:
         snapshots.check_mode(concurrency)
-        to, device = owner.parse_placement(remote_device)
+        to, device = module_owner.parse_placement(remote_device)
         sent = _sendable(module_cls)
         with torch.no_grad():  # making it has no part in any graph
-            rref = remote(to, owner.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
+            rref = remote(to, module_owner.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
             # Waited for: what its constructor raises is raised here, and two of them do not draw from one random state.
-            rref._ask(f"{owner.PREFIX}has_method", ("forward",), UNSET_RPC_TIMEOUT)
+            rref._ask(f"{module_owner.PREFIX}has_method", ("forward",), UNSET_RPC_TIMEOUT)
         self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
 
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
@@ -125,13 +125,13 @@ class RemoteModule(nn.Module):
             ConfigurationError: The placement cannot be understood.
         """
         made = RemoteModule.__new__(RemoteModule)
-        made._attach(module_rref.owner_name(), owner.parse_placement(remote_device)[1], module_rref, "")
+        made._attach(module_rref.owner_name(), module_owner.parse_placement(remote_device)[1], module_rref, "")
         return made
 
     def _ask(self, operation: str, *args: Any) -> Any:
         """Have the owner do something that has no part in any graph."""
         with torch.no_grad():
-            return self.module_rref._ask(owner.PREFIX + operation, args, UNSET_RPC_TIMEOUT)
+            return self.module_rref._ask(module_owner.PREFIX + operation, args, UNSET_RPC_TIMEOUT)
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
@@ -151,11 +151,11 @@ class RemoteModule(nn.Module):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
-        return Proxy(lambda *call: self._call(owner.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._call(module_owner.INVOKE, call, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
-        return Proxy(lambda *call: self._start(owner.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._start(module_owner.INVOKE, call, timeout))
 
     def _call(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         result = self.module_rref._ask(function, args, timeout)
@@ -331,7 +331,9 @@ class RemoteModule(nn.Module):
         self._ask("apply", _sendable(fn))
         return self
 
-    def register_owner_hook(self, kind: owner.HookKind, hook: Callable[..., Any] | str, **options: Any) -> OwnerHook:
+    def register_owner_hook(
+        self, kind: module_owner.HookKind, hook: Callable[..., Any] | str, **options: Any
+    ) -> OwnerHook:
         """Register a hook that runs on the owner, whichever worker calls the module.
 
         Hooks of the usual names (`register_forward_hook`...) are registered here and run here, for calls of this handle.
@@ -427,7 +429,7 @@ class OwnerHook:
         handle, self._handle = self._handle, None
         if handle is not None:
             with torch.no_grad():
-                handle._ask(f"{owner.PREFIX}unhook", (), UNSET_RPC_TIMEOUT)
+                handle._ask(f"{module_owner.PREFIX}unhook", (), UNSET_RPC_TIMEOUT)
 
     def __enter__(self) -> OwnerHook:
         return self
@@ -438,11 +440,11 @@ class OwnerHook:
 
 def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """Return the operation and its arguments, as flat as they can be: packing them is most of the cost."""
-    return (owner.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (owner.FORWARD, args)
+    return (module_owner.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (module_owner.FORWARD, args)
 
 
 def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return module._call(owner.INVOKE, (name, args, kwargs))
+    return module._call(module_owner.INVOKE, (name, args, kwargs))
 
 
 def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:

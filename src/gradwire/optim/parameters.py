@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import ConfigurationError, OptimizerError
-from gradwire.nn.owner import HasRemoteParameters, walk_parameters
+from gradwire.nn.module_owner import HasRemoteParameters, walk_parameters
 from gradwire.nn.remote_module import takes_parameters
 from gradwire.optim.state_dict import NamedState, options_of
 from gradwire.rref import RRef

@@ -52,14 +52,19 @@ def step(optimizer: DistributedOptimizer, weight: torch.Tensor) -> None:
         optimizer.step(ctx)
 
 
+def run(action: Callable[[], Any]) -> None:
+    """Run it, and wait for a Ctrl-C that was deferred, so that it is raised here in any case."""
+    action()
+    wait_until(lambda: False, what="a Ctrl-C that was deferred")
+
+
 @pytest.mark.parametrize("kind", ["step_pre", "step_post", "state_dict_pre", "state_dict_post"])
 def test_hooks_are_interrupted_at_once(handler: None, kind: str) -> None:
     weight, press = torch.nn.Parameter(torch.ones(2)), Interrupted()
     optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
     getattr(optimizer, f"register_{kind}_hook")(press)
     with pytest.raises(KeyboardInterrupt):
-        step(optimizer, weight) if kind.startswith("step") else optimizer.state_dict()
-        wait_until(lambda: False, what="a Ctrl-C that was deferred")
+        run((lambda: step(optimizer, weight)) if kind.startswith("step") else optimizer.state_dict)
     assert not press.went_on
 
 
@@ -67,7 +72,6 @@ def test_an_optimizer_of_the_user_s_is_interrupted_at_once(handler: None) -> Non
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = DistributedOptimizer(Own, [weight], lr=0.1)
     with pytest.raises(KeyboardInterrupt):
-        step(optimizer, weight)
-        wait_until(lambda: False, what="a Ctrl-C that was deferred")
+        run(lambda: step(optimizer, weight))
     assert not Own.press.went_on
     assert weight.grad is None, "gradients that a step lends are taken back"
