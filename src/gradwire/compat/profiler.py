@@ -137,7 +137,7 @@ class ProfiledCall:
         def on_ended(_: Any) -> None:
             try:
                 rpc.rpc_async(self._to, take_events, (self._ticket,)).add_done_callback(on_events)
-            except Exception:  # the worker is gone, as the answer says
+            except Exception:  # the worker is gone, and the answer has that error
                 finish()
 
         ended = end_event_with(self._event, answer)

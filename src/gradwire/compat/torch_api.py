@@ -201,7 +201,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As `init_rpc`. The workers meet where the options say; the store was a means to that end."""
+    """As `init_rpc`. The store is not used: the workers meet at the address in the options."""
     init_rpc(name, backend, rank, world_size, rpc_backend_options)
 
 

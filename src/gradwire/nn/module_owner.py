@@ -140,10 +140,6 @@ def _resolve(operation: str, function: Callable[..., Any] | str) -> Callable[...
 
     Where code is trusted, it may be the function itself or ``module:qualname``; else the name of something that the user has
     exposed. Operations of gradwire itself are not: they would be called with what is here instead of what their caller sent.
-
-    Raises:
-        NotExposed: There is none of that name.
-        TypeError: It is not a name.
     """
     agent = rref_context.here().agent
     if not isinstance(function, str):
@@ -169,13 +165,6 @@ def make(
     device: str,
     mode: snapshots.Mode,
 ) -> nn.Module:
-    """Make the module.
-
-    Raises:
-        ValueError: The result of the call is not a module.
-        NotExposed: ``trust="data"``, and nothing is exposed under that name.
-        TypeError: An argument is of the wrong type.
-    """
     snapshots.check_mode(mode)
     module_cls = _resolve("make", module_cls)
     module = module_cls(*args, **kwargs)
@@ -192,13 +181,11 @@ def make(
 
 @_operation
 def forward(module: nn.Module, *args: Any) -> Any:
-    """Call the module, with its hooks."""
     return _call(module, args, {})
 
 
 @_operation
 def forward_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module with keyword arguments."""
     return _call(module, args, kwargs)
 
 
@@ -231,7 +218,6 @@ def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 @_operation
 def has_method(module: nn.Module, name: str) -> bool:
-    """Return whether the module has a method of that name."""
     return callable(getattr(type(module), name, None))
 
 
@@ -299,11 +285,7 @@ def parameters(module: nn.Module, recurse: bool) -> list[tuple[str, RRef[Any]]]:
 
 @_operation
 def values(module: nn.Module, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return copies of parameters or buffers, of one moment between steps, by name.
-
-    Raises:
-        ConfigurationError: There are no values of that kind.
-    """
+    """Return copies of parameters or buffers, of one moment between steps, by name."""
     if kind not in ("parameters", "buffers"):
         raise ConfigurationError(f'{PREFIX}values: kind must be "parameters" or "buffers", not {kind[:100]!r}')
     named = module.named_buffers if kind == "buffers" else module.named_parameters
@@ -324,11 +306,7 @@ def save(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def load(
     module: nn.Module, state: dict[str, Any], metadata: dict[str, Any], assign: bool
 ) -> tuple[list[str], list[str], str]:
-    """Load a state dict; return the keys that are missing, those that are unexpected, and what does not fit.
-
-    Raises:
-        TypeError: It is not a state dict.
-    """
+    """Load a state dict; return the keys that are missing, those that are unexpected, and what does not fit."""
     for name in state:
         _check_kind("load: a name in the state dict", name, str)
     for name, item in metadata.items():
@@ -365,11 +343,7 @@ def copy(module: nn.Module) -> RRef[nn.Module]:
 
 @_operation
 def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call a method of `nn.Module` that changes the module and returns it.
-
-    Raises:
-        NotExposed: It is not one of those that may be called like that.
-    """
+    """Call a method of `nn.Module` that changes the module and returns it."""
     if name not in _CHANGES:
         raise NotExposed(f"{name!r} is not one of the methods that handles may call unexposed: {', '.join(_CHANGES)}")
     # A step lends parameters its gradients, which these would clear or convert. The others leave `.grad` alone.
@@ -381,7 +355,6 @@ def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 @_operation
 def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None:
-    """Call a function with every part of the module."""
     resolved = _resolve("apply", function)
     with snapshots.stepping(module.parameters(), ()):  # it may change what others have seen
         module.apply(resolved)
@@ -389,12 +362,7 @@ def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None
 
 @_operation
 def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, options: dict[str, Any]) -> Any:
-    """Register a hook of the module here; return a reference to its handle.
-
-    Raises:
-        ConfigurationError: There is no such kind of hook.
-        LimitExceeded: The module has too many.
-    """
+    """Register a hook of the module here; return a reference to its handle."""
     if kind not in _HOOK_TABLES:
         raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_TABLES)}")
     resolved = _resolve("hook", function)
@@ -404,7 +372,6 @@ def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, 
 
 
 def unhook(rref_id: int, maker: Any) -> None:
-    """Remove a hook."""
     handle = find_value(rref_id, maker)
     if not isinstance(handle, torch.utils.hooks.RemovableHandle):
         raise ConfigurationError(f"not the handle of a hook, but a {type(handle).__name__}")

@@ -129,18 +129,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(param_group)
 
     def _place(self, groups: Sequence[Group], first: int) -> tuple[list[dict[str, Any]], Options]:
-        """Have all owners make their parts of new groups, side by side.
+        """Have all owners make their parts of new groups, whose numbers begin with ``first``, side by side.
 
-        Args:
-            groups: The new groups.
-            first: The number of the first of them.
-
-        Returns:
-            The groups as `torch.optim.Optimizer` has them, and the defaults of the owners' optimizers.
-
-        Raises:
-            ConfigurationError: The class cannot step parts of parameters, and some are sharded.
-            OptimizerNotMade: One or more owners could not, and none has.
+        Return the groups as `torch.optim.Optimizer` has them, and the defaults of the owners' optimizers.
         """
         problem = whole_matrix_problem(self._optimizer_class) if any(group.parts for group in groups) else None
         if problem:
@@ -187,11 +178,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ], defaults
 
     def _ask(self, operation: str, args_for: ArgsFor, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-        """Ask all owners.
-
-        Raises:
-            OptimizerError: One or more failed.
-        """
         answers = ask_all(self._owners.values(), operation, args_for, timeout)
         if answers.failed:
             text = f"{operation} failed on {len(answers.failed)} of {len(self._owners)} workers: {answers.explain()}"
@@ -214,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnknownContext: A context was released, or never existed here.
-            OptimizerStepFailed: Some owners did not step; says who did.
+            OptimizerStepFailed: Some owners did not step; it lists those that did.
             OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
         # In a class that has a step of its own, and calls this one, torch has put its wrapper around that.
@@ -262,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         behind = [owner.name for owner in self._owners.values() if owner.is_behind]
         if changes:
             for owner in self._owners.values():
-                owner.is_behind = True  # before the log says they were told: however the step ends, they are told again
+                owner.is_behind = True  # before the changes count as told: however the step ends, they are told again
             self._log.note(changes)
 
         def args_for(owner: Owner) -> Sequence[Any]:
@@ -465,21 +451,13 @@ def is_over(context_id: int) -> bool:
 
 @dataclass(slots=True)
 class Owner:
-    """One worker that has parameters.
-
-    Attributes:
-        name: Its name.
-        optimizer: What it does for the optimizer.
-        is_behind: Whether it may have missed a change of options.
-        rank: Its rank.
-        is_here: Whether that is the worker that runs this.
-    """
+    """One worker that has parameters."""
 
     name: str
     optimizer: RRef[LocalOptimizer]
-    is_behind: bool = False
+    is_behind: bool = False  # whether it may have missed a change of options
     rank: int = field(init=False)
-    is_here: bool = field(init=False)
+    is_here: bool = field(init=False)  # whether that is the worker that runs this
 
     def __post_init__(self) -> None:
         self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()

@@ -11,7 +11,7 @@ import inspect
 import threading
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 import torch
@@ -365,9 +365,7 @@ def _arguments_of(function: Callable[..., Any], parameters: Iterable[inspect.Par
     fields: list[Any] = [
         (item.name, hints[item.name], *(() if item.default is item.empty else (item.default,))) for item in parameters
     ]
-    made: Any = msgspec.defstruct(function.__name__, fields, bases=(_Arguments,))
-    found: type[_Arguments] = made
-    return found
+    return cast(type[_Arguments], msgspec.defstruct(function.__name__, fields, bases=(_Arguments,)))
 
 
 def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: Options) -> LocalOptimizer:

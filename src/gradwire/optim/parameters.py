@@ -25,19 +25,12 @@ Named = tuple[str, RRef[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that share options.
+    """Parameters that share options."""
 
-    Attributes:
-        entries: Unique names and references, in order.
-        options: Those that were given for the group.
-        sharded: Parameters that are divided; the entries have their parts.
-        parts: What those entries are parts of, by their names.
-    """
-
-    entries: list[Named]
+    entries: list[Named]  # unique names and references, in order; of sharded parameters, those of the parts
     options: dict[str, Any]
     sharded: list[ShardedParameter] = field(default_factory=list)
-    parts: dict[str, PartOf] = field(default_factory=dict)
+    parts: dict[str, PartOf] = field(default_factory=dict)  # by the names of entries
 
     @property
     def names(self) -> list[str]:
@@ -166,17 +159,11 @@ def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A part of a sharded parameter.
+    """A part of a sharded parameter."""
 
-    Attributes:
-        whole: The name of the sharded parameter.
-        box: Where the part lies in it.
-        size: Of the whole.
-    """
-
-    whole: str
-    box: Box
-    size: tuple[int, ...]
+    whole: str  # the name of the sharded parameter
+    box: Box  # where the part lies in it
+    size: tuple[int, ...]  # of the whole
 
     @property
     def name(self) -> str:
@@ -186,13 +173,7 @@ class PartOf:
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """A sharded parameter as it was when an optimizer took it.
-
-    Attributes:
-        name: Its name.
-        tensor: The parameter.
-        layout: How it was divided.
-    """
+    """A sharded parameter as it was when an optimizer took it."""
 
     name: str
     tensor: ShardedTensor
@@ -266,10 +247,7 @@ def join_states(
 ) -> NamedState:
     """Return state by the names of whole parameters, from that of their parts.
 
-    Args:
-        state: By the names of parameters and of parts.
-        parts: What parts are parts of, by their names.
-        join: Makes one value of those that the parts have under one key.
+    ``join`` makes one value of those that the parts have under one key.
     """
     found: NamedState = {}
     pieces: dict[str, dict[Any, list[tuple[PartOf, Any]]]] = {}
@@ -298,13 +276,7 @@ def divide_states(
     parts: Mapping[str, PartOf],
     cut: Callable[[Any, PartOf], Any] = cut_tensor,
 ) -> NamedState:
-    """Return state by the names of parts, from that of whole parameters; the inverse of `join_states`.
-
-    Args:
-        state: By the names of parameters.
-        parts: What parts are parts of, by their names.
-        cut: Returns what a part has of one value.
-    """
+    """Return state by the names of parts, from that of whole parameters; ``cut`` returns what a part has of one value."""
     wholes = {part.whole for part in parts.values()}
     found = {name: values for name, values in state.items() if name not in wholes}
     for name, part in parts.items():

@@ -14,6 +14,13 @@ from gradwire.optim.distributed import Contexts, DistributedOptimizer, check_con
 from gradwire.optim.grad_transforms import SCALE
 
 T = TypeVar("T")
+_STATE: dict[str, tuple[str, type[float] | type[int]]] = {  # by the key that torch's has for it
+    "scale": ("_scale", float),
+    "growth_factor": ("_growth_factor", float),
+    "backoff_factor": ("_backoff_factor", float),
+    "growth_interval": ("_growth_interval", int),
+    "_growth_tracker": ("_num_good", int),
+}
 _ByOptimizer = weakref.WeakKeyDictionary[DistributedOptimizer, T]
 
 
@@ -111,7 +118,7 @@ class GradScaler:
             Whether it stepped.
 
         Raises:
-            OptimizerStepFailed: Some owners did not step; says which did. Call it again to repeat the step for the others.
+            OptimizerStepFailed: Some owners did not step. Call it again to repeat the step for these.
             OptimizerError: It was called for these already since the last `update`.
         """
         if not self._enabled:
@@ -164,13 +171,7 @@ class GradScaler:
         """Return everything that `load_state_dict` needs; empty if it is not enabled."""
         if not self._enabled:
             return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._num_good,
-        }
+        return {key: getattr(self, name) for key, (name, _) in _STATE.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of another, also of `torch.amp.GradScaler`.
@@ -184,8 +185,5 @@ class GradScaler:
             raise ConfigurationError(
                 "the state dict is empty, possibly because it came from a scaler that was disabled"
             )
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = float(state_dict["growth_factor"])
-        self._backoff_factor = float(state_dict["backoff_factor"])
-        self._growth_interval = int(state_dict["growth_interval"])
-        self._num_good = int(state_dict["_growth_tracker"])
+        loaded = {name: kind(state_dict[key]) for key, (name, kind) in _STATE.items()}
+        vars(self).update(loaded)
