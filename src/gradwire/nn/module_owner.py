@@ -96,15 +96,15 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         for (name, kind), value in zip(kinds, args, strict=False):  # the function itself refuses another number of them
             if kind in _CHECKED_KINDS:
-                _check_kind(f"{function.__name__}: {name}", value, kind)
+                _check_kind(value, kind, function.__name__, name)
         return function(*args)
 
     return call
 
 
-def _check_kind(what: str, value: Any, kind: type) -> None:
+def _check_kind(value: Any, kind: type, operation: str, what: str) -> None:
     if type(value) is not kind:
-        raise TypeError(f"{PREFIX}{what} must be a {kind.__name__}, not {type(value).__name__}")
+        raise TypeError(f"{PREFIX}{operation}: {what} must be a {kind.__name__}, not {type(value).__name__}")
 
 
 def _kind_of(hint: Any) -> Any:
@@ -308,10 +308,10 @@ def load(
 ) -> tuple[list[str], list[str], str]:
     """Load a state dict; return the keys that are missing, those that are unexpected, and what does not fit."""
     for name in state:
-        _check_kind("load: a name in the state dict", name, str)
+        _check_kind(name, str, "load", "a name in the state dict")
     for name, item in metadata.items():
-        _check_kind("load: a name in the metadata", name, str)
-        _check_kind("load: an item of the metadata", item, dict)
+        _check_kind(name, str, "load", "a name in the metadata")
+        _check_kind(item, dict, "load", "an item of the metadata")
     given = OrderedDict(state)
     given._metadata = dict(metadata)  # type: ignore[attr-defined]
     with snapshots.stepping(module.parameters(), ()):
