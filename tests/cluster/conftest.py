@@ -9,12 +9,14 @@ import pytest
 
 from cluster.processes import children_of
 from gradwire.cluster._forkserver import close_idle_template
+from gradwire.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
     yield
-    assert [worker for template in children_of(os.getpid()) for worker in children_of(template)] == []
+    # The template reaps them when it comes to run.
+    wait_until(lambda: not [worker for template in children_of(os.getpid()) for worker in children_of(template)], 10.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,23 +91,35 @@ class Finisher:
 
         self._agent.reactor.run_soon(finish_again)
 
-    def fail_all(self, calls: CallTable, make_error: Callable[[PendingCall], Exception]) -> None:
-        """Ends all calls of a connection that is gone; after Ctrl-C, a service thread ends the rest of them."""
+    def fail_all(
+        self, calls: CallTable, make_error: Callable[[PendingCall], Exception], arriving: Container[int] = ()
+    ) -> None:
+        """Ends the calls of a connection that is gone; after Ctrl-C, a service thread ends the rest of them.
+
+        Args:
+            calls: Those under way on it.
+            make_error: What each of them fails with.
+            arriving: Calls whose answers other threads are reading; those end them.
+        """
         current: PendingCall | None = None
         try:
-            for call in list(calls.values()):
+            for call in [item for item in list(calls.values()) if item.call_id not in arriving]:
                 current = call  # known before it is taken out
                 if calls.pop(call.call_id, None) is not None:
                     self.finish(call, None, make_error(call))
                 current = None
         except BaseException:
-            self._agent.reactor.run_soon(partial(self._fail_rest, calls, make_error, current))
+            self._agent.reactor.run_soon(partial(self._fail_rest, calls, make_error, arriving, current))
             raise
 
     def _fail_rest(
-        self, calls: CallTable, make_error: Callable[[PendingCall], Exception], interrupted: PendingCall | None
+        self,
+        calls: CallTable,
+        make_error: Callable[[PendingCall], Exception],
+        arriving: Container[int],
+        interrupted: PendingCall | None,
     ) -> None:
-        self.fail_all(calls, make_error)
+        self.fail_all(calls, make_error, arriving)
         if interrupted is not None and not interrupted.is_done:
             self.finish(interrupted, None, make_error(interrupted))
 

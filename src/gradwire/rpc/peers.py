@@ -326,7 +326,8 @@ class Peer:
         return [item for item in list(self.lanes.values()) if item.address.incarnation <= incarnation]
 
     def _fail(self, open_lane: OpenLane, reason: str) -> None:
-        self.agent.caller.fail_all(open_lane.calls, lambda call: self.lost(reason, call))
+        arriving = {message.call_id for message in open_lane.reader.in_hand() if isinstance(message, _ANSWERS)}
+        self.agent.caller.fail_all(open_lane.calls, lambda call: self.lost(reason, call), arriving)
         open_lane.room.ring()
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:

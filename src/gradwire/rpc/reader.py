@@ -27,7 +27,7 @@ from gradwire.errors import ConnectionClosed, DecodeError, TransportError
 from gradwire.rpc.reactor import Reactor
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Goodbye, Reply
+from gradwire.wire.messages import Call, Goodbye, Message, Reply
 
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether somebody else ended the call
@@ -89,6 +89,7 @@ class Reader:
         self._ended = False
         self.is_reading = False  # by callers only; still set when the next thread begins: Ctrl-C has cut it off
         self._busy_since = 0.0
+        self._in_hand: dict[int, Message] = {}  # being handled by service threads, by epoch; single operations only
         self.will_flush = False
         self._num_looks = _MAX_LOOKS
         self.is_lingered_on = True
@@ -135,8 +136,10 @@ class Reader:
             while True:
                 self.will_flush = True
                 while inbox:
-                    self._busy_since = time.monotonic()
-                    self.on_frame(inbox.popleft())
+                    try:
+                        self.on_frame(self._take_in_hand(epoch))  # no name here: it would keep the tensors of a call
+                    finally:
+                        self._in_hand.pop(epoch, None)
                     with self._lock:  # against the clock, which decides by these two whether to take over
                         if self._epoch != epoch:
                             return
@@ -163,6 +166,12 @@ class Reader:
             if self._epoch == epoch:
                 self._reactor.leave(self)
         self._give_up(epoch)
+
+    def _take_in_hand(self, epoch: int) -> Frame:
+        frame = self._inbox.popleft()
+        self._in_hand[epoch] = frame.message
+        self._busy_since = time.monotonic()  # last: from now on the clock may take over
+        return frame
 
     def _next_frames(self, num_read: int) -> list[Frame] | None:
         """What comes next on this connection; None to leave it to epoll.
@@ -383,6 +392,10 @@ class Reader:
                     self._give_up(epoch)
                     raise
 
+    def in_hand(self) -> list[Message]:
+        """Return what other threads are handling; whoever took over from them may find the end of the connection first."""
+        return list(self._in_hand.values())
+
     @property
     def has_ended(self) -> bool:
         """Whether `end` was called."""
@@ -404,6 +417,9 @@ class Reader:
                     try:
                         self.connection.close()
                     finally:
+                        for message in self.in_hand():
+                            if isinstance(message, Goodbye):  # it says what the end means; handled twice at worst
+                                self.on_frame(Frame(message, b"", []))
                         self._on_end(error)
 
     def _say_why(self, error: DecodeError) -> None:

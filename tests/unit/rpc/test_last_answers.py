@@ -13,6 +13,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Incoming, Request
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.testing import wait_until
+from gradwire.wire.framing import Frame
 
 _MOMENT_S = 0.3  # closing takes a few milliseconds where it does not wait
 
@@ -114,3 +115,58 @@ def test_a_goodbye_does_not_overtake_an_answer_on_another_connection(make_agents
     assert ended[0].error is None
     assert ended[0].value == 7
     wait_until(lambda: b.has_ended("a"), 10.0, "that b knows the end of a")
+
+
+def test_the_end_of_a_connection_does_not_overtake_an_answer_that_is_being_read(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that takes long over an answer is not waited for: another one reads on, and finds the end."""
+    a, b = make_agents(2)
+    a.server.register_control("decide", lambda source: 7)
+    load, has_begun, may_go = b.codec.load_reply, threading.Event(), threading.Event()
+
+    def load_slowly(*args: Any) -> Any:
+        has_begun.set()
+        assert may_go.wait(20.0)
+        return load(*args)
+
+    monkeypatch.setattr(b.codec, "load_reply", load_slowly)
+    ended = ask(b, "a", "decide")
+    try:
+        assert has_begun.wait(10.0)
+        a.close()
+        wait_until(lambda: b.has_ended("a") and not b.peers.peer("a").lanes, 10.0, "that b knows the end of a")
+    finally:
+        may_go.set()
+    wait_until(lambda: ended, 10.0, "that the call ends")
+    assert ended[0].error is None
+    assert ended[0].value == 7
+
+
+def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_read(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the worker would count as dead, and what it sent before it left would not be read."""
+    a, b = make_agents(2)
+    b.server.register_control("nothing", lambda source: None)
+    ended = ask(a, "b", "nothing")
+    wait_until(lambda: ended, 10.0, "that a has a connection to b")
+    (there,) = [item for item in b.server._incoming if item.lane == "control"]
+    handle, may_go, num_handled = there.reader.on_frame, threading.Event(), 0
+
+    def handle_slowly(frame: Frame) -> None:
+        nonlocal num_handled
+        num_handled += 1
+        if num_handled == 1:
+            assert may_go.wait(20.0)
+        handle(frame)
+
+    there.reader.on_frame = handle_slowly
+    reasons: list[str] = []
+    b.on_worker_lost(lambda address, reason: reasons.append(reason))
+    try:
+        a.close()
+        wait_until(lambda: reasons, 10.0, "that b knows the end of a")
+    finally:
+        may_go.set()
+    assert reasons == ["it has shut down"]
