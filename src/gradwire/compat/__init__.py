@@ -18,11 +18,12 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from gradwire.compat.patching import Patch
+from gradwire._torch import distributed_rpc
+from gradwire.rpc.agent import Agent, attachments
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
-_installed: tuple[Patch, _FailurePrinter] | None = None
+_installed: contextlib.ExitStack | None = None  # undoes what was changed
 _depth = 0
 _lock = threading.Lock()  # guards _installed and _depth
 
@@ -39,7 +40,12 @@ def install() -> None:
     with _lock:
         if _installed is None:
             tables = importlib.import_module("gradwire.compat.tables")  # imports the parts of gradwire behind the names
-            _installed = tables.make_patch(), _FailurePrinter()
+            with contextlib.ExitStack() as changes:
+                changes.callback(tables.make_patch().undo)
+                changes.callback(_FailurePrinter().close)
+                attachments.append(_note_rank)
+                changes.callback(attachments.remove, _note_rank)
+                _installed = changes.pop_all()
         _depth += 1
 
 
@@ -49,9 +55,7 @@ def uninstall() -> None:
     with _lock:
         _depth = max(0, _depth - 1)
         if _depth == 0 and _installed is not None:
-            patch, printer = _installed
-            printer.close()
-            patch.undo()
+            _installed.close()
             _installed = None
 
 
@@ -68,6 +72,11 @@ def installed() -> Iterator[None]:
         yield
     finally:
         uninstall()
+
+
+def _note_rank(agent: Agent) -> None:
+    """Tell torch's profiler, before the worker serves: an event whose rank changes meanwhile cannot be read."""
+    distributed_rpc()._set_profiler_node_id(agent.info.id)
 
 
 class _FailurePrinter(logging.Handler):

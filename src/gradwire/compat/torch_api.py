@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire import autograd, rpc, rref
 from gradwire._interrupts import interruptible
-from gradwire._torch import call_when_done, distributed_rpc, qualified_name, wait_for
+from gradwire._torch import call_when_done, qualified_name, wait_for
 from gradwire.compat.profiler import ProfiledCall, is_profiling, make_event, run_profiled
 from gradwire.errors import NotTheOwner, RpcError, RpcTimeout, RRefError, WorkerLost
 from gradwire.rpc.agent import Agent, check_name
@@ -180,7 +180,6 @@ def init_rpc(
         wanted = TensorPipeRpcBackendOptions.__name__
         raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {type(options).__name__}")
     rpc.init_rpc(name, backend, rank, world_size, options)
-    distributed_rpc()._set_profiler_node_id(rpc.get_worker_info().id)  # torch's profiler notes it with each event
 
 
 def _start_other(

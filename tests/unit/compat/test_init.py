@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc.api import rpc_sync
@@ -18,7 +19,8 @@ import gradwire
 from gradwire import compat
 from gradwire.compat import tables
 from gradwire.compat.patching import MISSING
-from gradwire.rpc.agent import Agent
+from gradwire.rpc.agent import Agent, attachments
+from gradwire.testing import local_agents
 
 PLACES = (
     "torch.distributed.rpc.rpc_async",
@@ -205,3 +207,19 @@ def test_failures_are_printed_between_install_and_uninstall(
     with pytest.raises(ValueError, match="on purpose"):
         first.call(second.info.name, fail)
     assert "on purpose" not in capsys.readouterr().err
+
+
+def test_profiles_have_the_rank_of_a_worker_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event of a call that came meanwhile would begin with one rank and end with another, which torch cannot read."""
+    seen = []
+
+    def profile(agent: Agent) -> None:
+        with torch.autograd.profiler_legacy.profile() as events:
+            torch.ones(1).add(1)
+        seen.append((agent.info.id, {event.node_id for event in events.function_events}))
+
+    with compat.installed():
+        monkeypatch.setattr("gradwire.rpc.agent.attachments", [*attachments, profile])
+        with local_agents(2, "inproc"):
+            assert seen == [(0, {0}), (1, {1})]
+    assert len(attachments) == 1
