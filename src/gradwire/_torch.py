@@ -6,6 +6,7 @@ context variables, but it gets the caller's thread-local state of torch, with th
 
 from __future__ import annotations
 
+import importlib
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
@@ -167,3 +168,34 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects refer to the memory of a storage, this object among them."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+# used by optim
+
+set_grad_enabled: Any = torch._C._set_grad_enabled  # set_grad_enabled(bool) sets grad mode of this thread, and no more
+
+
+# used by compat
+
+wait_for: Any = torch._C.Future.wait  # torch's own `wait` of a future, whose class may have another
+call_when_done: Any = torch._C.Future.add_done_callback  # likewise: calls back with the future, at once if it is done
+find_builtin: Any = (
+    torch.jit._builtins._find_builtin
+)  # "aten::add" for torch.add; None for functions that are no operators
+qualified_name: Any = torch._jit_internal._qualified_name  # "__torch__.<module>.<name>" of a script function
+
+
+def end_event_with(event: Any, future: Any) -> Any:
+    """End an event of a profiler, a `record_function`, with a future; return one that is done when the event has ended."""
+    return event._call_end_callbacks_on_future(future)
+
+
+def node_class(function: Any) -> type:
+    """Return the class of the graph's nodes that a class of `torch.autograd.Function` makes; it has the node's name."""
+    found: type = function._backward_cls
+    return found
+
+
+def distributed_rpc() -> Any:
+    """Return torch's own rpc: `_is_current_rpc_agent_set()`, and `_set_profiler_node_id(rank)` for profiles."""
+    return importlib.import_module("torch._C._distributed_rpc")

@@ -56,7 +56,7 @@ if _attach_layers not in attachments:
     attachments.append(_attach_layers)
 for _name, _module in {
     "gradwire.checkpoint": "gradwire.checkpoint.owner",
-    "gradwire.nn": "gradwire.nn.owner",
+    "gradwire.nn": "gradwire.nn.module_owner",
     "gradwire.optim": "gradwire.optim.local",
     "gradwire.rref": "gradwire.rref.owner",
     "gradwire.rref.backward": "gradwire.autograd.rref_backward",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.errors import ConfigurationError
-from gradwire.nn.owner import on_device, parse_placement
+from gradwire.nn.module_owner import on_device, parse_placement
 from gradwire.types import WorkerInfo
 
 

@@ -110,7 +110,7 @@ def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
 def test_ranks_in_fresh_interpreters_are_gradwire_s(tmp_path: Path) -> None:
     done = run(str(PROGRAM), str(tmp_path / "meeting"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["gradwire.compat.profiler", "weight", "0.5"]  # 2 - 0.5 * d(2 * 3)/d2 = 2 - 0.5 * 3
+    assert done.stdout.split() == ["gradwire.compat.torch_api", "weight", "0.5"]  # 2 - 0.5 * d(2 * 3)/d2 = 2 - 0.5 * 3
 
 
 def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Pa
     )
     path = os.pathsep.join(filter(None, (_BOOTSTRAP, os.environ.get("PYTHONPATH"))))
     done = python("child.py", cwd=tmp_path, GRADWIRE_COMPAT="1", PYTHONPATH=path)
-    assert (done.stdout, done.stderr) == ("gradwire.compat.profiler\n", "")
+    assert (done.stdout, done.stderr) == ("gradwire.compat.torch_api\n", "")
 
 
 CLUSTER = """
@@ -160,7 +160,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     child = "import sys; print('torch' in sys.modules); import torch; print(torch.distributed.rpc.rpc_sync.__module__)"
     script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n")
     done = run(str(script), PYTHONPATH=str(tmp_path))
-    assert done.stdout.split() == ["theirs", "theirs", "False", "gradwire.compat.profiler"], done.stderr
+    assert done.stdout.split() == ["theirs", "theirs", "False", "gradwire.compat.torch_api"], done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "code"), [((), 2), (("--help",), 0), (("-m",), 2), (("/no/such/script.py",), 2)])

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from gradwire.compat.tables import wait_all
+from gradwire.compat.torch_api import wait_all
 
 
 def make(count: int) -> list[torch.futures.Future[int]]:

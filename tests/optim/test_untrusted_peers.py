@@ -21,7 +21,7 @@ from gradwire.errors import (
 )
 from gradwire.optim.local import MAKE, OPERATE
 from gradwire.rpc import functions
-from gradwire.rref import context as references
+from gradwire.rref import context as rref_context
 from gradwire.rref.api import create
 
 MakeAgents = Callable[..., list[rpc.Agent]]
@@ -43,7 +43,7 @@ def weight(make_agents: MakeAgents) -> Iterator[rpc.RRef[torch.Tensor]]:
     """A parameter of worker b, seen from a."""
     a, _ = make_agents(2, trust="data")
     rpc.set_current_agent(a)
-    yield create(references.of(a), "b", make_weight, (3,), None, -1.0)
+    yield create(rref_context.of(a), "b", make_weight, (3,), None, -1.0)
     rpc.set_current_agent(None)
 
 
@@ -98,10 +98,10 @@ def test_orders_of_another_form_are_refused(weight: rpc.RRef[torch.Tensor]) -> N
     optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
     (there,) = optimizer.remote_optimizers
     for order in BAD_ORDERS:
-        with pytest.raises(DecodeError, match=r"^not the arguments of|^a group of parameters needs"):
+        with pytest.raises(DecodeError, match=r"^not the arguments of"):
             there._ask(OPERATE, order, 10.0)
     for operation in ("_step", "__init__", "__class__", "", 3, None, ["step"]):
-        with pytest.raises(NotExposed, match="nothing that optimizers do"):
+        with pytest.raises(NotExposed, match="is not an operation of optimizers"):
             there._ask(OPERATE, (operation,), 10.0)
     assert torch.allclose(step(optimizer, weight), torch.full((3, 2), 0.8))
 
@@ -116,7 +116,7 @@ def test_orders_of_another_form_are_refused(weight: rpc.RRef[torch.Tensor]) -> N
     ],
 )
 def test_optimizers_of_nothing_are_not_made(weight: rpc.RRef[torch.Tensor], order: tuple[Any, ...]) -> None:
-    with pytest.raises(DecodeError, match=r"^not an order to make an optimizer|^a group of parameters needs"):
+    with pytest.raises(DecodeError, match=r"^not the arguments to make an optimizer"):
         rpc.rpc_sync("b", MAKE, args=order)
 
 
@@ -152,7 +152,7 @@ def test_groups_are_added_at_the_end_and_under_names_of_their_own(weight: rpc.RR
     """A failure takes only the new ones away."""
     optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
     (there,) = optimizer.remote_optimizers
-    other = create(references.here(), "b", make_weight, (3,), None, -1.0)
+    other = create(rref_context.here(), "b", make_weight, (3,), None, -1.0)
     for group in ((0, ["v"], [other], {}), (1, ["w"], [other], {}), (1, ["v"], [weight], {})):
         with pytest.raises(ConfigurationError, match=r"is here already|have the name 'w'|appear more than once"):
             there._ask(OPERATE, ("add_groups", [group]), 10.0)
@@ -196,7 +196,7 @@ def test_workers_that_hold_no_reference_are_refused(make_agents: MakeAgents) -> 
     a, _, c = make_agents(3, trust="data")
     rpc.set_current_agent(a)
     try:
-        weight = create(references.of(a), "b", make_weight, (3,), None, -1.0)
+        weight = create(rref_context.of(a), "b", make_weight, (3,), None, -1.0)
         optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
         (there,) = optimizer.remote_optimizers
         for operation in (("describe",), ("zero_grad", True), ("named_state", True), ("load_named_state", {})):
