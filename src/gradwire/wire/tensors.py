@@ -55,6 +55,7 @@ _IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
 _BY_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
 _STRIDED: Final = torch.strided
 _TENSOR: Final = torch.Tensor
+_frombuffer: Final = torch.frombuffer
 _is_wrapped: Final = _torch.is_functorch_wrapped_tensor
 _INT64_MAX: Final = 2**63 - 1
 _EXTENSION: Final = re.escape(_torch.privateuse1_backend_name())  # the one backend that may be added to torch
@@ -345,24 +346,24 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
         DecodeError: The indices of a sparse tensor are not valid.
         CannotSend: The tensor belongs on a device that this worker does not have.
     """
+    dtype, shape, num_bytes, device, flags = meta.dtype, meta.shape, meta.num_bytes, meta.device, meta.flags
     if meta.layout:
         tensor = _assemble_sparse(meta, [rebuild(part, buffers) for part in meta.parts])
-    elif not meta.num_bytes:  # nothing to use in place, but the buffer of an empty part has to be taken
-        tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta" if meta.device == "meta" else None)
-        if meta.device != "meta":
-            next(buffers)
-    else:
+    elif num_bytes:
         buffer = next(buffers)
-        if meta.dtype == _BOOL:
+        if dtype == _BOOL:
             # A bool byte other than 0 and 1 is undefined behaviour in the kernels; any set bit means True.
-            torch.frombuffer(buffer, dtype=torch.uint8, count=meta.num_bytes).clamp_(max=1)
-        tensor = torch.frombuffer(buffer, dtype=DTYPES[meta.dtype], count=meta.num_bytes // _ITEMSIZES[meta.dtype])
-        if len(meta.shape) != 1:
+            _frombuffer(buffer, dtype=torch.uint8, count=num_bytes).clamp_(max=1)
+        tensor = _frombuffer(buffer, dtype=DTYPES[dtype], count=num_bytes // _ITEMSIZES[dtype])
+        if len(shape) != 1:
             # resize_ within the storage only changes sizes and strides; unlike view it does not return a view.
-            tensor.resize_(meta.shape)
-    if meta.device and not tensor.is_meta:
-        tensor = _move(tensor, meta.device)
-    flags = meta.flags
+            tensor.resize_(shape)
+    else:  # nothing to use in place, but an empty part has its buffer
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta" if device == "meta" else None)
+        if device != "meta":
+            next(buffers)
+    if device and not tensor.is_meta:
+        tensor = _move(tensor, device)
     if not flags:
         return tensor
     if flags & FLAG_CONJ:

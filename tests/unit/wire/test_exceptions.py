@@ -13,7 +13,7 @@ import torch
 from gradwire import errors
 from gradwire.config import Limits
 from gradwire.types import Trust
-from gradwire.wire import serialization as objects
+from gradwire.wire import serialization
 from gradwire.wire.exceptions import MAX_CHAIN, RemoteTraceback, clean, describe_exception, rebuild_exception
 from gradwire.wire.framing import FrameDecoder, encode
 from gradwire.wire.messages import ErrorInfo, Failure
@@ -259,7 +259,7 @@ def test_escape_sequences_are_neutralised_on_both_sides() -> None:
     shown = "a\\x1b]0;title\\x07\\r\\x9b2J\\u202eb\ttab\nline"
     assert clean(text) == shown
     assert describe_exception(ValueError(text), "w", LIMITS).message == shown
-    details = objects.pack(((text,), {"note": text, "__notes__": [text]}), "data", LIMITS).body
+    details = serialization.pack(((text,), {"note": text, "__notes__": [text]}), "data", LIMITS).body
     hostile = ErrorInfo(
         "builtins:ValueError", text, text, f"w{text}", details, ErrorInfo(f"m:{text}", text, text, text)
     )
@@ -302,10 +302,10 @@ def test_unknown_types_become_remote_call_failed(type_name: str, trust: Trust) -
     [
         b"\xc1",
         b"\x91" * 50_000,
-        objects.pack(5, "data", LIMITS).body,
-        objects.pack((1, 2), "data", LIMITS).body,
-        objects.pack(((), [1]), "data", LIMITS).body,
-        objects.pack((("x",), {"with_traceback": 1, "args": 5, "__class__": 2}), "data", LIMITS).body,
+        serialization.pack(5, "data", LIMITS).body,
+        serialization.pack((1, 2), "data", LIMITS).body,
+        serialization.pack(((), [1]), "data", LIMITS).body,
+        serialization.pack((("x",), {"with_traceback": 1, "args": 5, "__class__": 2}), "data", LIMITS).body,
     ],
 )
 def test_bad_details_do_no_harm(details: bytes) -> None:

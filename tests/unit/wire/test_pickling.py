@@ -21,9 +21,7 @@ from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, GradwireError
 from gradwire.types import Trust
-from gradwire.wire import pickling as _pickled
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import pickling, serialization, tensors
 from gradwire.wire.pickling import CarriedFunction, carry
 
 LIMITS = Limits()
@@ -114,13 +112,13 @@ def _registered() -> Iterator[None]:
     del copyreg.dispatch_table[Registered]
 
 
-def send(value: Any, trust: Trust = "code") -> tuple[Any, objects.Packed]:
-    packed = objects.pack(((value,), {}), trust, LIMITS)
+def send(value: Any, trust: Trust = "code") -> tuple[Any, serialization.Packed]:
+    packed = serialization.pack(((value,), {}), trust, LIMITS)
     arrived = []
     for tensor in packed.tensors:
         meta, parts = tensors.describe(tensor, LIMITS)
         arrived.append(tensors.rebuild(meta, iter([bytearray(samples.bytes_of(part)) for part in parts])))
-    ((made,), _) = objects.unpack(packed.codec, packed.body, arrived, trust, LIMITS)
+    ((made,), _) = serialization.unpack(packed.codec, packed.body, arrived, trust, LIMITS)
     return made, packed
 
 
@@ -218,7 +216,7 @@ def test_quantised_tensors(dtype: torch.dtype) -> None:
         assert torch.equal(made.int_repr(), value.int_repr())
         assert torch.equal(made.dequantize(), value.dequantize())
         assert len(packed.body) < 1000
-        assert objects.pack(value, "code", LIMITS).codec == objects.PICKLE, "a result that is nothing else"
+        assert serialization.pack(value, "code", LIMITS).codec == serialization.PICKLE, "a result that is nothing else"
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -254,7 +252,7 @@ def test_none_of_them_is_plain_data(make: Callable[[], torch.Tensor], reason: st
     value = make()
     for item in (value, [value], ((value,), {})):
         with pytest.raises(CannotSend, match=reason):
-            objects.pack(item, "data", LIMITS)
+            serialization.pack(item, "data", LIMITS)
 
 
 def test_tensors_of_one_place_stay_there() -> None:
@@ -270,7 +268,7 @@ def test_tensors_of_one_place_stay_there() -> None:
         send([distributed])
 
     def inside(row: torch.Tensor) -> torch.Tensor:
-        packed = objects.pack([row], "code", LIMITS)
+        packed = serialization.pack([row], "code", LIMITS)
         with pytest.raises(CannotSend, match="vmap"):
             tensors.describe(packed.tensors[0], LIMITS)
         with pytest.raises(CannotSend, match="vmap"):
@@ -281,8 +279,8 @@ def test_tensors_of_one_place_stay_there() -> None:
 
 
 def round_trip(value: Any) -> Any:
-    packed = objects.pack(value, "code", LIMITS)
-    return objects.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
+    packed = serialization.pack(value, "code", LIMITS)
+    return serialization.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
 
 
 class Unregistered(NamedTuple):
@@ -299,15 +297,15 @@ def test_lambdas_closures_and_local_classes_go_by_value() -> None:
     add, made = round_trip((lambda x: x + offset, Local(3)))
     assert add(1.0).item() == 11.0
     assert made.value == 3
-    packed = objects.pack(lambda: offset, "code", LIMITS)
+    packed = serialization.pack(lambda: offset, "code", LIMITS)
     assert packed.tensors[0] is offset
 
 
 def test_modules_are_pickled_around_their_tensors() -> None:
     model = torch.nn.Linear(2, 3)
-    packed = objects.pack(model, "code", LIMITS)
+    packed = serialization.pack(model, "code", LIMITS)
     assert len(packed.tensors) == 2
-    arrived = objects.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
+    arrived = serialization.unpack(packed.codec, packed.body, packed.tensors, "code", LIMITS)
     assert torch.equal(arrived(torch.ones(2)), model(torch.ones(2)))
 
 
@@ -316,25 +314,25 @@ class FromMain:
 
 
 def test_what_main_defines_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_reference = objects.pack(FromMain(), "code", LIMITS).body
+    by_reference = serialization.pack(FromMain(), "code", LIMITS).body
     monkeypatch.setattr(FromMain, "__module__", "__main__")
-    by_value = objects.pack(FromMain(), "code", LIMITS).body
+    by_value = serialization.pack(FromMain(), "code", LIMITS).body
     assert b"cloudpickle" in by_value
     assert b"cloudpickle" not in by_reference
-    assert objects.function_name(FromMain) is None
+    assert serialization.function_name(FromMain) is None
 
 
 class Reentrant:
     """Packs something else while it is pickled, as a class that makes a call would."""
 
     def __reduce__(self) -> Any:
-        inner = objects.pack(Unregistered(5), "code", LIMITS)
+        inner = serialization.pack(Unregistered(5), "code", LIMITS)
         return (bytes, (inner.body,))
 
 
 def test_pack_inside_of_pack_and_from_many_threads() -> None:
     body = round_trip(Reentrant())
-    assert objects.unpack(objects.PICKLE, body, [], "code", LIMITS) == Unregistered(5)
+    assert serialization.unpack(serialization.PICKLE, body, [], "code", LIMITS) == Unregistered(5)
     with ThreadPoolExecutor(8) as pool:
         arrived = list(pool.map(lambda i: round_trip([Unregistered(i), torch.tensor(i)]), range(200)))
     assert [(item.x, tensor.item()) for item, tensor in arrived] == [(i, i) for i in range(200)]
@@ -347,7 +345,7 @@ class Refusing:
 
 def test_class_may_say_itself_why_it_cannot_be_sent() -> None:
     with pytest.raises(CannotSend, match="stays where it is"):
-        objects.pack([Refusing()], "code", LIMITS)
+        serialization.pack([Refusing()], "code", LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +361,7 @@ def test_class_may_say_itself_why_it_cannot_be_sent() -> None:
 )
 def test_bad_pickles(body: bytes, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        objects.unpack(objects.PICKLE, body, [], "code", LIMITS)
+        serialization.unpack(serialization.PICKLE, body, [], "code", LIMITS)
 
 
 class Worker:
@@ -404,19 +402,19 @@ def module_function() -> int:
     ids=lambda fn: fn.__name__,
 )
 def test_importable_functions_travel_by_name(fn: Any) -> None:
-    name = objects.function_name(fn)
+    name = serialization.function_name(fn)
     assert name is not None
-    assert objects.resolve_function(name) is fn
+    assert serialization.resolve_function(name) is fn
 
 
 def test_functions_of_this_module() -> None:
-    assert objects.function_name(module_function) == f"{__name__}:module_function"
-    assert objects.function_name(Worker.stand) == f"{__name__}:Worker.stand"
-    assert objects.function_name(Worker.run) == f"{__name__}:Worker.run"
+    assert serialization.function_name(module_function) == f"{__name__}:module_function"
+    assert serialization.function_name(Worker.stand) == f"{__name__}:Worker.stand"
+    assert serialization.function_name(Worker.run) == f"{__name__}:Worker.run"
     for fn in (Worker.make, Child.make):
-        name = objects.function_name(fn)
+        name = serialization.function_name(fn)
         assert name is not None
-        assert objects.resolve_function(name)() == fn()
+        assert serialization.resolve_function(name)() == fn()
 
 
 def test_functions_without_a_name() -> None:
@@ -424,8 +422,8 @@ def test_functions_without_a_name() -> None:
         pass
 
     for fn in (closure, lambda: 1, functools.partial(len, []), Worker().run, [].append, torch.nn.ReLU(), None):
-        assert objects.function_name(fn) is None
-    assert objects.function_name(torch.add) == "torch:add"
+        assert serialization.function_name(fn) is None
+    assert serialization.function_name(torch.add) == "torch:add"
 
 
 @pytest.mark.parametrize(
@@ -443,7 +441,7 @@ def test_functions_without_a_name() -> None:
 )
 def test_names_that_resolve_to_nothing(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        objects.resolve_function(name)
+        serialization.resolve_function(name)
 
 
 def define(source: str, **names: Any) -> types.FunctionType:
@@ -533,7 +531,7 @@ def test_a_value_that_cannot_be_pickled_is_left_to_the_usual_way(monkeypatch: py
     def fail(*_: Any) -> Any:
         raise TypeError("no")
 
-    monkeypatch.setattr(_pickled, "dumps", fail)
+    monkeypatch.setattr(pickling, "dumps", fail)
     assert carry(define("def f(): return 1")) is None
 
 
@@ -554,6 +552,6 @@ def test_recursive_functions_are_not_kept_alive_either() -> None:
 
 @pytest.mark.parametrize("pickle", ["text", 5, None, [b""], bytearray(b"")])
 def test_a_function_by_value_is_one_pickle(pickle: Any) -> None:
-    packed = objects.pack(CarriedFunction(pickle), "data", Limits())
+    packed = serialization.pack(CarriedFunction(pickle), "data", Limits())
     with pytest.raises(DecodeError, match="one pickle"):
-        objects.unpack(packed.codec, packed.body, [], "data", Limits())
+        serialization.unpack(packed.codec, packed.body, [], "data", Limits())

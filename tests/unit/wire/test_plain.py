@@ -14,17 +14,17 @@ import torch
 from gradwire.config import Limits
 from gradwire.errors import ConfigurationError, DecodeError
 from gradwire.types import Trust
-from gradwire.wire import serialization as objects
+from gradwire.wire import serialization
 
 LIMITS = Limits()
 
 
 def round_trip(value: Any, trust: Trust = "data") -> Any:
-    packed = objects.pack(value, trust, LIMITS)
-    return objects.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
+    packed = serialization.pack(value, trust, LIMITS)
+    return serialization.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
 
 
-@objects.register_plain_class
+@serialization.register_plain_class
 @dataclasses.dataclass(frozen=True)
 class Step:
     size: float
@@ -37,13 +37,13 @@ class Step:
         object.__setattr__(self, "doubled", self.size * 2)
 
 
-@objects.register_plain_class
+@serialization.register_plain_class
 class Pair(NamedTuple):
     left: Any
     right: Any
 
 
-@objects.register_plain_class
+@serialization.register_plain_class
 class Mode(enum.Enum):
     FAST = 1
     SMART = 2
@@ -109,7 +109,7 @@ def test_plain_values_keep_their_types(value: Any) -> None:
     assert arrived == value
     assert type(arrived) is type(value)
     assert repr(arrived) == repr(value) or isinstance(value, set | frozenset | dict)
-    assert objects.pack(value, "code", LIMITS).codec != objects.PICKLE
+    assert serialization.pack(value, "code", LIMITS).codec != serialization.PICKLE
 
 
 def test_nan_and_order_of_keys() -> None:
@@ -119,12 +119,12 @@ def test_nan_and_order_of_keys() -> None:
 
 
 def test_registered_class_checks_its_own_arguments() -> None:
-    packed = objects.pack(Step(1.0), "data", LIMITS)
+    packed = serialization.pack(Step(1.0), "data", LIMITS)
     body = packed.body.replace(b"\xcb\x3f\xf0", b"\xcb\xbf\xf0")  # 1.0 becomes -1.0
     with pytest.raises(DecodeError, match="negative step"):
-        objects.unpack(packed.codec, body, [], "data", LIMITS)
+        serialization.unpack(packed.codec, body, [], "data", LIMITS)
     with pytest.raises(DecodeError, match="3 fields, not 2"):
-        objects.unpack(packed.codec, packed.body.replace(b"\x94\xc7", b"\x93\xc7")[:-9], [], "data", LIMITS)
+        serialization.unpack(packed.codec, packed.body.replace(b"\x94\xc7", b"\x93\xc7")[:-9], [], "data", LIMITS)
 
 
 def test_registering_refuses_what_it_cannot_rebuild() -> None:
@@ -133,11 +133,11 @@ def test_registering_refuses_what_it_cannot_rebuild() -> None:
         x: dataclasses.InitVar[int]
 
     with pytest.raises(ConfigurationError, match="InitVar"):
-        objects.register_plain_class(WithInitVar)
+        serialization.register_plain_class(WithInitVar)
     with pytest.raises(ConfigurationError, match="not a dataclass"):
-        objects.register_plain_class(threading.Thread)
+        serialization.register_plain_class(threading.Thread)
     with pytest.raises(ConfigurationError, match="taken"):
-        objects.register_plain_class(Unregistered, name=f"{__name__}:Pair")
+        serialization.register_plain_class(Unregistered, name=f"{__name__}:Pair")
 
 
 def test_registered_type_with_its_own_functions() -> None:
@@ -145,7 +145,7 @@ def test_registered_type_with_its_own_functions() -> None:
         def __init__(self, number: int) -> None:
             self.number = number
 
-    objects.register_plain_type(
+    serialization.register_plain_type(
         Handle, "tests:Handle", lambda handle: [handle.number], lambda fields: Handle(fields[0])
     )
     assert round_trip([Handle(4)])[0].number == 4

@@ -15,7 +15,7 @@ from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.types import Trust
-from gradwire.wire import serialization as objects
+from gradwire.wire import serialization
 from gradwire.wire.framing import FrameDecoder
 from gradwire.wire.messages import Call
 from gradwire.wire.tensors import rebuild
@@ -24,8 +24,8 @@ LIMITS = Limits()
 
 
 def round_trip(value: Any, trust: Trust = "data") -> Any:
-    packed = objects.pack(value, trust, LIMITS)
-    return objects.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
+    packed = serialization.pack(value, trust, LIMITS)
+    return serialization.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
 
 
 class Unregistered(NamedTuple):
@@ -33,8 +33,8 @@ class Unregistered(NamedTuple):
 
 
 def test_no_arguments_and_none_have_no_body() -> None:
-    assert objects.pack(((), {}), "data", LIMITS) == objects.Packed(objects.EMPTY, b"", [])
-    assert objects.pack(None, "data", LIMITS) == objects.Packed(objects.NONE, b"", [])
+    assert serialization.pack(((), {}), "data", LIMITS) == serialization.Packed(serialization.EMPTY, b"", [])
+    assert serialization.pack(None, "data", LIMITS) == serialization.Packed(serialization.NONE, b"", [])
     assert round_trip(((), {})) == ((), {})
     assert round_trip(None) is None
 
@@ -45,9 +45,9 @@ def test_same_tensor_travels_once_and_arrives_as_one(trust: Trust) -> None:
     value = ((shared, [other, shared]), {"again": shared, "size": 2})
     if trust == "code":
         value = (*value, functools.partial(operator.add, shared))
-    packed = objects.pack(value, trust, LIMITS)
+    packed = serialization.pack(value, trust, LIMITS)
     assert [id(tensor) for tensor in packed.tensors] == [id(shared), id(other)]
-    arrived = objects.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
+    arrived = serialization.unpack(packed.codec, packed.body, packed.tensors, trust, LIMITS)
     assert arrived[0][0] is arrived[0][1][1] is arrived[1]["again"] is shared
 
 
@@ -70,32 +70,32 @@ def test_bad_values_are_refused(name: str) -> None:
     buffers = iter(frame.buffers)
     with pytest.raises((DecodeError, CannotSend)):  # noqa: PT012  the tensors come first, as on the wire
         values = [rebuild(meta, buffers) for meta in frame.message.tensors]
-        objects.unpack(frame.message.codec, frame.body, values, "data", samples.LIMITS)
+        serialization.unpack(frame.message.codec, frame.body, values, "data", samples.LIMITS)
 
 
 def test_cycles_and_depth_are_refused_on_both_sides() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     with pytest.raises(CannotSend, match="contains itself"):
-        objects.pack(cycle, "code", LIMITS)
+        serialization.pack(cycle, "code", LIMITS)
     deep: Any = 1
     for _ in range(LIMITS.depth):
         deep = [deep]
-    packed = objects.pack(deep, "data", LIMITS)
+    packed = serialization.pack(deep, "data", LIMITS)
     assert round_trip(deep) == deep
     with pytest.raises(CannotSend, match="deeper"):
-        objects.pack([deep], "data", LIMITS)
+        serialization.pack([deep], "data", LIMITS)
     with pytest.raises(LimitExceeded, match="deeper"):
-        objects.unpack(packed.codec, packed.body, [], "data", Limits(depth=LIMITS.depth - 1))
+        serialization.unpack(packed.codec, packed.body, [], "data", Limits(depth=LIMITS.depth - 1))
 
 
 def test_too_many_items_are_refused_on_both_sides() -> None:
     small = Limits(frame_bytes=1 << 20)
-    packed = objects.pack([""] * 20_000, "data", LIMITS)
+    packed = serialization.pack([""] * 20_000, "data", LIMITS)
     with pytest.raises(CannotSend, match="as a tensor"):
-        objects.pack([""] * 20_000, "data", small)
+        serialization.pack([""] * 20_000, "data", small)
     with pytest.raises(LimitExceeded, match="items"):
-        objects.unpack(packed.codec, packed.body, [], "data", small)
+        serialization.unpack(packed.codec, packed.body, [], "data", small)
     assert round_trip([1.5] * 20_000 + [{str(i): i for i in range(5000)}])[-1]["4999"] == 4999
 
 
@@ -111,7 +111,7 @@ def test_too_many_items_are_refused_on_both_sides() -> None:
 @pytest.mark.parametrize("trust", ["code", "data"])
 def test_refusal_names_the_place(value: Any, where: str, trust: Trust) -> None:
     with pytest.raises(CannotSend, match=where):
-        objects.pack(value, trust, LIMITS)
+        serialization.pack(value, trust, LIMITS)
 
 
 def test_refusal_looks_into_objects_and_closures() -> None:
@@ -121,9 +121,9 @@ def test_refusal_looks_into_objects_and_closures() -> None:
 
     lock = threading.Lock()
     with pytest.raises(CannotSend, match=r"args\[0\]\.inner\['lock'\] of type _thread.lock"):
-        objects.pack(((Holder(),), {}), "code", LIMITS)
+        serialization.pack(((Holder(),), {}), "code", LIMITS)
     with pytest.raises(CannotSend, match=r"function\.<variable lock> of type _thread.lock"):
-        objects.pack((lambda: lock, (), {}), "code", LIMITS)
+        serialization.pack((lambda: lock, (), {}), "code", LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,15 @@ def test_refusal_looks_into_objects_and_closures() -> None:
 )
 def test_data_trust_writes_no_pickle(value: Any) -> None:
     with pytest.raises(CannotSend, match='use trust="code"'):
-        objects.pack(((value,), {}), "data", LIMITS)
+        serialization.pack(((value,), {}), "data", LIMITS)
 
 
 @pytest.mark.parametrize(
     "value", [Unregistered(1), collections.OrderedDict(a=1), "\ud800", operator.add, {"k": object}]
 )
 def test_code_trust_pickles_what_is_not_plain(value: Any) -> None:
-    packed = objects.pack(((value,), {}), "code", LIMITS)
-    assert packed.codec == objects.PICKLE
+    packed = serialization.pack(((value,), {}), "code", LIMITS)
+    assert packed.codec == serialization.PICKLE
     assert round_trip(((value,), {}), "code") == ((value,), {})
     with pytest.raises(DecodeError, match="pickle"):
-        objects.unpack(packed.codec, packed.body, packed.tensors, "data", LIMITS)
+        serialization.unpack(packed.codec, packed.body, packed.tensors, "data", LIMITS)
