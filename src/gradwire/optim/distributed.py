@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from gradwire.autograd import worker
+from gradwire.autograd.api import current_engine
 from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
 from gradwire.errors import ConfigurationError, DecodeError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
@@ -269,13 +269,13 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
             )
     if len(set(found)) != len(found):
         raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
-    retrieve = worker.here().container.retrieve
+    retrieve = current_engine().container.retrieve
     return tuple([retrieve(item).context_id for item in found])
 
 
 def is_over(context_id: int) -> bool:
     """Whether a context was released."""
-    return worker.here().container.find(context_id) is None
+    return current_engine().container.find(context_id) is None
 
 
 _SHOWN_PROBLEMS = 10  # in an error

@@ -10,14 +10,13 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from gradwire.autograd import worker
-from gradwire.autograd.local_engine import GradientTable, add_gradient
+from gradwire.autograd.api import current_engine
 from gradwire.autograd.messages import CommitPass
 from gradwire.errors import CallCancelled, ConfigurationError, DecodeError, NotExposed, OptimizerError, UnknownContext
 from gradwire.optim.grad_transforms import Edit, edited
 from gradwire.optim.state_dict import RESERVED, NamedState, copied
 from gradwire.params import snapshots as sharing
-from gradwire.params.grads import are_finite, norm_of
+from gradwire.params.grads import GradientTable, add_gradient, are_finite, norm_of
 from gradwire.rpc.connection import current_request
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef
@@ -322,11 +321,11 @@ def _gradients_of(context_id: int) -> GradientTable:
     Raises:
         UnknownContext: It was released.
     """
-    here = worker.here()
-    context = here.container.find(context_id)
+    container = current_engine().container
+    context = container.find(context_id)
     if context is not None:
-        return here.gradients_of(context, sharing.time_left())
-    where = here.container.where_released(context_id)
+        return context.wait_gradients(sharing.time_left())
+    where = container.where_released(context_id)
     if where is not None:
         raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
     return {}
@@ -335,7 +334,7 @@ def _gradients_of(context_id: int) -> GradientTable:
 def _take_commit(context_id: int, pass_id: int) -> None:
     request = current_request()
     if request is not None:
-        worker.here().engine.take_commit(request.source.info, CommitPass(context_id, pass_id))
+        current_engine().on_commit(request.source.info, CommitPass(context_id, pass_id))
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from gradwire.autograd._backward_state import (
     BackwardState,
     Component,
     ComponentPhase,
+    Firing,
     Introduction,
     Mode,
     Origin,
     Report,
+    Route,
     RunComponent,
     Tell,
 )
@@ -83,6 +85,13 @@ def deny(state: BackwardState, *sends: int, peer: int = B) -> list[Action]:
     return state.message_received(peer, None, dict.fromkeys(sends, False))
 
 
+def routes_of(state: BackwardState, recv: int) -> tuple[Route, ...] | None:
+    """Where the gradient of a recv goes that fires now; None to its sender."""
+    firing = state.recv_fired(recv)
+    assert firing is not None
+    return firing.routes
+
+
 class TestRuns:
     def test_one_source_runs_when_it_is_settled(self) -> None:
         state = make_state([came(1), sent(2)], tied(2, recvs=[1]))
@@ -139,8 +148,8 @@ class TestRecvs:
     def test_those_that_nothing_reaches_are_answered_on_joining(self) -> None:
         state = make_state([came(1), came(2), came(3, C), sent(4)], tied(4, recvs=[2]))
         assert state.begin() == [Tell(B, (1,)), Tell(C, (3,))]
-        assert state.has_fired(1)
-        assert not state.has_fired(2)
+        assert state.recv_fired(1) is None
+        assert state.recv_fired(2) is not None
 
     def test_those_of_one_worker_are_answered_together(self) -> None:
         state = make_state([came(1), came(2)])
@@ -169,14 +178,14 @@ class TestRecvs:
         state = make_state([came(1, C)], tied(recvs=[1], has_roots=True))
         state.begin()
         assert not state.peers
-        state.recv_fired(1)
-        state.recv_fired(1)
-        state.recv_fired(99)
+        assert state.recv_fired(1) == Firing(None, is_last=True, is_lost=False)
+        assert state.recv_fired(1) is None
+        assert state.recv_fired(99) is None
         assert state.peers == (C,)
         assert state.component_finished(0) == [Report((C,))]
 
     def test_of_another_context_counts_as_fired(self) -> None:
-        assert make_state([]).has_fired(5)
+        assert make_state([]).recv_fired(5) is None
 
 
 class TestWaking:
@@ -278,8 +287,7 @@ class TestShortcutsOffered:
         assert actions == ([RunComponent(1, (2,))] if has_gradient else [Tell(B, (1,))])
         assert state.is_settled(2)
         if has_gradient:
-            assert not state.has_fired(1)
-            assert state.recv_fired(1) is None
+            assert routes_of(state, 1) is None
             assert state.component_finished(1) == []
         assert state.has_reported is is_reported
         assert state.message_received(C, None, {2: has_gradient}) == []
@@ -325,7 +333,7 @@ class TestShortcutsTaken:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         state.message_received(B, self.OFFER, {})
         give(state, 3)
-        assert state.recv_fired(2) == ((C, 1, 0, 1),)
+        assert routes_of(state, 2) == ((C, 1, 0, 1),)
         assert state.component_finished(0) == [Report((B, C))]
 
     def test_that_there_is_none_is_told_there_and_via_whom(self) -> None:
@@ -336,7 +344,7 @@ class TestShortcutsTaken:
     def test_own_send_is_settled_here(self) -> None:
         state = begun(make_state([sent(1), came(2), sent(3)], tied(1), tied(3, recvs=[2])))
         state.message_received(B, Introduction((1,), (2,), ((2, ((OWN, 1, 0, 1),)),)), {3: True})
-        assert state.recv_fired(2) == ((OWN, 1, 0, 1),)
+        assert routes_of(state, 2) == ((OWN, 1, 0, 1),)
         assert state.came_back({1: True}) == [RunComponent(0, (1,))]
         assert state.component_finished(1) == []
         assert state.component_finished(0) == [Report((B,))]
@@ -349,14 +357,14 @@ class TestShortcutsTaken:
     def test_too_late_for_what_has_fired(self) -> None:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         give(state, 3)
-        assert state.recv_fired(2) is None
+        assert routes_of(state, 2) is None
         state.message_received(B, self.OFFER, {})
         assert state.component_finished(0) == [Report((B,))]
 
     def test_only_from_who_sent_the_message(self) -> None:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         state.message_received(C, msgspec.structs.replace(self.OFFER, expects=()), {})
-        assert state.recv_fired(2) is None
+        assert routes_of(state, 2) is None
 
 
 class TestOwnMessages:
@@ -488,15 +496,17 @@ class TestFastMode:
         state = make_state([came(1, C), sent(2)], tied(2, recvs=[1]), mode=Mode.FAST)
         state.begin()
         assert deny(state, 2) == [Report((B,))]
-        assert not state.has_fired(1)
+        assert state.recv_fired(1) is not None
 
 
 class TestQuestions:
     def test_which_sends_it_knows(self) -> None:
         state = make_state([sent(1), came(2)], tied(1))
-        assert state.knows_send(1, B)
-        assert not state.knows_send(1, C)
-        assert not state.knows_send(2, B)
+        assert state.awaits(1, B)
+        assert state.awaits(1, C) is None
+        assert state.awaits(2, B) is None
+        deny(state, 1)
+        assert state.awaits(1, B) is False
 
     def test_whether_it_has_reported(self) -> None:
         state = make_state([], tied(has_roots=True))

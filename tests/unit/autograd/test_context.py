@@ -14,7 +14,7 @@ from gradwire.errors import AutogradError
 from gradwire.rpc import Agent
 from unit.autograd.layers import context_of, layer
 
-SITE = CallSite(None, 0)
+SITE = CallSite("", 0, "")
 
 
 def make_send(*tensors: torch.Tensor) -> RecordedSend:

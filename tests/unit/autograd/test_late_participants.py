@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
-from gradwire.autograd._backward_state import Report
-from gradwire.autograd.backward_pass import BackwardPass, PassPhase
+from gradwire.autograd._backward_state import PassPhase, Report
+from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
 from gradwire.errors import BackwardFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, entered, from_elsewhere, gate, held_layer, num_contexts, through, weight
+from unit.autograd.layers import (
+    context_of,
+    engine_of,
+    entered,
+    from_elsewhere,
+    gate,
+    held_layer,
+    num_contexts,
+    through,
+    weight,
+)
 
 
 def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,10 +38,8 @@ def test_root_answers_the_one_that_told_it_of_a_death(trio: list[Agent], monkeyp
         def lose_third() -> None:
             wait_until(lambda: context_of(b, ctx).has_undecided_pass)
             assert entered.wait(10)
-            monkeypatch.setattr(
-                worker.of(c).engine.endings, "tell", lambda *_: False
-            )  # it passes nothing on, like the dead
-            worker.of(b).engine._on_worker_lost(c.address, "killed in a test")
+            monkeypatch.setattr(engine_of(c), "tell", lambda *_, **__: False)  # it passes nothing on, like the dead
+            engine_of(b)._on_worker_lost(c.address, "killed in a test")
 
         b.reactor.run_soon(lose_third)
         with pytest.raises(BackwardFailed, match="worker c is lost"):
@@ -78,10 +87,10 @@ def test_who_asks_for_the_end_of_a_pass_that_is_over_is_told_how_it_ended(trio: 
         wait_until(lambda: not at_b.passes)
         at_b.gradients.clear()
         at_b.ended_passes.clear()
-        engine = worker.of(b).engine
+        engine = engine_of(b)
         waiting = {pass_id: _make_waiting_pass(b, ctx, pass_id) for pass_id in (committed, failed)}
         for current in waiting.values():
-            engine.endings.fail(current, ValueError("its connection was cut off"), "waiting")
+            engine.fail(current, ValueError("its connection was cut off"), "waiting")
         wait_until(lambda: not at_b.passes, 20.0, "that b is told of both")
         assert waiting[committed].phase is PassPhase.COMMITTED
         assert waiting[failed].phase is PassPhase.ABORTED
@@ -91,12 +100,11 @@ def test_who_asks_for_the_end_of_a_pass_that_is_over_is_told_how_it_ended(trio: 
 def _make_waiting_pass(agent: Agent, context_id: int, pass_id: int) -> BackwardPass:
     """A pass that is done on a worker, with a gradient, and not decided."""
     context = context_of(agent, context_id)
-    with context.lock:
-        current = worker.of(agent).engine._make_pass(pass_id, context, PassOptions(timeout_s=20.0))
-    with current.lock:
-        current.join((), ())
-        current.gradients = {weight: torch.ones(3)}
-        current.phase = PassPhase.DONE
+    make = partial(BackwardPass, agent.info.id, pass_id, context, PassOptions(timeout_s=20.0))
+    current = context.begin_pass(pass_id, make)
+    assert current is not None
+    current.gradients = {weight: torch.ones(3)}
+    current.run_hooks()
     return current
 
 
@@ -106,9 +114,9 @@ def test_abort_that_overtakes_the_message_it_is_about(trio: list[Agent]) -> None
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", through, args=(x, []))
-        at_b, engine = context_of(b, ctx), worker.of(b).engine
-        pass_id = worker.of(a).container.new_message_id()
-        failure = worker.of(a).engine.endings.describe(BackwardFailed("on purpose", "a", "waiting"))
+        at_b, engine = context_of(b, ctx), engine_of(b)
+        pass_id = engine_of(a).container.new_message_id()
+        failure = engine_of(a).describe(BackwardFailed("on purpose", "a", "waiting"))
         engine._on_abort(a.info, AbortPass(int(ctx), pass_id, failure), [])
         engine._on_propagate(a.info, PropagateGradients(int(ctx), pass_id, PassOptions(timeout_s=20.0), ()), [])
         assert not at_b.passes

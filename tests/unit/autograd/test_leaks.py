@@ -9,20 +9,19 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.rpc import Agent
 from gradwire.testing import LeakCheck, LeakFound
 from gradwire.testing.leaks import contexts_left
-from unit.autograd.layers import entered, gate, held_layer
+from unit.autograd.layers import engine_of, entered, gate, held_layer
 
 
 def test_context_is_named_with_its_worker(trio: list[Agent]) -> None:
     check = LeakCheck(timeout_s=0.05)
-    context = worker.of(trio[1]).container.new_context()
+    context = engine_of(trio[1]).container.new_context()
     assert check.leaks() == [f"autograd context {context.context_id} on worker b"]
     with pytest.raises(LeakFound, match=f"autograd context {context.context_id} on worker b"):
         check.check()
-    worker.of(trio[1]).release(context.context_id)
+    engine_of(trio[1]).release(context.context_id)
     check.check()
     assert check.leaks() == []
 
@@ -43,7 +42,7 @@ def test_contexts_of_all_workers_and_passes_are_found(trio: list[Agent]) -> None
 
 
 def test_workers_that_are_closed_do_not_count(trio: list[Agent]) -> None:
-    worker.of(trio[2]).container.new_context()
+    engine_of(trio[2]).container.new_context()
     assert len(contexts_left()) == 1
     trio[2].close()
     assert contexts_left() == {}

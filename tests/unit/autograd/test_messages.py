@@ -10,8 +10,8 @@ import torch
 
 from gradwire.autograd import messages
 from gradwire.autograd._backward_state import Introduction, Report
+from gradwire.autograd.backward_pass import pack_answer, unpack_answers
 from gradwire.autograd.context import CallSite, DistAutogradContext, RecordedRecv
-from gradwire.autograd.local_engine import pack_answer, unpack_answers
 from gradwire.autograd.messages import (
     NO_ID,
     AbortPass,
@@ -117,7 +117,8 @@ def test_note_of_another_kind_is_refused() -> None:
 
 
 def test_every_notice_has_a_sample() -> None:
-    assert {type(item) for item in SAMPLES} == {RecordedCall, *messages.Notice.__args__}
+    kinds = {kind for name, kind in vars(messages).items() if hasattr(kind, "context_id") and not name.startswith("_")}
+    assert {type(item) for item in SAMPLES} == kinds
 
 
 # -- gradients as they travel ------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def make_recv() -> RecordedRecv:
 
 
 def test_answer_carries_only_what_is_defined() -> None:
-    item, tensors = pack_answer(DistAutogradContext(5), make_recv(), (None, torch.ones(2), None, torch.zeros(1)))
+    (item,), tensors = pack_answer(DistAutogradContext(5), make_recv(), (None, torch.ones(2), None, torch.zeros(1)))
     assert item == GradientItem(77, (False, True, False, True))
     assert [tensor.tolist() for tensor in tensors] == [[1.0, 1.0], [0.0]]
 
@@ -147,7 +148,7 @@ def test_answers_come_back_each_with_its_own() -> None:
 def test_answer_with_create_graph_is_recorded_on_both_sides() -> None:
     ours, theirs = DistAutogradContext(5), DistAutogradContext(5)
     gradient = torch.ones(2, requires_grad=True) * 2
-    item, tensors = pack_answer(ours, make_recv(), (gradient, torch.ones(1)), recorded_id=99)
+    (item,), tensors = pack_answer(ours, make_recv(), (gradient, torch.ones(1)), recorded_id=99)
     assert item == GradientItem(77, (True, True), 99, (0,))
     assert not any(tensor.requires_grad for tensor in tensors)
     assert ours.sends[99].function == "the gradient of layers:layer"
@@ -161,7 +162,7 @@ def test_answer_with_create_graph_is_recorded_on_both_sides() -> None:
 
 def test_answer_with_create_graph_that_needs_no_graph_is_not_recorded() -> None:
     context = DistAutogradContext(5)
-    item, _ = pack_answer(context, make_recv(), (torch.ones(2),), recorded_id=99)
+    (item,), _ = pack_answer(context, make_recv(), (torch.ones(2),), recorded_id=99)
     assert item == GradientItem(77, (True,), NO_ID)
     assert not context.sends
 

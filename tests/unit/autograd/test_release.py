@@ -11,12 +11,11 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import current_context as ambient
-from gradwire.autograd import worker
 from gradwire.autograd.messages import HoldsContext, ReleaseContext
 from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, entered, gate, here, layer, num_contexts, through
+from unit.autograd.layers import context_of, engine_of, entered, gate, here, layer, num_contexts, through
 
 
 def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
@@ -54,14 +53,14 @@ def test_release_reaches_those_behind_a_worker_that_is_gone(trio: list[Agent]) -
         rpc.rpc_sync("b", through, args=(x, ["c"]))
         b.close()
         wait_until(lambda: context_of(a, ctx)._known_worker_ids() == {1, 2}, 20.0, "that c asks to be told")
-        assert len(worker.of(c).container) == 1
+        assert len(engine_of(c).container) == 1
     wait_until(lambda: not num_contexts([a, c]), 20.0, "that c has released it")
 
 
 def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: list[Agent]) -> None:
     a, b, c = trio
     x = torch.ones(3, requires_grad=True)
-    context_id = worker.of(a).container.new_context().context_id
+    context_id = engine_of(a).container.new_context().context_id
     with ambient.inside(context_id):
         rpc.rpc_sync("b", through, args=(x, ["c"]))
     a.notices._handlers.pop("~autograd.holds")  # it dies before it hears of it
@@ -79,7 +78,7 @@ def test_context_ends_when_its_maker_is_suspected_and_out_of_reach_here_too(
     """The one that suspects it is not believed; but one that cannot ask would keep the context for ever."""
     a, b, c = trio
     x = torch.ones(3, requires_grad=True)
-    context_id = worker.of(a).container.new_context().context_id
+    context_id = engine_of(a).container.new_context().context_id
     with ambient.inside(context_id):
         rpc.rpc_sync("b", through, args=(x, ["c"]))
 
@@ -89,7 +88,7 @@ def test_context_ends_when_its_maker_is_suspected_and_out_of_reach_here_too(
     monkeypatch.setattr(c.peers.peer("a"), "lane", refuse)
     b.notices.send("c", "autograd.release", ReleaseContext(context_id, "by b, which cannot reach a", True))
     wait_until(lambda: not num_contexts([c]), 20.0, "that c gives it up")
-    wait_until(lambda: worker.of(a).release(context_id), 20.0)
+    wait_until(lambda: engine_of(a).release(context_id), 20.0)
     wait_until(lambda: not num_contexts(trio), 20.0, "that b is told of the end by a")
 
 
@@ -97,18 +96,18 @@ def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> No
     a, b, c = trio
     with gw.autograd.context() as ctx:
         pass
-    made_late = worker.of(c).container.get_or_create(int(ctx), 0)
+    made_late = engine_of(c).container.get_or_create(int(ctx), 0)
     assert made_late is not None
-    worker.of(c).engine.endings.tell(0, "autograd.holds", HoldsContext(int(ctx)))
+    engine_of(c).tell(0, "autograd.holds", HoldsContext(int(ctx)))
     wait_until(lambda: not num_contexts(trio))
     assert made_late.released is not None
     assert made_late.released.startswith("on worker a at test_release.py")
-    never_made = worker.of(b).container.get_or_create(int(ctx) + 1000, 0)
+    never_made = engine_of(b).container.get_or_create(int(ctx) + 1000, 0)
     assert never_made is not None
-    worker.of(b).engine.endings.tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
+    engine_of(b).tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
     wait_until(lambda: never_made.released, 20.0)
     assert never_made.released == "on worker a long ago"
-    assert len(worker.of(a).container) == 0
+    assert len(engine_of(a).container) == 0
 
 
 def test_release_may_come_twice_and_before_the_call(trio: list[Agent]) -> None:
@@ -117,7 +116,7 @@ def test_release_may_come_twice_and_before_the_call(trio: list[Agent]) -> None:
     with gw.autograd.context() as ctx:
         for _ in range(2):
             a.notices.send("b", "autograd.release", ReleaseContext(int(ctx), "by a test"))
-        wait_until(lambda: worker.of(b).container.where_released(ctx))
+        wait_until(lambda: engine_of(b).container.where_released(ctx))
         assert rpc.rpc_sync("b", torch.neg, args=(torch.ones(3),)).tolist() == [-1.0] * 3  # no gradient to be lost
         with pytest.raises(UnknownContext, match=r"on worker b when .*layer returned: it was released by a test"):
             rpc.rpc_sync("b", layer, args=(x,))
@@ -136,7 +135,7 @@ def test_result_of_a_worker_that_released_the_context_is_refused(trio: list[Agen
         nested = rpc.rpc_async("c", relay_after_gate, args=(x, "b"))
         wait_until(lambda: num_contexts(trio) == 3)
         for agent in trio[1:]:
-            worker.of(agent).container.release(ctx, "by mistake")
+            engine_of(agent).container.release(ctx, "by mistake")
         gate.set()
         for future in (direct, nested):
             with pytest.raises(UnknownContext, match="it was released by mistake"):
@@ -175,7 +174,7 @@ def test_call_that_meets_the_release_does_not_carry_the_context_on(
     trio: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds the context, and then the context is released, before the call has noted whom it goes to."""
-    container = worker.of(trio[0]).container
+    container = engine_of(trio[0]).container
     find = container.find
     with gw.autograd.context() as ctx:
 
@@ -183,7 +182,7 @@ def test_call_that_meets_the_release_does_not_carry_the_context_on(
             context = find(context_id)
             if context is not None and threading.current_thread() is threading.main_thread():
                 monkeypatch.setattr(container, "find", find)
-                worker.of(trio[0]).release(ctx)
+                engine_of(trio[0]).release(ctx)
             return context
 
         monkeypatch.setattr(container, "find", find_and_lose)

@@ -9,15 +9,16 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
+from gradwire.autograd.engine import _Run
+from gradwire.autograd.local_engine import Found
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import layer
+from unit.autograd.layers import engine_of, layer
 
 
 def count_probes(root: Agent, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every probe of a root that is over."""
-    prober = worker.of(root).engine.prober
+    prober = engine_of(root).prober
     probe, found = prober.probe, []
 
     def count(*args: Any) -> Any:
@@ -31,14 +32,14 @@ def count_probes(root: Agent, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_run_that_waits_for_a_thread(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, _ = trio
     probes = count_probes(a, monkeypatch)
-    engine = worker.of(b).engine
-    run = engine._run
+    run = _Run.run
 
-    def run_late(*args: Any) -> None:
-        wait_until(lambda: len(probes) >= 4, 10.0, "that the root has asked four times")
-        run(*args)
+    def run_late(self: _Run) -> Found:
+        if self._pass.own == b.info.id:
+            wait_until(lambda: len(probes) >= 4, 10.0, "that the root has asked four times")
+        return run(self)
 
-    monkeypatch.setattr(engine, "_run", run_late)
+    monkeypatch.setattr(_Run, "run", run_late)
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum(), mode="fast", timeout=20)

@@ -9,12 +9,11 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.errors import WorkerLost
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, layer, num_contexts
+from unit.autograd.layers import context_of, engine_of, layer, num_contexts
 
 
 def wait_released(agents: list[Agent]) -> None:
@@ -25,8 +24,8 @@ def test_end_is_told_to_one_that_was_connected_again_before_its_loss_was_noted(t
     a, b, _ = trio
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
-        worker.of(a).engine._on_worker_lost(b.address, "noted late")
-        assert worker.of(a).engine.lost == {b.info.id}
+        engine_of(a)._on_worker_lost(b.address, "noted late")
+        assert engine_of(a).lost == {b.info.id}
         assert context_of(b, ctx).recvs
     wait_released(trio)
 
@@ -62,7 +61,7 @@ def test_call_that_is_unpacked_after_the_loss_of_its_caller(
 ) -> None:
     """The contexts of the caller have been looked through by then, so nobody would come for this one."""
     a, b, _ = trio
-    container = worker.of(b).container
+    container = engine_of(b).container
     get_or_create = container.get_or_create
 
     def lose_and_create(context_id: int, sender: int) -> DistAutogradContext | None:
@@ -93,6 +92,6 @@ def test_end_of_a_context_that_is_lost_with_its_connection(trio: list[Agent]) ->
         rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
         handlers["~autograd.release"] = refuse
     wait_released(trio)
-    where = worker.of(b).container.where_released(int(ctx))
+    where = engine_of(b).container.where_released(int(ctx))
     assert where is not None
     assert where.startswith("on worker a at test_taken_for_dead.py")
