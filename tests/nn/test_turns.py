@@ -19,7 +19,7 @@ from gradwire.nn import RemoteModule
 from gradwire.nn import owner as operations
 from gradwire.params import rwlock as reading
 from gradwire.params import snapshots as sharing
-from gradwire.params.rwlock import Call
+from gradwire.params.rwlock import ReadingCall
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, take_steps, weights_of
 
@@ -277,9 +277,9 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
     param = module.get_parameter(changed)
     operations._groups_of(module)
     is_waiting, has_begun = threading.Event(), threading.Event()
-    wait_readable = Call._wait_readable
+    wait_readable = ReadingCall._wait_readable
 
-    def wait_noticed(call: Call, group: sharing.Group) -> None:
+    def wait_noticed(call: ReadingCall, group: sharing.Group) -> None:
         is_waiting.set()
         wait_readable(call, group)
 
@@ -289,7 +289,7 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
             assert is_waiting.wait(20)
             param.fill_(3.0)
 
-    monkeypatch.setattr(Call, "_wait_readable", wait_noticed)
+    monkeypatch.setattr(ReadingCall, "_wait_readable", wait_noticed)
     monkeypatch.setattr(operations, "_module", lambda *_: module)
     context = DistAutogradContext(1)
     with ThreadPoolExecutor(1) as pool:

@@ -424,7 +424,7 @@ class BackwardPass:
         with self._lock:
             abort = self.state.abort(sender, is_final=is_final)
             if abort is not None and abort.ends:
-                self.error = error if self.is_root else None
+                self.error = error if self.root == self.own else None
                 self.context.end_pass(self, is_committed=False)
                 self._forget()
         return abort
@@ -437,11 +437,12 @@ class BackwardPass:
     def _forget(self) -> None:
         """The pass is over. The root's gradients stay for the caller of backward. Under the lock."""
         self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
-        if not self.is_root:
+        if self.root != self.own:
             self._arrived.clear()
             self.last_answer = None
             self.gradients, self.totals = {}, set()
-        self._wake()
+        if self._moved is not None:
+            self._moved.notify_all()
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

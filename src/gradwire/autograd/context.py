@@ -410,7 +410,7 @@ class Quotas:
             self._used[worker] = used
             context.charges[worker] = context.charges.get(worker, 0) + num_bytes
 
-    def refund(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
+    def refund(self, context: DistAutogradContext, worker: int, num_bytes: int) -> None:
         """Give back part of what was charged, because it ended before its context."""
         if worker == self._own:
             return

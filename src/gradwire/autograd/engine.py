@@ -263,7 +263,8 @@ class DistEngine:
         """Do what the state of a pass decided; whatever goes wrong, in code of the user too, ends the pass."""
         operation = ""
         try:
-            while actions:  # what follows from a run is not done inside it: chains of runs may be long
+            # What follows from a run is not done inside it: chains of runs may be long.
+            while actions or current.last_answer is not None:
                 runs: list[RunComponent] = []
                 following: list[Action] = []
                 for action in actions:
@@ -276,7 +277,7 @@ class DistEngine:
                     else:
                         operation = "telling others"
                         self._do(current, action)
-                if current.last_answer is not None:  # something else runs here still
+                if current.last_answer is not None:  # no report follows, yet: something else runs here, or it is sent
                     answer = current.take_last_answer()
                     if answer is not None:
                         self._post(current, current.root, *answer)
@@ -438,7 +439,7 @@ class DistEngine:
             actions = current.report_received(sender.id, report)
             if actions:
                 self._perform(current, actions)
-        if current is None or current.state.is_over:
+        if current is None or current.phase is PassPhase.ABORTED:
             self._answer(sender, context_id, pass_id, commits=False)
 
     def _answer(self, sender: WorkerInfo, context_id: int, pass_id: int, *, commits: bool = True) -> None:
@@ -466,8 +467,8 @@ class DistEngine:
         """The root of a pass says that it is committed, by a notice or with what follows."""
         context = self.container.find(message.context_id)
         current = context.passes.get(message.pass_id) if context is not None else None
-        if current is not None and current.root == sender.id and current.commit_received():
-            self._refund(current)
+        if current is not None and current.root == sender.id and current.commit_received() and current.charged:
+            self.container.quotas.refund(current.context, *current.charged)
 
     def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
         """Something went wrong here: the pass ends, and the other workers are told.
@@ -490,17 +491,13 @@ class DistEngine:
         abort = current.abort(failure, sender, is_final=is_final)
         if abort is None:
             return
-        if abort.ends:
-            self._refund(current)
+        if abort.ends and current.charged:
+            self.container.quotas.refund(current.context, *current.charged)
         if abort.peers:
             note = note or AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
             is_told = self._tell_all(abort.peers, "autograd.abort", note)
             if not (abort.ends or is_told):  # the root is gone: no word can come
                 self._abort(current, failure, note, is_final=True)
-
-    def _refund(self, current: BackwardPass) -> None:
-        if current.charged is not None:
-            self.container.quotas.refund(current.charged[0], current.context, current.charged[1])
 
     def _on_abort(self, sender: WorkerInfo, message: AbortPass, _: list[torch.Tensor]) -> None:
         exceptions.check_error(message.error, self._agent.config.limits)

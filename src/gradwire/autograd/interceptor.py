@@ -48,13 +48,13 @@ class AutogradInterceptor(Interceptor):
 
     def wants_calls(self) -> bool:
         """Whether a call is made inside a context, with grad mode on."""
-        return current_context_id() != 0 and torch.is_grad_enabled()
+        return (current_context.get() or current_context_id()) != 0 and torch.is_grad_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
         """Record a send for tensors that require grad, in calls made with grad mode on and in replies."""
         # A reply is recorded whatever the mode of the thread that happens to send it.
         is_call = envelope.kind == "call"
-        context_id = current_context_id() if is_call else envelope.note.context_id
+        context_id = (current_context.get() or current_context_id()) if is_call else envelope.note.context_id
         context, peer = self._container.find(context_id), envelope.peer.id
         recorded = []
         for tensor in tensors:

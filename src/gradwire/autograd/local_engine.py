@@ -28,7 +28,7 @@ from gradwire.autograd.messages import PassOptions
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim, GradientTable, keep_apart
 from gradwire.params.rwlock import UsesParameters, has_any
-from gradwire.params.saved_tensors import saving
+from gradwire.params.snapshots import saving
 from gradwire.rpc.connection import while_waiting
 
 Found = list[tuple[torch.Tensor, torch.Tensor]]
@@ -246,8 +246,7 @@ def run_accumulators(
     """
     edges: dict[torch.Tensor, GradientEdge] = {}
     for leaf in table:
-        edge = _find_accumulator(leaf)
-        if edge is not None:
+        if (post_accumulate_hooks(leaf) or _reduced or _has_node_hooks) and (edge := _find_accumulator(leaf)):
             edges[leaf] = edge
     if not edges:
         return set()

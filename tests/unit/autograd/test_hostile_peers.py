@@ -186,19 +186,19 @@ class TestQuotas:
         quotas, context = Quotas(0, 100), DistAutogradContext(1)
         quotas.charge(1, context, 60)
         quotas.charge(2, context, 100)
-        quotas.refund(1, context, 10)
+        quotas.refund(context, 1, 10)
         with pytest.raises(LimitExceeded, match=r"of worker 1 would take more than 100 bytes here"):
             quotas.charge(1, context, 51)
         quotas.settle(context)
         quotas.settle(context)
-        quotas.refund(1, context, 10)
+        quotas.refund(context, 1, 10)
         quotas.charge(1, context, 1000)  # it is released: nothing is kept
         assert quotas.used_by(1) == quotas.used_by(2) == 0
 
     def test_own_messages_do_not_count(self) -> None:
         quotas, context = Quotas(3, 100), DistAutogradContext(1)
         quotas.charge(3, context, 1000)
-        quotas.refund(3, context, 1000)
+        quotas.refund(context, 3, 1000)
         assert quotas.used_by(3) == 0
 
 

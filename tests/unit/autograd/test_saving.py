@@ -14,7 +14,7 @@ from gradwire.errors import AutogradError, ConfigurationError
 from gradwire.params import rwlock as guards
 from gradwire.params import snapshots as sharing
 from gradwire.params.rwlock import Mode
-from gradwire.params.saved_tensors import saving
+from gradwire.params.snapshots import saving
 
 
 def make_weight(mode: Mode = "snapshot") -> nn.Parameter:

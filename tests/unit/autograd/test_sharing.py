@@ -15,14 +15,14 @@ from gradwire.errors import UnknownContext
 from gradwire.params import rwlock as guards
 from gradwire.params import rwlock as reading
 from gradwire.params import snapshots as sharing
-from gradwire.params.rwlock import Call, Group
+from gradwire.params.rwlock import Group, ReadingCall
 
 WAIT_S = 20.0
 
 
 def use(group: Group, context: DistAutogradContext) -> None:
     """As a forward call of a context."""
-    with Call(context), sharing.using(group):
+    with ReadingCall(context), sharing.using(group):
         pass
 
 
@@ -89,11 +89,11 @@ def test_a_step_that_is_interrupted_before_it_waits_holds_up_nobody(monkeypatch:
     """Calls let steps go first that wait: one that was counted for ever would cost each of them a second."""
     weight = nn.Parameter(torch.zeros(1))
     group = sharing.guard([weight], "snapshot")
-    call = Call(None)
+    call = ReadingCall(None)
     monkeypatch.setattr(reading, "_wait_begun", interrupt)
     with call:
         call.read(group)
-        monkeypatch.setattr(reading._local, "call", None)  # the step is another thread's
+        monkeypatch.setattr(reading._served, "call", None)  # the step is another thread's
         with pytest.raises(KeyboardInterrupt), sharing.stepping([weight], ()):
             pass
         assert [turns.num_pending for turns in (group.turns, guards.EVERYTHING.turns)] == [0, 0]
