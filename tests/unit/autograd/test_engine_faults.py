@@ -1,4 +1,4 @@
-"""Faults that a review found, each with what it left behind: somebody who waits, or gradients on some workers only."""
+"""Faults in the middle of a pass: no worker waits for ever, and gradients are on all workers or on none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo
 from unit.autograd import layers
 from unit.autograd.layers import context_of, engine_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
-from unit.autograd.test_commit import before_commit, expected
+from unit.autograd.test_engine_commit import before_commit, expected
 
 LIMIT_S = 20.0
 QUICK_S = 5.0

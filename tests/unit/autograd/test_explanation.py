@@ -67,7 +67,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
     text = str(explanation)
     assert "(smart, begun by a): running" in text
     assert "a waits for b: send 0x" in text
-    assert "held_layer (test_explain.py:" in text
+    assert "held_layer (test_explanation.py:" in text
     assert "b computes (1 runs of the local engine)" in text
     assert ("a run of the local engine stands still for it" in text) == is_gated
     (first, second) = json.loads(explanation.as_json())["workers"]

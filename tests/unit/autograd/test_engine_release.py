@@ -1,4 +1,4 @@
-"""A context ends everywhere, whoever is gone by then."""
+"""Contexts end on every worker that they have touched."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import current_context as ambient
+from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.messages import HoldsContext, ReleaseContext
-from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext
+from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext, WorkerLost
 from gradwire.rpc import Agent
-from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, engine_of, entered, gate, here, layer, num_contexts, through
+from gradwire.testing import LeakCheck, LeakFound, wait_until
+from gradwire.testing.leaks import contexts_left
+from unit.autograd.layers import context_of, engine_of, entered, gate, held_layer, here, layer, num_contexts, through
+
+# -- A context ends everywhere, whoever is gone by then -----------------------------------------------------------------
 
 
 def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ def test_release_reaches_workers_that_the_creator_never_talked_to(trio: list[Age
         assert context_of(trio[0], ctx)._known_worker_ids() == {1}
     wait_until(lambda: not num_contexts(trio), 20.0, "that all have released it")
     with pytest.raises(
-        UnknownContext, match=rf"id: {int(ctx)}. It was released on worker a at test_release.py:\d+, in te"
+        UnknownContext, match=rf"id: {int(ctx)}. It was released on worker a at test_engine_release.py:\d+, in te"
     ):
         context_of(trio[2], ctx)
 
@@ -101,7 +105,7 @@ def test_who_asks_for_a_context_that_is_over_is_told_so(trio: list[Agent]) -> No
     engine_of(c).tell(0, "autograd.holds", HoldsContext(int(ctx)))
     wait_until(lambda: not num_contexts(trio))
     assert made_late.released is not None
-    assert made_late.released.startswith("on worker a at test_release.py")
+    assert made_late.released.startswith("on worker a at test_engine_release.py")
     never_made = engine_of(b).container.get_or_create(int(ctx) + 1000, 0)
     assert never_made is not None
     engine_of(b).tell(0, "autograd.holds", HoldsContext(int(ctx) + 1000))
@@ -188,3 +192,123 @@ def test_call_that_meets_the_release_does_not_carry_the_context_on(
         monkeypatch.setattr(container, "find", find_and_lose)
         rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
     assert num_contexts(trio) == 0
+
+
+# -- Workers that take each other for dead, and live: no context stays behind, and gradients are right once they are back ---
+
+
+def wait_released(agents: list[Agent]) -> None:
+    wait_until(lambda: not num_contexts(agents), 20.0, "that all have released the context")
+
+
+def test_end_is_told_to_one_that_was_connected_again_before_its_loss_was_noted(trio: list[Agent]) -> None:
+    a, b, _ = trio
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
+        engine_of(a)._on_worker_lost(b.address, "noted late")
+        assert engine_of(a).lost == {b.info.id}
+        assert context_of(b, ctx).recvs
+    wait_released(trio)
+
+
+def test_worker_taken_for_dead_between_recording_a_call_and_sending_it(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call opens a new connection, and all is well: neither the pass nor the end of the context leaves it out."""
+    a, b, _ = trio
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    rpc.rpc_sync("b", torch.neg, args=(torch.ones(1),))
+    record_send = DistAutogradContext.record_send
+
+    def record_and_lose(self: DistAutogradContext, *args: Any) -> None:
+        record_send(self, *args)
+        monkeypatch.undo()
+        a.on_worker_ended(b.address, "its connection ended", was_orderly=False)
+        wait_until(lambda: b.has_ended("a"), 20.0, "that b takes a for dead, too")
+
+    monkeypatch.setattr(DistAutogradContext, "record_send", record_and_lose)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
+        ctx.backward(loss, timeout=20)
+        found = ctx.gradients()[x]
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    assert torch.equal(found, expected)
+    wait_released(trio)
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["gone", "connected again"])
+def test_call_that_is_unpacked_after_the_loss_of_its_caller(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    """The contexts of the caller have been looked through by then, so nobody would come for this one."""
+    a, b, _ = trio
+    container = engine_of(b).container
+    get_or_create = container.get_or_create
+
+    def lose_and_create(context_id: int, sender: int) -> DistAutogradContext | None:
+        monkeypatch.undo()
+        b.on_worker_ended(a.address, "its connection ended", was_orderly=False)
+        if is_back:
+            b.on_connected(a.address)
+        return get_or_create(context_id, sender)
+
+    monkeypatch.setattr(container, "get_or_create", lose_and_create)
+    with gw.autograd.context() as ctx, pytest.raises(WorkerLost, match="layer on worker b failed"):
+        rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
+    wait_until(lambda: container.where_released(int(ctx)), 20.0, "that b has released the context")
+    wait_released(trio)
+
+
+def test_end_of_a_context_that_is_lost_with_its_connection(trio: list[Agent]) -> None:
+    """The receiver gives the connection up, and knows that something may have been on it: it asks."""
+    _, b, _ = trio
+    handlers = b.notices._handlers
+    on_release = handlers["~autograd.release"]
+
+    def refuse(*_: Any) -> None:
+        handlers["~autograd.release"] = on_release
+        raise ValueError("on purpose")
+
+    with gw.autograd.context() as ctx:
+        rpc.rpc_sync("b", layer, args=(torch.ones(3, requires_grad=True),))
+        handlers["~autograd.release"] = refuse
+    wait_released(trio)
+    where = engine_of(b).container.where_released(int(ctx))
+    assert where is not None
+    assert where.startswith("on worker a at test_engine_release.py")
+
+
+# -- A context or pass that a test leaves behind is found and named -----------------------------------------------------
+
+
+def test_context_is_named_with_its_worker(trio: list[Agent]) -> None:
+    check = LeakCheck(timeout_s=0.05)
+    context = engine_of(trio[1]).container.new_context()
+    assert check.leaks() == [f"autograd context {context.context_id} on worker b"]
+    with pytest.raises(LeakFound, match=f"autograd context {context.context_id} on worker b"):
+        check.check()
+    engine_of(trio[1]).release(context.context_id)
+    check.check()
+    assert check.leaks() == []
+
+
+def test_contexts_of_all_workers_and_passes_are_found(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+        rpc.rpc_sync("c", torch.neg, args=(x.detach(),))  # has no part in the pass
+        thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
+        thread.start()
+        assert entered.wait(10)
+        found = sorted(contexts_left())
+        gate.set()
+        thread.join(20)
+    assert [text.rpartition(" ")[2] for text in found if text.startswith("pass")] == ["a", "b"]
+    assert [text for text in found if not text.startswith("pass")] == [f"{int(ctx)} on worker {name}" for name in "abc"]
+
+
+def test_workers_that_are_closed_do_not_count(trio: list[Agent]) -> None:
+    engine_of(trio[2]).container.new_context()
+    assert len(contexts_left()) == 1
+    trio[2].close()
+    assert contexts_left() == {}
