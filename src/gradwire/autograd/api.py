@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gradwire.autograd.backward_pass import FollowsBackward, FollowUp, check_roots
 from gradwire.autograd.context import EXTENSION, DistAutogradContext
 from gradwire.autograd.current_context import current_context, current_context_id, leave
 from gradwire.autograd.explanation import Explanation
@@ -25,6 +24,7 @@ from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
 
 if TYPE_CHECKING:
+    from gradwire.autograd.backward_pass import FollowsBackward, FollowUp
     from gradwire.autograd.engine import DistEngine
 
 ModeName = Literal["smart", "fast"]
@@ -134,11 +134,9 @@ def backward(
         UnsettledSend: FAST mode: a message got no gradient.
         OptimizerStepFailed: The gradients are there, but some workers did not step.
     """
-    engine = current_engine()
     follow_up = _follow_up_of(optimizer, context_id) if optimizer is not None else None
-    found = check_roots(roots, gradients, inputs, follow_up=follow_up)
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    engine.backward(engine.container.find(context_id) or engine.container.retrieve(context_id), found, options)
+    current_engine().backward(context_id, options, roots, gradients, inputs, follow_up=follow_up)
 
 
 def _follow_up_of(optimizer: Any, context_id: int) -> FollowUp:
@@ -180,12 +178,10 @@ def grad(
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: Something failed on this or another worker, or the time was over.
     """
-    engine = current_engine()
-    found = check_roots(outputs, grad_outputs, inputs, joins_context=False)
-    assert found.inputs is not None
+    wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    table = engine.backward(engine.container.retrieve(context_id), found, options)
-    results = tuple(table.get(tensor) for tensor in found.inputs)
+    table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
+    results = tuple(table.get(tensor) for tensor in wanted)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)
         raise AutogradError(f"the outputs do not depend on input {number}; pass allow_unused=True to get None for it")

@@ -90,7 +90,7 @@ NO_ROOTS = Roots()
 
 
 def check_roots(
-    roots: Any, gradients: Any, inputs: Any, *, joins_context: bool = True, follow_up: FollowUp | None = None
+    roots: Any, gradients: Any, inputs: Any, joins_context: bool = True, follow_up: FollowUp | None = None
 ) -> Roots:
     """Return the roots of a pass, with a gradient for each.
 

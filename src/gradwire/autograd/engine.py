@@ -33,8 +33,9 @@ from gradwire.autograd._backward_state import Action, Commit, Fail, Introduction
 from gradwire.autograd.backward_pass import (
     NO_ROOTS,
     BackwardPass,
+    FollowUp,
     PassDropped,
-    Roots,
+    check_roots,
     follow_routes,
     pack_answer,
     sum_by_origin,
@@ -181,19 +182,37 @@ class DistEngine:
 
     # -- the root --------------------------------------------------------------------------------------------------
 
-    def backward(self, context: DistAutogradContext, roots: Roots, options: PassOptions) -> GradientTable:
-        """Run a pass from here and wait until it is over everywhere.
+    def backward(
+        self,
+        context_id: int,
+        options: PassOptions,
+        roots: Any,
+        gradients: Any,
+        inputs: Any,
+        *,
+        joins_context: bool = True,
+        follow_up: FollowUp | None = None,
+    ) -> GradientTable:
+        """Run a pass from here and wait until it is over everywhere; return the gradients found here.
 
         Args:
-            context: Whose pass.
-            roots: Where it begins.
+            context_id: Whose pass.
             options: How.
+            roots: Where it begins; see `Roots` for this and what follows.
+            gradients: Of the roots, or None.
+            inputs: What gradients are wanted of, or None.
+            joins_context: Whether gradients join the context.
+            follow_up: What is done as soon as the pass is committed.
 
         Raises:
+            AutogradError: A root cannot be one.
+            UnknownContext: The context is over, or was never here.
             BackwardFailed: It failed somewhere, and is dropped everywhere.
         """
+        start = check_roots(roots, gradients, inputs, joins_context, follow_up)
+        context = self.container.find(context_id) or self.container.retrieve(context_id)
         pass_id = self.container.new_message_id()
-        make = functools.partial(BackwardPass, self._own, pass_id, context, options, roots, self.lost)
+        make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
         current = context.begin_pass(pass_id, make)
         if current is None:
             context.check_alive()
@@ -205,9 +224,9 @@ class DistEngine:
             self._perform(current, actions)
             if not current.state.is_over:
                 self._wait_over(current)
-            if roots.follow_up is not None and current.error is None:
+            if follow_up is not None and current.error is None:
                 commit = CommitPass(context.context_id, pass_id)
-                roots.follow_up.run(commit, current.participants() & roots.follow_up.ranks)
+                follow_up.run(commit, current.participants() & follow_up.ranks)
             has_returned = True
         finally:
             if not has_returned:
