@@ -17,6 +17,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed
 from gradwire.nn import RemoteModule
+from gradwire.params import rwlock
 from gradwire.params import snapshots as sharing
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, weights_of
@@ -352,7 +353,7 @@ def test_hogwild_trainers(cluster: Cluster) -> None:
 def count_guarded() -> int:
     gc.collect()
     sharing.guard([], "snapshot")
-    return len(sharing.guards._guarded) + len(sharing.guards._by_memory)
+    return len(rwlock._guarded) + len(rwlock._by_memory)
 
 
 @pytest.fixture

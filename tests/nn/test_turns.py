@@ -67,14 +67,14 @@ def close_gate() -> None:
 def add_one(module_rref: Any) -> None:
     """A step without a context: all who have used the weight are others."""
     (weight,) = module_rref.local_value().parameters()
-    with gw.autograd.sharing.stepping([weight], []), torch.no_grad():
+    with sharing.stepping([weight], []), torch.no_grad():
         weight.add_(1.0)
 
 
 def num_pending(module_rref: Any) -> int:
     """Steps that wait for forward calls."""
     (weight,) = module_rref.local_value().parameters()
-    found = gw.autograd.guards.find(weight)
+    found = reading.find(weight)
     assert found is not None
     return found.group.turns.num_pending
 
@@ -208,7 +208,7 @@ def test_serialized_trainers_equal_one_after_the_other(cluster: Cluster) -> None
 
 def num_in_line(module_rref: Any) -> int:
     """Contexts that wait for their turn."""
-    found = gw.autograd.guards.find(next(module_rref.local_value().parameters()))
+    found = reading.find(next(module_rref.local_value().parameters()))
     assert found is not None
     return found.group.turns.num_in_line
 
