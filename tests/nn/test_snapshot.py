@@ -353,7 +353,7 @@ def test_hogwild_trainers(cluster: Cluster) -> None:
 def count_guarded() -> int:
     gc.collect()
     sharing.guard([], "snapshot")
-    return len(rwlock._guarded) + len(rwlock._by_memory)
+    return len(rwlock.guarded_params) + len(rwlock._by_memory)
 
 
 @pytest.fixture

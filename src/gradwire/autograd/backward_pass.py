@@ -367,8 +367,11 @@ class BackwardPass:
                 self._wake()
         return actions
 
-    def run_hooks(self) -> None:
+    def run_hooks(self) -> Answers | None:
         """Everything here is done: hooks see the totals, and this worker may report.
+
+        Returns:
+            An answer to the root that waits for the report.
 
         Raises:
             PassDropped: The pass is over.
@@ -380,6 +383,8 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             self.state.done_here()
+            answer, self.last_answer = self.last_answer, None
+        return answer
 
     def take_last_answer(self) -> Answers | None:
         """Return what waits for the report, once."""

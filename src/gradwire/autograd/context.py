@@ -169,7 +169,7 @@ class DistAutogradContext:
 
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
-        self.lock = threading.Lock()  # guards everything below
+        self._lock = threading.Lock()  # guards changes of everything below
         self._changed: threading.Condition | None = None  # made by a thread that waits until a pass or this is over
         self.sends: dict[int, RecordedSend] = {}
         self.recvs: dict[int, RecordedRecv] = {}
@@ -194,7 +194,7 @@ class DistAutogradContext:
     ) -> None:
         """Record tensors that leave in a message; the site is the caller's line unless given."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
-        with self.lock:
+        with self._lock:
             self.sends[message_id] = send
             self.exchanges.append(send)
             self.known_workers.add(peer)
@@ -205,7 +205,7 @@ class DistAutogradContext:
         """Record tensors that arrived in a message; return the tensors to use in their place."""
         outputs = make_recv(self.context_id, message_id, tensors)
         recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn, tuple(map(weakref.ref, outputs)))
-        with self.lock:
+        with self._lock:
             self.recvs[message_id] = recv
             self.exchanges.append(recv)
             self.known_workers.add(peer)
@@ -218,7 +218,7 @@ class DistAutogradContext:
             False if the context is over: that worker would not be told any more.
         """
         if peer not in self.known_workers:
-            with self.lock:
+            with self._lock:
                 if self.released:
                     return False
                 self.known_workers.add(peer)
@@ -237,7 +237,7 @@ class DistAutogradContext:
             pass_id: The pass.
             make: Makes it, while nothing else can be recorded in the context.
         """
-        with self.lock:
+        with self._lock:
             if self.released or pass_id in self.ended_passes:
                 return None
             current = self.passes.get(pass_id)
@@ -252,7 +252,7 @@ class DistAutogradContext:
             pass_id: The pass.
             charge: Called if that takes memory; what it raises prevents it.
         """
-        with self.lock:
+        with self._lock:
             if pass_id in self.passes:
                 return False
             if pass_id not in self.ended_passes:
@@ -266,7 +266,7 @@ class DistAutogradContext:
         Raises:
             Exception: They could not be added up; nothing has changed.
         """
-        with self.lock:
+        with self._lock:
             if is_committed and current.roots.joins_context and not self.released and current.gradients:
                 joined = dict(self.gradients)
                 for leaf in current.totals:
@@ -293,8 +293,8 @@ class DistAutogradContext:
         """
         if self.passes and self.has_undecided_pass:
             deadline = time.monotonic() + timeout_s
-            with while_waiting(), self.lock:
-                self._changed = self._changed or threading.Condition(self.lock)
+            with while_waiting(), self._lock:
+                self._changed = self._changed or threading.Condition(self._lock)
                 while self.has_undecided_pass:
                     if time.monotonic() > deadline:
                         raise RpcTimeout(
@@ -309,7 +309,7 @@ class DistAutogradContext:
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Call back when the context is released; at once if it is."""
-        with self.lock:
+        with self._lock:
             if self.released is None:
                 self._at_end.append(callback)
                 return
@@ -317,7 +317,7 @@ class DistAutogradContext:
 
     def on_released(self, where: str) -> None:
         """The context is over."""
-        with self.lock:
+        with self._lock:
             self.released = where
             if self._changed is not None:
                 self._changed.notify_all()
@@ -342,15 +342,15 @@ class DistAutogradContext:
         return self.context_id
 
     def _send_functions(self) -> Mapping[int, Any]:
-        with self.lock:
+        with self._lock:
             return {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
 
     def _recv_functions(self) -> Mapping[int, Any]:
-        with self.lock:
+        with self._lock:
             return {message_id: recv.node for message_id, recv in self.recvs.items()}
 
     def _known_worker_ids(self) -> set[int]:
-        with self.lock:
+        with self._lock:
             return set(self.known_workers)
 
 

@@ -67,7 +67,6 @@ from gradwire.autograd.messages import (
     PropagateGradients,
     ReleaseContext,
     ReportDone,
-    is_about_pass,
 )
 from gradwire.autograd.stall_detector import StallDetector
 from gradwire.errors import (
@@ -92,6 +91,25 @@ if TYPE_CHECKING:
 _TELL_S = 0.2  # how long to wait for room when a worker that does not read is told of an end
 _CONNECT_S = 10.0
 _READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice what others do for the pass meanwhile
+
+
+class _PassMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What all messages about a pass begin with."""
+
+    context_id: int
+    pass_id: int
+
+
+_read_beginning = msgspec.msgpack.Decoder(_PassMessage).decode
+
+
+def is_about_pass(pass_id: int, note: Any) -> bool:
+    """Whether a note, as it came, is about a pass."""
+    try:
+        return _read_beginning(note).pass_id == pass_id
+    except (ValueError, RecursionError):
+        return False
+
 
 _made: weakref.WeakSet[DistEngine] = weakref.WeakSet()
 _lock = threading.Lock()  # guards _made
@@ -249,7 +267,9 @@ class DistEngine:
 
     def _wait_over(self, current: BackwardPass) -> None:
         with while_waiting():
-            if not is_inside_run() and _is_like_service_thread():
+            # This thread takes part if torch is set up in it as in those that run passes otherwise.
+            is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
+            if is_plain and not is_inside_run():
                 self._read_along(current)
             if not current.state.is_over:
                 self._wait(current, None)
@@ -335,10 +355,9 @@ class DistEngine:
 
     def _report(self, current: BackwardPass, report: Report) -> list[Action]:
         """Everything here is done: tell the root. Return what follows, on the root."""
-        current.run_hooks()
+        answer = current.run_hooks()
         if current.root == self._own:
             return current.report_received(self._own, report)
-        answer = current.take_last_answer()
         if answer is not None:
             self._post(current, current.root, *answer, report)
         else:
@@ -837,8 +856,3 @@ class _Run:
                 self._engine._wait(current, message_id)
         if current.state.is_over:
             raise PassDropped
-
-
-def _is_like_service_thread() -> bool:
-    """Whether torch is set up in this thread as in those that run passes otherwise."""
-    return torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())

@@ -177,13 +177,16 @@ class Prober:
 
     def _view(self, context: DistAutogradContext) -> WorkerView:
         name = self._agent.info.name
-        with context.lock:
-            passes = list(context.passes.values())
-            sends = [MessageView(i, self._label_of(s.peer), s.function, str(s.site)) for i, s in context.sends.items()]
-            recvs = [MessageView(i, self._label_of(r.peer), r.function) for i, r in context.recvs.items()]
-            known, num_gradients = tuple(sorted(context.known_workers)), len(context.gradients)
-        views = tuple(self._pass_view(item) for item in passes)
-        return WorkerView(name, known, num_gradients, tuple(sends), tuple(recvs), views)
+        # Copies first: more may be recorded meanwhile.
+        sends, recvs, passes = list(context.sends.values()), list(context.recvs.values()), list(context.passes.values())
+        return WorkerView(
+            name,
+            tuple(sorted(context.known_workers)),
+            len(context.gradients),
+            tuple(MessageView(s.message_id, self._label_of(s.peer), s.function, str(s.site)) for s in sends),
+            tuple(MessageView(r.message_id, self._label_of(r.peer), r.function) for r in recvs),
+            tuple(self._pass_view(item) for item in passes),
+        )
 
     def _pass_view(self, current: BackwardPass) -> PassView:
         snapshot = current.snapshot(self._agent.info.name, self.name_of)

@@ -27,7 +27,7 @@ from gradwire.autograd.functions import ANCHOR, Gradients, hooks_running, make_g
 from gradwire.autograd.messages import PassOptions
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim, GradientTable, keep_apart
-from gradwire.params.rwlock import UsesParameters, has_any
+from gradwire.params.rwlock import UsesParameters, guarded_params
 from gradwire.params.snapshots import saving
 from gradwire.rpc.connection import while_waiting
 
@@ -90,7 +90,7 @@ def run_component(
         Exception: Whatever a node or a hook raised.
     """
     arguments = tuple(sources.edges), tuple(sources.gradients), options, (*inputs, ANCHOR)
-    is_saving = options.create_graph and has_any()
+    is_saving = options.create_graph and bool(guarded_params)
     outer = begin_run(run)
     try:
         if options.detects_anomalies or is_saving:

@@ -12,7 +12,7 @@ HoldsContext         to the worker that made a context: the one that brought it 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -138,24 +138,6 @@ class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """A worker has a context, and lost one of those who would tell it of the context's end."""
 
     context_id: Id
-
-
-class _PassMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What all messages about a pass begin with."""
-
-    context_id: int
-    pass_id: int
-
-
-_read_beginning = msgspec.msgpack.Decoder(_PassMessage).decode
-
-
-def is_about_pass(pass_id: int, note: Any) -> bool:
-    """Whether a note, as it came, is about a pass."""
-    try:
-        return _read_beginning(note).pass_id == pass_id
-    except (ValueError, RecursionError):
-        return False
 
 
 DEFAULT_TIMEOUT_S = 600.0

@@ -164,7 +164,7 @@ _MODES = get_args(Mode)
 
 lock = threading.RLock()  # guards the tables below, all Turns and all users; reentrant, because `find_all` guards
 changed = threading.Condition(lock)  # notified when a call or a step may go on
-_guarded: dict[int, Guarded] = {}  # by id of the parameter
+guarded_params: dict[int, Guarded] = {}  # by id of the parameter
 _by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
 _gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
 
@@ -306,9 +306,9 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
         while _gone:
             _gone.popleft().leave()
         for param in params:
-            known = _guarded.get(id(param))
+            known = guarded_params.get(id(param))
             if known is None or not known.is_of(param):
-                _guarded[id(param)] = Guarded(param, group)
+                guarded_params[id(param)] = Guarded(param, group)
             else:
                 known.locate(param)
                 group = known.group if known.group.mode == mode else group
@@ -317,7 +317,7 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
 
 def find(param: torch.Tensor) -> Guarded | None:
     """Return what is known about a parameter."""
-    known = _guarded.get(id(param))
+    known = guarded_params.get(id(param))
     return known if known is not None and known.is_of(param) else None
 
 
@@ -325,7 +325,7 @@ def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded
     """Return what is known about parameters; those that are not guarded are from now on, as ``"snapshot"``."""
     todo = list(params)
     with lock:
-        found = [(param, item) for param in todo if (item := _guarded.get(id(param))) is not None and item.is_of(param)]
+        found = [(param, item) for param in todo if (item := find(param)) is not None]
         if len(found) != len(todo):
             guard(todo, "snapshot")
             return find_all(todo)
@@ -343,11 +343,6 @@ def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
     return [(item, cell) for item in list(known) if (cell := item.cell_at(address)) is not None]
 
 
-def has_any() -> bool:
-    """Whether any parameter of this process is guarded."""
-    return bool(_guarded)
-
-
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's memory begins; 0 if it has none of its own kind."""
     try:
@@ -358,9 +353,9 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def _forget(key: int, ref: weakref.ref[Any]) -> None:
     """A parameter is gone. Runs in finalizers, so it takes no lock: single operations only."""
-    known = _guarded.get(key)
+    known = guarded_params.get(key)
     if known is not None and known._ref is ref:
-        _guarded.pop(key, None)
+        guarded_params.pop(key, None)
         _gone.append(known)
 
 

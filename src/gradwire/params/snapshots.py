@@ -51,7 +51,7 @@ from gradwire.params.rwlock import (
     find_all,
     find_by_memory,
     guard,
-    has_any,
+    guarded_params,
     late,
     lock,
 )
@@ -304,7 +304,7 @@ _announcing: set[str] = set()
 
 def concerns(function: str) -> bool:
     """Whether a function may use shared parameters; those that it announces may still have to be made."""
-    return has_any() or function in _announcing
+    return bool(guarded_params) or function in _announcing
 
 
 class recording:

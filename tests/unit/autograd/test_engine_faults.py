@@ -18,7 +18,8 @@ from gradwire.autograd import anomaly_mode as anomalies
 from gradwire.autograd import backward_pass
 from gradwire.autograd._backward_state import ComponentPhase
 from gradwire.autograd.backward_pass import BackwardPass
-from gradwire.autograd.messages import AbortPass, HoldsContext, is_about_pass
+from gradwire.autograd.engine import is_about_pass
+from gradwire.autograd.messages import AbortPass, HoldsContext
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec

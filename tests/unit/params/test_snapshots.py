@@ -183,15 +183,15 @@ def test_contexts_that_are_over_or_have_stepped_hold_up_nothing() -> None:
 
 def test_nothing_is_kept_of_parameters_that_are_gone() -> None:
     gc.collect()
-    before = len(guards._guarded)
+    before = len(guards.guarded_params)
     weights = [make_weight() for _ in range(10)]
     context = DistAutogradContext(1)
     for weight in weights:
         run(context, USES["itself"], weight)
-    assert len(guards._guarded) == before + 10
+    assert len(guards.guarded_params) == before + 10
     del weights, weight
     gc.collect()
-    assert len(guards._guarded) == before
+    assert len(guards.guarded_params) == before
     sharing.guard([], "snapshot")
     assert len(guards._by_memory) <= before
 
