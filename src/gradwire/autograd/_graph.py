@@ -25,12 +25,9 @@ class Recv(Protocol):
     """A message that arrived, as the graph sees it."""
 
     @property
-    def is_watched(self) -> bool:
-        """Whether hooks want to see its gradients here."""
-
+    def is_watched(self) -> bool: ...  # whether hooks want to see its gradients here
     @property
-    def num_tensors(self) -> int:
-        """How many of its tensors were recorded."""
+    def num_tensors(self) -> int: ...
 
 
 _ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made

@@ -35,14 +35,10 @@ class LocalRun(Protocol):
     thread: int
     ambient_id: int
 
-    def fire(self, context_id: int, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A recv was reached."""
-
-    def gradients_of(self, message_id: int) -> Sequence[torch.Tensor | None]:
-        """Return what a send hands on: the gradients that came for it."""
-
-    def wait_settled(self, message_id: int) -> None:
-        """Block until a message for a send has come."""
+    # A recv was reached; what a send hands on; block until a message for a send has come.
+    def fire(self, context_id: int, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
+    def gradients_of(self, message_id: int) -> Sequence[torch.Tensor | None]: ...
+    def wait_settled(self, message_id: int) -> None: ...
 
 
 current_run: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)

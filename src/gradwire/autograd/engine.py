@@ -233,8 +233,7 @@ class DistEngine:
         make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
         current = context.begin_pass(pass_id, make)
         if current is None:
-            context.check_alive()
-            raise AutogradError(f"pass {pass_id:#x} has ended before it began")
+            raise UnknownContext(f"context {context_id} was released while backward began")
         self.num_passes += 1
         has_returned = False
         try:

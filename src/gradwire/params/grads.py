@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import OptimizerError
 
 GradientTable = dict[torch.Tensor, torch.Tensor]
@@ -124,7 +125,7 @@ class GradClaim:
                 left_s = None if until is None else until - time.monotonic()
                 if not blocking or (left_s is not None and left_s <= 0):
                     return False
-                _changed.wait(left_s)
+                _interrupts.wait(_changed, left_s)
             self._taken = wanted - _users.keys()
             _users.update(dict.fromkeys(self._taken, own))
         return True

@@ -30,22 +30,11 @@ class UsesParameters(Protocol):
     turns: set[Group]
 
     @property
-    def context_id(self) -> int:
-        """Its id."""
-        ...
-
+    def context_id(self) -> int: ...
     @property
-    def released(self) -> str | None:
-        """Why it is over; None while it is open."""
-        ...
-
-    def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call a function once the context is over."""
-        ...
-
-    def check_alive(self) -> None:
-        """Raise an error if the context is over."""
-        ...
+    def released(self) -> str | None: ...  # where; None while it is open
+    def call_at_end(self, callback: Callable[[], None]) -> None: ...
+    def check_alive(self) -> None: ...  # raises `UnknownContext` if it is over
 
 
 class Turns:
@@ -71,13 +60,9 @@ class Turns:
         state = f"{self.num_readers} readers, {self.num_changers} changers"
         return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {self.num_in_line} in line>"
 
-    # -- reading and changing ----------------------------------------------------------------------------------------
-
     def can_read(self, is_patient: bool) -> bool:
         """Whether a call may begin to read; a patient one lets steps that wait go first."""
         return not self.num_changers and not (is_patient and self.num_pending)
-
-    # -- turns -------------------------------------------------------------------------------------------------------
 
     @property
     def num_in_line(self) -> int:

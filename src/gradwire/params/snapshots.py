@@ -173,9 +173,13 @@ class Held:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             limit_s = time_left()
+            deadline = time.monotonic() + limit_s
             with while_waiting():
-                if not self._lock.acquire(timeout=limit_s):
-                    raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
+                # In short waits: inside of one, Ctrl-C could leave a lock that is taken and never released.
+                while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+                    _interrupts.deliver()
+                    if time.monotonic() >= deadline:
+                        raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
         self._mode = torch.is_grad_enabled()
         set_grad_mode(False)
 
