@@ -71,21 +71,6 @@ def leave(token: contextvars.Token[int]) -> None:
         current_context.set(0)
 
 
-class inside:
-    """Runs a block in a context."""
-
-    __slots__ = ("_context_id", "_token")
-
-    def __init__(self, context_id: int) -> None:
-        self._context_id = context_id
-
-    def __enter__(self) -> None:
-        self._token = current_context.set(self._context_id)
-
-    def __exit__(self, *_: object) -> None:
-        current_context.reset(self._token)
-
-
 @functools.cache
 def carry_into_threads() -> None:
     """From now on, a thread started inside a context runs in it; called when the first worker is made."""

@@ -150,7 +150,7 @@ class DistEngine:
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
         self.num_passes = 0
         self.num_refused = 0
-        self.prober = Prober(agent, self.container, self.lost)
+        self.prober = Prober(agent, self.container, self.lost, self.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
         notices.register("autograd.report", self._on_report, ReportDone)

@@ -107,27 +107,23 @@ class Prober:
         agent: This worker.
         container: Its contexts.
         lost: Ranks of workers that need not be asked.
+        name_of: Names of workers by rank; raises `UnknownWorker`.
     """
 
-    def __init__(self, agent: Agent, container: DistAutogradContainer, lost: Collection[int]) -> None:
+    def __init__(
+        self, agent: Agent, container: DistAutogradContainer, lost: Collection[int], name_of: Callable[[int], str]
+    ) -> None:
         self._agent = agent
         self._container = container
         self._lost = lost
+        self._name_of = name_of
         agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
         agent.server.register_control("autograd.explain", self._on_explain, Id)
-
-    def name_of(self, rank: int) -> str:
-        """Return a worker's name.
-
-        Raises:
-            UnknownWorker: There is no worker of that rank.
-        """
-        return self._agent.directory.find(rank).info.name
 
     def _label_of(self, rank: int) -> str:
         """Return what to call a worker in messages to people, though another one may have made it up."""
         try:
-            return self.name_of(rank)
+            return self._name_of(rank)
         except UnknownWorker:
             return f"rank {rank}"
 
@@ -137,7 +133,7 @@ class Prober:
         """Ask every worker known to take part in a pass what it waits for; it may take that long, all in all."""
         until = time.monotonic() + min(limit_s, _ANSWER_S)
         known = current.participants()
-        found = {self._container.worker: current.snapshot(self._agent.info.name, self.name_of)}
+        found = {self._container.worker: current.snapshot(self._agent.info.name, self._name_of)}
         key = (current.context.context_id, current.pass_id)
 
         def ask(ranks: Iterable[int]) -> dict[int, Any]:
@@ -152,7 +148,7 @@ class Prober:
         context = self._container.find(context_id)
         current = context.passes.get(pass_id) if context is not None else None
         name = self._agent.info.name
-        return msgspec.to_builtins(current.snapshot(name, self.name_of) if current is not None else PassSnapshot(name))
+        return msgspec.to_builtins(current.snapshot(name, self._name_of) if current is not None else PassSnapshot(name))
 
     # -- explain -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +185,7 @@ class Prober:
         )
 
     def _pass_view(self, current: BackwardPass) -> PassView:
-        snapshot = current.snapshot(self._agent.info.name, self.name_of)
+        snapshot = current.snapshot(self._agent.info.name, self._name_of)
         return PassView(
             current.pass_id,
             self._label_of(current.root),
@@ -230,7 +226,7 @@ class Prober:
         answers: dict[int, Any] = {}
         pending: dict[int, torch.futures.Future[Any]] = {}
         for rank in ranks:
-            name = self.name_of(rank)
+            name = self._name_of(rank)
             answers[rank] = WorkerView(name, answered=False) if kind is WorkerView else kind(name)
             if rank in self._lost:
                 continue

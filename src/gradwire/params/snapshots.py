@@ -94,8 +94,9 @@ def mode_of(param: torch.Tensor) -> Mode | None:
     return found.group.mode if found is not None else None
 
 
-class stepping:
-    """Surrounds code that changes parameters in place, such as the step of an optimizer: one at a time.
+@contextlib.contextmanager
+def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iterator[None]:
+    """Surround code that changes parameters in place, such as the step of an optimizer: one at a time.
 
     Parameters that are not guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
 
@@ -106,41 +107,25 @@ class stepping:
     Raises:
         RpcTimeout: Calls that use the parameters, or another step, have not ended in time.
     """
-
-    __slots__ = ("_call", "_change", "_found", "_own", "_turns")
-
-    def __init__(self, params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> None:
-        self._own = frozenset(context_ids)
-        self._found = find_all(params)
-        self._turns = {item.group.turns for _, item in self._found}
-        self._change = Change(self._turns, EVERYTHING.turns)
-
-    def __enter__(self) -> None:
-        self._call = begin(self._change)
-        try:
-            for param, item in self._found:
-                if item.users and item.group.mode != "hogwild" and item.users_except(self._own):
-                    item.move(param)
-        except Exception:  # out of memory, say
-            end(self._change, self._call)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._on_stepped()
-        finally:
-            end(self._change, self._call)
-
-    def _on_stepped(self) -> None:
-        """The contexts need what they saw no more; as in one process, backward after the step is an error."""
+    own, found = frozenset(context_ids), find_all(params)
+    all_turns = {item.group.turns for _, item in found}
+    change = Change(all_turns, EVERYTHING.turns)
+    call = begin(change)
+    try:
+        for param, item in found:
+            if item.users and item.group.mode != "hogwild" and item.users_except(own):
+                item.move(param)
+        yield
+        # The contexts need what they saw no more; as in one process, backward after the step is an error.
         with lock:
-            for _, item in self._found:
+            for _, item in found:
                 if item.users:
-                    item.users = item.users_except(self._own)
-            for turns in self._turns:
-                if turns.holder in self._own:
+                    item.users = item.users_except(own)
+            for turns in all_turns:
+                if turns.holder in own:
                     turns.end_turn(turns.holder)
+    finally:
+        end(change, call)
 
 
 @contextlib.contextmanager
@@ -311,8 +296,9 @@ def concerns(function: str) -> bool:
     return bool(guarded_params) or function in _announcing
 
 
-class recording:
-    """Surrounds a function that is called within a context, on a worker with guarded parameters.
+@contextlib.contextmanager
+def recording(context: UsesParameters, function: str) -> Iterator[None]:
+    """Surround a function that is called within a context, on a worker with guarded parameters.
 
     Args:
         context: On this worker.
@@ -321,31 +307,16 @@ class recording:
     Raises:
         RpcTimeout: A step has not ended until the deadline of the call.
     """
-
-    __slots__ = ("_call", "_function", "_saving")
-
-    def __init__(self, context: UsesParameters, function: str) -> None:
-        self._call = ReadingCall(context)
-        self._function = function
-        self._saving = saving(context, self._call.read)
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._call)
-            if self._function not in _announcing:
-                self._call.read(EVERYTHING)
-            self._saving.__enter__()
-            stack.pop_all()  # from here on, `__exit__` does it
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._saving.__exit__(*error)
-        finally:
-            self._call.__exit__(*error)
+    with ReadingCall(context) as call:
+        if function not in _announcing:
+            call.read(EVERYTHING)
+        with saving(context, call.read):
+            yield
 
 
-class using:
-    """Surrounds a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, first waits.
+@contextlib.contextmanager
+def using(group: Group, *others: Group) -> Iterator[None]:
+    """Surround a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, wait first.
 
     Args:
         group: What `guard` returned; with ``"serialize"``, the function waits for its turn with this one.
@@ -355,31 +326,13 @@ class using:
     Raises:
         RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
     """
-
-    __slots__ = ("_group", "_others", "_own")
-
-    def __init__(self, group: Group, *others: Group) -> None:
-        self._group = group
-        self._others = others
-        self._own: ReadingCall | None = None
-
-    def __enter__(self) -> None:
-        group, call = self._group, call_of_thread()
-        if call is None:
-            call = self._own = ReadingCall(None)
-            call.__enter__()
-        with contextlib.ExitStack() as stack:
-            stack.push(self.__exit__)
-            if group.mode == "serialize" and call.context is not None:
-                _wait_turn(group, call.context)
-            call.read(group)
-            for other in self._others:
-                call.read(other)
-            stack.pop_all()
-
-    def __exit__(self, *error: object) -> None:
-        if self._own is not None:
-            self._own.__exit__(*error)
+    with contextlib.ExitStack() as stack:
+        call = call_of_thread() or stack.enter_context(ReadingCall(None))
+        if group.mode == "serialize" and call.context is not None:
+            _wait_turn(group, call.context)
+        for item in (group, *others):
+            call.read(item)
+        yield
 
 
 def _wait_turn(group: Group, context: UsesParameters) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.current_context import current_context
 from gradwire.autograd.engine import DistEngine
 from gradwire.rpc import Agent
 from gradwire.rpc.connection import current_request
@@ -64,6 +66,16 @@ def held_layer(x: torch.Tensor) -> torch.Tensor:
     gate.clear()
     result: torch.Tensor = Held.apply(layer(x))  # type: ignore[no-untyped-call]
     return result
+
+
+@contextlib.contextmanager
+def inside(context_id: int) -> Iterator[None]:
+    """Run a block in a context."""
+    token = current_context.set(context_id)
+    try:
+        yield
+    finally:
+        current_context.reset(token)
 
 
 def engine_of(agent: Agent) -> DistEngine:

@@ -10,14 +10,24 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import current_context as ambient
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.messages import HoldsContext, ReleaseContext
 from gradwire.errors import ConnectFailed, RpcTimeout, UnknownContext, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.testing import LeakCheck, LeakFound, wait_until
 from gradwire.testing.leaks import contexts_left
-from unit.autograd.layers import context_of, engine_of, entered, gate, held_layer, here, layer, num_contexts, through
+from unit.autograd.layers import (
+    context_of,
+    engine_of,
+    entered,
+    gate,
+    held_layer,
+    here,
+    inside,
+    layer,
+    num_contexts,
+    through,
+)
 
 # -- A context ends everywhere, whoever is gone by then -----------------------------------------------------------------
 
@@ -65,7 +75,7 @@ def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: 
     a, b, c = trio
     x = torch.ones(3, requires_grad=True)
     context_id = engine_of(a).container.new_context().context_id
-    with ambient.inside(context_id):
+    with inside(context_id):
         rpc.rpc_sync("b", through, args=(x, ["c"]))
     a.notices._handlers.pop("~autograd.holds")  # it dies before it hears of it
     a.close()
@@ -83,7 +93,7 @@ def test_context_ends_when_its_maker_is_suspected_and_out_of_reach_here_too(
     a, b, c = trio
     x = torch.ones(3, requires_grad=True)
     context_id = engine_of(a).container.new_context().context_id
-    with ambient.inside(context_id):
+    with inside(context_id):
         rpc.rpc_sync("b", through, args=(x, ["c"]))
 
     def refuse(*_: Any) -> None:
