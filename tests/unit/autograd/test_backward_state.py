@@ -10,14 +10,18 @@ import msgspec
 import pytest
 
 from gradwire.autograd._backward_state import (
+    Abort,
     Action,
     BackwardState,
+    Commit,
     Component,
     ComponentPhase,
+    Fail,
     Firing,
     Introduction,
     Mode,
     Origin,
+    PassPhase,
     PassSnapshot,
     Report,
     Route,
@@ -59,6 +63,7 @@ def make_state(
     mode: Mode = Mode.SMART,
     lost: Collection[int] = (),
     untouched: Mapping[int, tuple[Origin, ...]] | None = None,
+    root: int = OWN,
 ) -> BackwardState:
     """A pass on worker 0.
 
@@ -69,6 +74,7 @@ def make_state(
         mode: SMART or FAST.
         lost: Workers that are gone.
         untouched: Sends of what came from others.
+        root: The worker that called backward.
     """
 
     def reached_by(index: int, sends: Collection[int]) -> set[int]:
@@ -76,7 +82,7 @@ def make_state(
         table = reached or {}
         return {recv for source in sources for recv in table.get(source, components[index].recvs)}
 
-    return BackwardState(OWN, mode, exchanges, components, reached_by, lost, untouched)
+    return BackwardState(OWN, mode, exchanges, components, reached_by, lost, untouched, root)
 
 
 def begun(state: BackwardState, heard: Collection[int] = (B, C)) -> BackwardState:
@@ -505,6 +511,58 @@ class TestFastMode:
         state.begin()
         assert deny(state, 2) == [Report((B,))]
         assert state.recv_fired(1) is not None
+
+
+class TestTwoPhaseCommit:
+    def make_participant(self) -> BackwardState:
+        """Of a pass that B began; it has woken C, and has nothing else to do."""
+        state = make_state([came(1), sent(2, C), sent(3)], tied(2), tied(3, recvs=[1]), root=B)
+        state.begin({B})
+        return state
+
+    def test_worker_that_has_not_reported_tells_all_it_knows(self) -> None:
+        state = self.make_participant()
+        assert state.abort() == Abort((B, C))
+        assert state.phase is PassPhase.ABORTED
+        assert state.abort() is None
+
+    def test_worker_that_has_reported_asks_the_root(self) -> None:
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort() == Abort((B,), ends=False)
+        assert state.abort(sender=C) is None
+        assert state.phase is PassPhase.DONE
+
+    def test_worker_that_has_reported_passes_on_the_word_of_the_root(self) -> None:
+        """The root may not know the workers that this one has woken: they would wait for their deadline."""
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort(sender=B) == Abort((C,))
+        assert state.phase is PassPhase.ABORTED
+
+    def test_no_word_of_the_root_can_come(self) -> None:
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort(is_final=True) == Abort((B, C))
+
+    def test_root_commits_when_all_have_reported_and_cannot_fail_then(self) -> None:
+        state = make_state([sent(1)], tied(1), tied(has_roots=True))
+        state.begin()
+        assert state.report_received(OWN, Report((B,))) == []
+        assert state.report_received(B, Report((OWN,))) == [Commit((B,))]
+        state.commit()
+        assert state.phase is PassPhase.COMMITTED
+        assert state.abort() is None
+        assert state.report_received(B, Report((OWN, C))) == []
+
+    def test_abort_of_a_worker_that_is_not_named_yet_waits_until_it_is(self) -> None:
+        state = make_state([], tied(has_roots=True))
+        state.begin()
+        assert not state.may_abort(C, "it failed")
+        assert state.report_received(OWN, Report((B,))) == []
+        assert state.report_received(B, Report((C,))) == [Fail(abort="it failed")]
+        assert state.may_abort(C, "again")
+        assert state.abort() == Abort((B, C))
 
 
 class TestQuestions:
