@@ -24,14 +24,13 @@ DEFERRED = ("checkpoint", "nn", "optim", "rref", "shard")
 """Packages that are imported when they are used."""
 
 _LAYERS = (
-    "gradwire.autograd.worker",
-    "gradwire.autograd.autocast",
+    "gradwire.autograd.engine",
     "gradwire.rref.context",
     "gradwire.rref.owner",
 )
 """Modules that join a new worker with their `attach`, in this order."""
 
-_WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.rref_backward")
+_WORKER_PARTS = ("gradwire.autograd.rref_backward",)
 """Modules that a worker needs besides, and that are imported when one starts."""
 
 

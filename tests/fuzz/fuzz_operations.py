@@ -35,7 +35,6 @@ from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
 from gradwire.autograd import current_context as ambient
-from gradwire.autograd import worker
 from gradwire.errors import GradwireError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
@@ -44,6 +43,7 @@ from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rpc.pending_calls import CallHolder, PendingCall
 from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
+from unit.autograd.layers import engine_of
 
 CALL_S: Final = 0.3
 CONTROL_S: Final = 0.05
@@ -182,7 +182,7 @@ class Attack:
     def renew(self) -> None:
         """Takes new ids, now and then: what was released or has ended takes no messages any more."""
         rng, pools = self._rng, self._pools
-        container = worker.of(self.world.hostile).container
+        container = engine_of(self.world.hostile).container
         # Not those of the honest worker: ids of contexts cannot be guessed, and who was told one may take part.
         rank = rng.choice((1, 1, 1, 0, 2, 9))
         context_id = (rank << 48) | rng.getrandbits(48)
@@ -371,7 +371,7 @@ class Honest:
         parameters = self._module.remote_parameters()
         self._optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
         self.references = [self._module.module_rref, self._value, *parameters, *self._optimizer.remote_optimizers]
-        context = worker.of(world.honest).container.new_context()
+        context = engine_of(world.honest).container.new_context()
         self.context_id = context.context_id
         self._x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
         with ambient.inside(self.context_id):
@@ -409,7 +409,7 @@ class Honest:
     def close(self) -> None:
         """Lets go of everything."""
         become(self._agent)
-        worker.of(self._agent).release(self.context_id)
+        engine_of(self._agent).release(self.context_id)
 
 
 def run(

@@ -17,7 +17,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed
 from gradwire.nn import RemoteModule
-from gradwire.params import snapshots
+from gradwire.params import rwlock, snapshots
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, weights_of
 
@@ -352,7 +352,7 @@ def test_hogwild_trainers(cluster: Cluster) -> None:
 def count_guarded() -> int:
     gc.collect()
     snapshots.guard([], "snapshot")
-    return len(snapshots.guards._guarded) + len(snapshots.guards._by_memory)
+    return len(rwlock.guarded_params) + len(rwlock._by_memory)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
 from gradwire.nn import RemoteModule, module_owner
 from gradwire.params import rwlock, snapshots
-from gradwire.params.rwlock import Call
+from gradwire.params.rwlock import ReadingCall
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, take_steps, weights_of
 
@@ -275,9 +275,9 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
     param = module.get_parameter(changed)
     module_owner._groups_of(module)
     is_waiting, has_begun = threading.Event(), threading.Event()
-    wait_readable = Call._wait_readable
+    wait_readable = ReadingCall._wait_readable
 
-    def wait_noticed(call: Call, group: snapshots.Group) -> None:
+    def wait_noticed(call: ReadingCall, group: snapshots.Group) -> None:
         is_waiting.set()
         wait_readable(call, group)
 
@@ -287,7 +287,7 @@ def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
             assert is_waiting.wait(20)
             param.fill_(3.0)
 
-    monkeypatch.setattr(Call, "_wait_readable", wait_noticed)
+    monkeypatch.setattr(ReadingCall, "_wait_readable", wait_noticed)
     monkeypatch.setattr(module_owner, "_find_module", lambda *_: module)
     context = DistAutogradContext(1)
     with ThreadPoolExecutor(1) as pool:

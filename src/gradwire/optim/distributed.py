@@ -22,7 +22,7 @@ import torch
 
 from gradwire._interrupts import interruptible
 from gradwire._torch import set_grad_enabled
-from gradwire.autograd import worker
+from gradwire.autograd.api import current_engine
 from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
@@ -437,13 +437,13 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
             )
     if len(set(found)) != len(found):
         raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
-    retrieve = worker.here().container.retrieve
+    retrieve = current_engine().container.retrieve
     return tuple([retrieve(item).context_id for item in found])
 
 
 def is_over(context_id: int) -> bool:
     """Return whether a context was released."""
-    return worker.here().container.find(context_id) is None
+    return current_engine().container.find(context_id) is None
 
 
 # -- asking the owners --------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-from gradwire.autograd.local_engine import GradientTable
 from gradwire.errors import ConfigurationError, DecodeError
-from gradwire.params.grads import clamped
+from gradwire.params.grads import GradientTable, clamped
 
 SCALE: Final = "scale"
 CLAMP: Final = "clamp"

@@ -18,14 +18,13 @@ import torch
 from msgspec import Meta
 
 from gradwire._interrupts import interruptible
-from gradwire.autograd import worker
-from gradwire.autograd.local_engine import GradientTable, add_gradient
+from gradwire.autograd.api import current_engine
 from gradwire.autograd.messages import CommitPass
 from gradwire.errors import CallCancelled, ConfigurationError, NotExposed, OptimizerError, UnknownContext
 from gradwire.optim.grad_transforms import Edit, edited
 from gradwire.optim.state_dict import RESERVED, NamedState, copied, options_of
 from gradwire.params import snapshots
-from gradwire.params.grads import are_finite, norm_of
+from gradwire.params.grads import GradientTable, add_gradient, are_finite, norm_of
 from gradwire.rpc.connection import current_request
 from gradwire.rpc.functions import expose
 from gradwire.rref import RRef
@@ -189,7 +188,7 @@ class LocalOptimizer:
         """
         request = current_request()
         if pass_id and request is not None:
-            worker.here().engine.take_commit(request.source.info, CommitPass(context_ids[0], pass_id))
+            current_engine().on_commit(request.source.info, CommitPass(context_ids[0], pass_id))
         with self._alone:
             if options:  # first: a request that repeats a step may bring others
                 self._set_options(options)
@@ -336,11 +335,11 @@ def _gradients_of(context_id: int) -> GradientTable:
     Raises:
         UnknownContext: It was released.
     """
-    here = worker.here()
-    context = here.container.find(context_id)
+    container = current_engine().container
+    context = container.find(context_id)
     if context is not None:
-        return here.gradients_of(context, snapshots.time_left())
-    where = here.container.where_released(context_id)
+        return context.wait_gradients(snapshots.time_left())
+    where = container.where_released(context_id)
     if where is not None:
         raise UnknownContext(f"Could not find autograd context with id: {context_id}. It was released {where}")
     return {}

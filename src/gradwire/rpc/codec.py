@@ -300,7 +300,7 @@ class Codec:
         values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
         for meta in message.tensors:
-            values.append(tensors.rebuild(meta, buffers))  # noqa: PERF401 (before Python 3.12 a comprehension is a call)
+            values.append(tensors.rebuild(meta, buffers))
         return values
 
     def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:

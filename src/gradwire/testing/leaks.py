@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from gradwire.autograd import worker
+from gradwire.autograd import engine
 from gradwire.rref import context as rref_context
 from gradwire.testing.agents import wait_until
 
@@ -159,7 +159,7 @@ def _child_names() -> list[str]:
 def contexts_left() -> Counter[str]:
     """Return autograd contexts on workers of this process that are not closed, and backward passes under way in them."""
     found: Counter[str] = Counter()
-    for item in worker.all_open():
+    for item in engine.all_open():
         for context in item.container:
             found[f"{context.context_id} on worker {item.worker}"] += 1
             found.update(f"pass {number:#x} on worker {item.worker}" for number in list(context.passes))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.params import rwlock
 from gradwire.params.rwlock import Change, Turns
 
 
@@ -58,22 +58,25 @@ def test_patient_readers_let_waiting_steps_go_first() -> None:
     assert group.can_read(is_patient=True)
 
 
-class Interrupted(Turns):
-    """Ctrl-C comes when it is to count somebody."""
+@pytest.mark.parametrize("num_waits", [1, 3])
+def test_a_change_that_is_interrupted_while_it_waits_is_counted_by_none(
+    monkeypatch: pytest.MonkeyPatch, num_waits: int
+) -> None:
+    """Ctrl-C is raised in the wait for calls that read, the first time or later."""
+    groups = [Turns(), Turns(), Turns()]
+    groups[1].num_readers += 1
+    waits: list[object] = []
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("num_pending", "num_changers") and value:
+    def interrupt(*args: object) -> bool:
+        assert groups[0].num_pending == groups[2].num_pending == 1
+        waits.append(args)
+        if len(waits) == num_waits:
             raise KeyboardInterrupt
-        super().__setattr__(name, value)
+        return False
 
-
-@pytest.mark.parametrize("act", [Change.wait, Change.begin])
-def test_a_change_that_is_interrupted_between_two_groups_is_counted_by_none(act: Callable[[Change], object]) -> None:
-    groups = [Turns(), Interrupted(), Turns()]
-    change = Change(groups[:2], groups[2])
+    monkeypatch.setattr(rwlock._interrupts, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        act(change)
-    change.end()
+        rwlock.begin(Change(groups[:2], groups[2]))
     assert [(group.num_pending, group.num_changers) for group in groups] == [(0, 0)] * 3
 
 

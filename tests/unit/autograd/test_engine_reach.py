@@ -11,12 +11,12 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd._backward_state import Introduction
-from gradwire.autograd.engine import Reach
-from gradwire.autograd.local_engine import EngineRun
+from gradwire.autograd.engine import _Run
+from gradwire.autograd.local_engine import Found
 from gradwire.errors import ConnectFailed
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import here
+from unit.autograd.layers import engine_of, here
 from unit.autograd.pipelines import call_in_turn, compare, note_letters, ways_of_gradients
 
 
@@ -53,19 +53,20 @@ def test_where_there_is_no_way_gradients_take_the_long_one(trio: list[Agent], mo
 
 def test_answer_passed_on_beside_the_last_one(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of b has answered and is about to report when what c did not send by the shortcut has to be passed on."""
-    b, runs, second = trio[1], list[EngineRun](), threading.Event()
-    run = EngineRun.run
+    b, runs, second = trio[1], list[_Run](), threading.Event()
+    run = _Run.run
 
-    def run_and_wait(self: EngineRun) -> None:
-        run(self)
+    def run_and_wait(self: _Run) -> Found:
+        found = run(self)
         if self._pass.own == b.info.id:
             runs.append(self)
             if len(runs) == 1:
                 assert second.wait(20)
             else:
                 second.set()
+        return found
 
-    monkeypatch.setattr(EngineRun, "run", run_and_wait)
+    monkeypatch.setattr(_Run, "run", run_and_wait)
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", keep, args=(x,))
@@ -92,7 +93,9 @@ def test_which_shortcuts_are_kept(trio: list[Agent]) -> None:
     c.call("b", torch.ones, (1,))
     home, there, away = (c.info.id, 1, 0, 1), (b.info.id, 2, 0, 1), (a.info.id, 3, 0, 1)
     offer = Introduction((), (7, 8, 9), ((7, (home, there)), (8, (there,)), (9, (there, away))))
-    assert Reach(c, ()).trim(offer) == Introduction((), (7, 8, 9), offer.shortcuts[:2])
-    assert Reach(c, {b.info.id}).trim(offer) == Introduction((), (7, 8, 9))
-    assert Reach(c, ()).trim(None) is None
+    engine = engine_of(c)
+    assert engine._trim(offer) == Introduction((), (7, 8, 9), offer.shortcuts[:2])
+    engine.lost.add(b.info.id)
+    assert engine._trim(offer) == Introduction((), (7, 8, 9))
+    engine.lost.clear()
     wait_until(lambda: bool(c.peers.peer("a").lanes))

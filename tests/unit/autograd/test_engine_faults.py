@@ -1,10 +1,10 @@
-"""Faults that a review found, each with what it left behind: somebody who waits, or gradients on some workers only."""
+"""Faults in the middle of a pass: no worker waits for ever, and gradients are on all workers or on none."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,10 +15,11 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import anomaly_mode as anomalies
-from gradwire.autograd import worker
+from gradwire.autograd import backward_pass
 from gradwire.autograd._backward_state import ComponentPhase
-from gradwire.autograd.backward_pass import BackwardPass, PassPhase
-from gradwire.autograd.messages import AbortPass, HoldsContext, pass_id_of
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.engine import is_about_pass
+from gradwire.autograd.messages import AbortPass, HoldsContext
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
@@ -26,8 +27,8 @@ from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo
 from unit.autograd import layers
-from unit.autograd.layers import context_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
-from unit.autograd.test_commit import before_commit, expected
+from unit.autograd.layers import context_of, engine_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
+from unit.autograd.test_engine_commit import before_commit, expected
 
 LIMIT_S = 20.0
 QUICK_S = 5.0
@@ -44,7 +45,7 @@ def thread_name() -> str:
 
 def gradient_on(agent: Agent, context_id: int) -> torch.Tensor:
     """What a worker has for the common weight, once the pass is decided there."""
-    return worker.of(agent).gradients_of(context_of(agent, context_id), QUICK_S)[layers.weight]
+    return context_of(agent, context_id).wait_gradients(QUICK_S)[layers.weight]
 
 
 class Last(torch.autograd.Function):
@@ -67,8 +68,7 @@ def make_root_last(a: Agent, b: Agent, ctx: int, monkeypatch: pytest.MonkeyPatch
 
     def is_alone() -> bool:
         current = pass_of(a, ctx)
-        assert current.termination is not None
-        has_reported = b.info.id in current.termination.participants  # nobody else has named it yet
+        has_reported = b.info.id in current.participants()  # nobody else has named it yet
         return has_reported and sum(item is not ComponentPhase.DONE for item in current.state.phases) == 1
 
     monkeypatch.setattr(Last, "is_alone", is_alone, raising=False)
@@ -200,9 +200,7 @@ def take_while_waiting(
             send()
         return bool(is_handled())
 
-    def is_own(note: Any) -> bool:
-        return pass_id_of(note) == pass_id
-
+    is_own = partial(is_about_pass, pass_id)
     wait_until(lambda: agent.server.take_notices("b", QUICK_S, send_first, is_own), LIMIT_S, "that something is read")
 
 
@@ -210,7 +208,7 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     """Others' passes run their users' code, which may take longer than its own deadline; so do functions."""
     a, b, _ = trio
     ran_in: dict[int, str] = {}
-    a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}), msgspec.Raw)
+    a.notices.register("review", lambda _, note, __: ran_in.update({note[1]: thread_name()}), tuple[int, int])
     assert b.call("a", torch.add, (1, 1)) == 2  # opens the lane
     for pass_id in (7, 8):
         take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7, partial(ran_in.get, pass_id))
@@ -351,7 +349,7 @@ def test_who_has_reported_does_not_take_the_word_of_another_participant(
 
         def abort(current: BackwardPass) -> None:
             note = AbortPass(int(ctx), current.pass_id, ErrorInfo("builtins:ValueError", "no", "", "c"))
-            worker.of(b).engine._on_abort(c.info, note, [])
+            engine_of(b)._on_abort(c.info, note, [])
 
         before_commit(a, monkeypatch, abort)
         ctx.backward(loss, timeout=LIMIT_S)
@@ -371,7 +369,7 @@ def test_who_takes_the_root_for_dead_drops_only_its_own_gradients(
 
         def note_and_answer(sender: WorkerInfo, *args: Any) -> None:
             asked.append(sender.name)
-            worker.of(a)._on_holds(sender, *args)
+            engine_of(a)._on_holds(sender, *args)
 
         def lose_root(_: BackwardPass) -> None:
             c.on_worker_ended(a.address, "its link was cut", was_orderly=False)
@@ -382,7 +380,7 @@ def test_who_takes_the_root_for_dead_drops_only_its_own_gradients(
         before_commit(a, monkeypatch, lose_root)
         ctx.backward(loss, timeout=LIMIT_S)
         assert torch.allclose(ctx.gradients()[x], expected(2)[0])
-        assert layers.weight in worker.of(b).gradients_of(on_b, LIMIT_S)
+        assert layers.weight in on_b.wait_gradients(LIMIT_S)
         assert not on_c.gradients
         assert asked == ["b"]
     wait_until(lambda: not num_contexts(trio), LIMIT_S, "that b is told of the end by a")
@@ -396,64 +394,58 @@ def test_failure_that_meets_the_report_leaves_the_end_to_the_root(
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
-        endings = worker.of(b).engine.endings
-        drop = endings.drop
+        engine = engine_of(b)
+        abort = engine._abort
 
-        def drop_late(current: BackwardPass, *args: Any, **options: Any) -> bool:
+        def abort_late(current: BackwardPass, *args: Any, **options: Any) -> None:
             gate.set()
-            wait_until(lambda: pass_of(a, ctx).phase is PassPhase.COMMITTING, QUICK_S, "that the root has decided")
-            return drop(current, *args, **options)
+            wait_until(lambda: not context_of(a, ctx).passes, QUICK_S, "that the root has decided")
+            abort(current, *args, **options)
 
         def fail() -> None:
             assert entered.wait(QUICK_S)
-            endings.fail(pass_of(b, ctx), WorkerLost("c is lost", "c"), "waiting")
+            engine.fail(pass_of(b, ctx), WorkerLost("c is lost", "c"), "waiting")
 
-        monkeypatch.setattr(endings, "drop", drop_late)
+        monkeypatch.setattr(engine, "_abort", abort_late)
         thread = threading.Thread(target=fail, name="fails")
         before_commit(a, monkeypatch, lambda _: thread.join(LIMIT_S))
         thread.start()
         ctx.backward(loss, timeout=LIMIT_S)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
         assert torch.allclose(gradient_on(b, ctx), expected(1)[1])
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
 
 
-def interrupt_commit_once(agent: Agent, monkeypatch: pytest.MonkeyPatch, when: str) -> list[int]:
-    """Ctrl-C hits right before or after the others are told; returns in which threads."""
-    endings = worker.of(agent).engine.endings
-    commit = endings.commit
-    hit: list[int] = []
-
-    def interrupt(current: BackwardPass, others: Iterable[int]) -> None:
-        monkeypatch.setattr(endings, "commit", commit)
-        hit.append(threading.get_ident())
-        if when == "after":
-            commit(current, others)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(endings, "commit", interrupt)
-    return hit
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_interrupt_while_the_root_commits_leaves_gradients_everywhere(
+def test_interrupt_while_the_root_waits_leaves_gradients_everywhere_or_nowhere(
     trio: list[Agent], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The others would wait for a word that never comes."""
+    """Ctrl-C is raised in the wait for the end of the pass, which another thread may have committed meanwhile."""
     a, b, _ = trio
-    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    x = torch.ones(3, requires_grad=True)
+    wait = backward_pass._interrupts.wait
+
+    def interrupt(condition: threading.Condition, seconds: float) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return wait(condition, seconds)
+        gate.set()
+        while when == "after" and context_of(a, ctx).passes:
+            assert wait(condition, QUICK_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backward_pass._interrupts, "wait", interrupt)
     with gw.autograd.context() as ctx:
-        held: torch.Tensor = Last.apply(y)  # type: ignore[no-untyped-call]
-        loss = held.sum() + rpc.rpc_sync("b", layer, args=(x,)).sum()
-        make_root_last(a, b, ctx, monkeypatch)
-        hit = interrupt_commit_once(a, monkeypatch, when)
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
         with pytest.raises(KeyboardInterrupt):
             ctx.backward(loss, timeout=LIMIT_S)
-        assert hit == [threading.get_ident()]
-        assert torch.allclose(gradient_on(b, ctx), expected(1)[1])
-        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
-        assert torch.equal(ctx.gradients()[y], torch.ones(3))
-        assert not context_of(a, ctx).passes
+        wait_until(lambda: not context_of(a, ctx).passes and not context_of(b, ctx).passes, QUICK_S, "that it is over")
+        if when == "after":
+            assert torch.allclose(gradient_on(b, ctx), expected(1)[1])
+            assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+        else:
+            assert not context_of(b, ctx).gradients
+            assert not ctx.gradients()
 
 
 # -- hooks, modes and contexts within each other ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd.local_engine import GradientTable, add_gradient, keep_apart
+from gradwire.params.grads import GradientTable, add_gradient, keep_apart
 from gradwire.rpc import Agent
 from unit.autograd.layers import layer
 

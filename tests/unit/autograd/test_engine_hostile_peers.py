@@ -12,7 +12,6 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.autograd._backward_state import Introduction, Report
 from gradwire.autograd.context import (
     CONTEXT_BYTES,
@@ -40,7 +39,7 @@ from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rpc.pending_calls import CallHolder, PendingCall
 from gradwire.testing import wait_until
 from gradwire.wire.messages import ErrorInfo, read_note
-from unit.autograd.layers import context_of, entered, gate, pass_of
+from unit.autograd.layers import context_of, engine_of, entered, gate, pass_of
 
 LIMIT = 256 * KIB
 ERROR = ErrorInfo("builtins:ValueError", "made up", "", "c")
@@ -103,7 +102,7 @@ def some_id(rank: int) -> int:
 
 
 def refused_on(agent: Agent) -> int:
-    return worker.of(agent).statistics().num_refused
+    return engine_of(agent).statistics().num_refused
 
 
 def check_gradient(ctx: gw.autograd.context, loss: torch.Tensor, x: torch.Tensor) -> None:
@@ -122,26 +121,26 @@ def test_contexts_of_one_worker_are_limited_and_those_of_others_are_not_concerne
     makers = (0, 2, 2, 7)  # a, c itself, and a worker that is not there
     errors = [call_with_note(c, "b", [some_id(makers[number % 4]), 0, 0]) for number in range(200)]
     refused = [error for error in errors if error is not None]
-    assert len(worker.of(b).container) == 200 - len(refused) == LIMIT // CONTEXT_BYTES
+    assert len(engine_of(b).container) == 200 - len(refused) == LIMIT // CONTEXT_BYTES
     assert all(isinstance(error, LimitExceeded) for error in refused)
     assert "of worker 2 would take more than 262144 bytes here (Limits.autograd_bytes)" in str(refused[0])
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         check_gradient(ctx, rpc.rpc_sync("b", "hostile.layer", args=(x,)).sum(), x)
     c.close()
-    wait_until(lambda: not list(worker.of(b).container), 20.0, "that b drops what c has brought")
-    assert worker.of(b).container.quotas.used_by(2) == 0
+    wait_until(lambda: not list(engine_of(b).container), 20.0, "that b drops what c has brought")
+    assert engine_of(b).container.quotas.used_by(2) == 0
 
 
 def test_messages_of_one_worker_are_limited(trio: list[Agent]) -> None:
     _, b, c = trio
-    container, context_id = worker.of(c).container, some_id(2)
+    container, context_id = engine_of(c).container, some_id(2)
     x = torch.ones(3, requires_grad=True)
     errors = [call_with_note(c, "b", [context_id, container.new_message_id(), 1], x) for _ in range(200)]
     assert len(context_of(b, context_id).recvs) == (LIMIT - CONTEXT_BYTES) // MESSAGE_BYTES
     assert isinstance(errors[-1], LimitExceeded)
     send(c, "b", "release", ReleaseContext(context_id, "by a test"))
-    assert worker.of(b).container.quotas.used_by(2) == 0
+    assert engine_of(b).container.quotas.used_by(2) == 0
     assert call_with_note(c, "b", [some_id(2), container.new_message_id(), 1], x) is None
 
 
@@ -152,7 +151,7 @@ def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]
     c.notices.register("autograd.report", lambda *_: None, ReportDone)  # it does not say how they end
     for _ in range(100):
         send(
-            c, "b", "propagate", PropagateGradients(context_id, worker.of(c).container.new_message_id(), PassOptions())
+            c, "b", "propagate", PropagateGradients(context_id, engine_of(c).container.new_message_id(), PassOptions())
         )
     assert len(context_of(b, context_id).passes) == (LIMIT - CONTEXT_BYTES) // (PASS_BYTES + ENDED_PASS_BYTES)
     wait_until(lambda: told, 20.0, "that c is told")
@@ -160,7 +159,7 @@ def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]
     for current in list(context_of(b, context_id).passes.values()):
         send(c, "b", "abort", AbortPass(context_id, current.pass_id, ERROR))
     kept = CONTEXT_BYTES + len(context_of(b, context_id).ended_passes) * ENDED_PASS_BYTES
-    assert worker.of(b).container.quotas.used_by(2) == kept
+    assert engine_of(b).container.quotas.used_by(2) == kept
 
 
 def test_aborts_of_passes_that_never_were_are_limited(trio: list[Agent]) -> None:
@@ -168,7 +167,7 @@ def test_aborts_of_passes_that_never_were_are_limited(trio: list[Agent]) -> None
     context_id = some_id(2)
     assert call_with_note(c, "b", [context_id, 0, 0]) is None
     for _ in range(LIMIT // ENDED_PASS_BYTES + 100):
-        c.notices.send("b", "autograd.abort", AbortPass(context_id, worker.of(c).container.new_message_id(), ERROR))
+        c.notices.send("b", "autograd.abort", AbortPass(context_id, engine_of(c).container.new_message_id(), ERROR))
     num_kept = (LIMIT - CONTEXT_BYTES) // ENDED_PASS_BYTES
     wait_until(lambda: refused_on(b) == 100 + CONTEXT_BYTES // ENDED_PASS_BYTES, 20.0, "that b has refused the rest")
     assert len(context_of(b, context_id).ended_passes) == num_kept
@@ -179,7 +178,7 @@ def test_shortcuts_to_workers_that_are_not_there_are_not_tried(trio: list[Agent]
     routes = tuple((5, ((rank, 5, 0, 1),)) for rank in range(100, 2000))
     note = PropagateGradients(some_id(2), some_id(2), PassOptions(), (), Introduction((), (), routes))
     send(c, "b", "propagate", note)
-    assert not worker.of(b).engine._reach._tried
+    assert not engine_of(b)._tried
 
 
 class TestQuotas:
@@ -187,19 +186,19 @@ class TestQuotas:
         quotas, context = Quotas(0, 100), DistAutogradContext(1)
         quotas.charge(1, context, 60)
         quotas.charge(2, context, 100)
-        quotas.refund(1, context, 10)
+        quotas.refund(context, 1, 10)
         with pytest.raises(LimitExceeded, match=r"of worker 1 would take more than 100 bytes here"):
             quotas.charge(1, context, 51)
         quotas.settle(context)
         quotas.settle(context)
-        quotas.refund(1, context, 10)
+        quotas.refund(context, 1, 10)
         quotas.charge(1, context, 1000)  # it is released: nothing is kept
         assert quotas.used_by(1) == quotas.used_by(2) == 0
 
     def test_own_messages_do_not_count(self) -> None:
         quotas, context = Quotas(3, 100), DistAutogradContext(1)
         quotas.charge(3, context, 1000)
-        quotas.refund(3, context, 1000)
+        quotas.refund(context, 3, 1000)
         assert quotas.used_by(3) == 0
 
 
@@ -215,7 +214,7 @@ def test_release_by_a_worker_that_has_no_part_in_the_context(trio: list[Agent]) 
             send(c, name, "release", ReleaseContext(int(ctx), "by c"))
         assert refused_on(a) == refused_on(b) == 1
         check_gradient(ctx, loss, x)
-    wait_until(lambda: not list(worker.of(b).container), 20.0, "that a has released it")
+    wait_until(lambda: not list(engine_of(b).container), 20.0, "that a has released it")
 
 
 def test_abort_by_a_worker_that_has_no_part_in_the_pass(trio: list[Agent]) -> None:
@@ -376,10 +375,10 @@ def test_answer_makes_no_context_and_joins_no_other(trio: list[Agent]) -> None:
     with gw.autograd.context() as other:
         rpc.rpc_sync("b", "hostile.layer", args=(x,))
         for context_id in (some_id(1), int(other)):
-            c.interceptors[:] = [_Liar(RecordedCall(context_id, worker.of(c).container.new_message_id(), 1))]
+            c.interceptors[:] = [_Liar(RecordedCall(context_id, engine_of(c).container.new_message_id(), 1))]
             with gw.autograd.context():
                 rpc.rpc_sync("c", "hostile.layer", args=(x,))
-        assert len(worker.of(a).container) == 1
+        assert len(engine_of(a).container) == 1
         assert context_of(a, other).known_workers == {1}
         assert len(context_of(a, other).recvs) == 1
 

@@ -10,7 +10,6 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.autograd._backward_state import PassSnapshot, WaitingSend
 from gradwire.autograd.explanation import Explanation, waiting_text
 from gradwire.errors import UnknownContext
@@ -44,7 +43,7 @@ def test_gradients_are_counted(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum())
-        worker.of(trio[1]).gradients_of(context_of(trio[1], ctx), 5.0)  # until b has heard of the commit
+        context_of(trio[1], ctx).wait_gradients(5.0)  # until b has heard of the commit
         views = {view.worker: view.num_gradients for view in ctx.explain().workers}
     assert views == {"a": 1, "b": 1}
 
@@ -60,7 +59,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
         thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
         thread.start()
         assert entered.wait(10)
-        wait_until(lambda: bool(pass_of(trio[0], ctx).gates) == is_gated, 20.0, "that a stands at its gate")
+        wait_until(lambda: bool(pass_of(trio[0], ctx)._gates) == is_gated, 20.0, "that a stands at its gate")
         explanation = ctx.explain()
         gate.set()
         thread.join(20)
@@ -68,7 +67,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
     text = str(explanation)
     assert "(smart, begun by a): running" in text
     assert "a waits for b: send 0x" in text
-    assert "held_layer (test_explain.py:" in text
+    assert "held_layer (test_explanation.py:" in text
     assert "b computes (1 runs of the local engine)" in text
     assert ("a run of the local engine stands still for it" in text) == is_gated
     (first, second) = json.loads(explanation.as_json())["workers"]
@@ -103,4 +102,4 @@ def test_waiting_in_one_sentence() -> None:
     waits, works = PassSnapshot("a", waiting=(send,)), PassSnapshot("b", num_running=1)
     assert waiting_text({0: waits, 1: works}) == f"no gradient has come for {send}; b still compute"
     assert waiting_text({1: works}) == "b still compute"
-    assert waiting_text({0: PassSnapshot("a")}) == "nobody says what they wait for"
+    assert waiting_text({0: PassSnapshot("a")}) == "no worker says what it waits for"

@@ -1,4 +1,4 @@
-"""Messages that repeat, come late, or should not be: added once, ignored, or an error that names what is wrong."""
+"""Messages that repeat, come late, go to the worker itself, or should not be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.autograd._backward_state import Report
 from gradwire.autograd.messages import (
     AbortPass,
@@ -29,7 +28,10 @@ from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo
 from unit.autograd import layers
-from unit.autograd.layers import context_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
+from unit.autograd.layers import context_of, engine_of, entered, gate, held_layer, layer, num_contexts, pass_of, through
+
+# -- Messages that repeat, come late, or should not be: added once, ignored, or an error that names what is wrong -------
+
 
 Change = Callable[[PropagateGradients, Sequence[torch.Tensor]], tuple[Any, Sequence[torch.Tensor]]]
 
@@ -82,7 +84,7 @@ def test_every_message_twice(trio: list[Agent], monkeypatch: pytest.MonkeyPatch)
         loss = rpc.rpc_sync("b", through, args=(x, ["c"])).sum()
         for number in (1, 2):
             ctx.backward(loss, retain_graph=True, timeout=20)
-            total = sum(worker.of(agent).gradients_of(context_of(agent, ctx), 5.0)[layers.weight] for agent in trio[1:])
+            total = sum(context_of(agent, ctx).wait_gradients(5.0)[layers.weight] for agent in trio[1:])
             assert torch.allclose(ctx.gradients()[x], number * expected(2)[0])
             assert torch.allclose(torch.as_tensor(total), number * expected(2)[1])
     wait_until(lambda: not num_contexts(trio))
@@ -184,7 +186,7 @@ def test_gradient_for_a_released_context_fails_the_pass(trio: list[Agent]) -> No
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = rpc.rpc_sync("b", layer, args=(x,)).sum()
-        worker.of(b).container.release(ctx, "by mistake")
+        engine_of(b).container.release(ctx, "by mistake")
         with pytest.raises(BackwardFailed, match="was released by mistake") as caught:
             ctx.backward(loss, timeout=20)
         assert caught.value.worker == "b"
@@ -194,7 +196,7 @@ def test_gradient_for_a_released_context_fails_the_pass(trio: list[Agent]) -> No
 def test_gradient_for_a_context_that_never_was(trio: list[Agent]) -> None:
     """It is nobody's: the worker that is said to have made it says that it is over."""
     a, b, _ = trio
-    own = worker.of(b).container.new_message_id()  # as if b had made a context of that number
+    own = engine_of(b).container.new_message_id()  # as if b had made a context of that number
     note = PropagateGradients(own, 1, PassOptions(), (GradientItem(5, (True,)),))
     a.notices.send("b", "autograd.propagate", note, [torch.ones(3)])
     rpc.rpc_sync("b", layer, args=(torch.ones(3),))
@@ -217,13 +219,13 @@ def test_messages_of_a_pass_that_is_over_are_ignored(trio: list[Agent]) -> None:
 
         b.notices.register("autograd.propagate", note_and_handle, PropagateGradients)
         ctx.backward(loss, retain_graph=True, timeout=20)
-        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        found = context_of(b, ctx).wait_gradients(5.0)[layers.weight]
         (note, tensors) = seen[0]
         a.notices.send("b", "autograd.propagate", note, tensors)
         wait_until(lambda: len(seen) == 2)
         ctx.backward(loss, timeout=20)  # comes behind it
         wait_until(lambda: not context_of(b, ctx).passes)  # of both passes; the late message has begun none
-        again = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        again = context_of(b, ctx).wait_gradients(5.0)[layers.weight]
         assert torch.allclose(again, 2 * found)
 
 
@@ -233,7 +235,7 @@ def test_abort_before_the_first_message_of_a_pass(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", through, args=(x, ["c"]))
-        pass_id = worker.of(a).container.new_message_id()
+        pass_id = engine_of(a).container.new_message_id()
         abort = AbortPass(int(ctx), pass_id, ErrorInfo("builtins:ValueError", "no", "", "c"))
         c.notices.send("b", "autograd.abort", abort)
         wait_until(lambda: pass_id in context_of(b, ctx).ended_passes)
@@ -244,7 +246,7 @@ def test_abort_before_the_first_message_of_a_pass(trio: list[Agent]) -> None:
         a.notices.send("b", "autograd.commit", CommitPass(int(ctx), pass_id))
         ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum(), timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
-        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        found = context_of(b, ctx).wait_gradients(5.0)[layers.weight]
         assert torch.allclose(found, expected(1)[1])
 
 
@@ -266,7 +268,7 @@ def test_only_the_root_commits_and_only_it_counts_reports(trio: list[Agent]) -> 
         c.reactor.run_soon(interfere)
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
-        found = worker.of(b).gradients_of(context_of(b, ctx), 5.0)[layers.weight]
+        found = context_of(b, ctx).wait_gradients(5.0)[layers.weight]
         assert torch.allclose(found, expected(1)[1])
 
 
@@ -293,3 +295,41 @@ def test_note_that_is_no_message_ends_the_connection_and_nothing_else(
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
         assert len(context_of(b, ctx).sends) == 1
+
+
+# -- A worker that calls itself: gradients come back as from anybody else -----------------------------------------------
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def test_gradients_of_two_leaves_share_no_memory(trio: list[Agent]) -> None:
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("a", add, args=(x, y)).sum())
+        gradients = ctx.gradients()
+        gradients[x].mul_(2)
+        assert gradients[x].tolist() == [2.0] * 3
+        assert gradients[y].tolist() == [1.0] * 3
+
+
+def test_gradient_given_for_a_root_is_left_alone(trio: list[Agent]) -> None:
+    x, given = torch.ones(3, requires_grad=True), torch.ones(3)
+    with gw.autograd.context() as ctx:
+        gw.autograd.backward(ctx, [rpc.rpc_sync("a", add, args=(x, torch.zeros(3)))], gradients=[given])
+        ctx.gradients()[x].mul_(2)
+        assert given.tolist() == [1.0] * 3
+
+
+def test_sparse_gradients(trio: list[Agent]) -> None:
+    weight = torch.ones(4, 2, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("a", look_up, args=(weight,)).sum())
+        gradient = ctx.gradients()[weight]
+        assert gradient.is_sparse
+        assert gradient.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+def look_up(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(torch.tensor([1, 3]), weight, sparse=True)

@@ -1,8 +1,10 @@
-"""What is saved of parameters and of everything else, without workers."""
+"""What contexts see of shared parameters, and how a step leaves the others alone."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ import torch
 from torch import nn
 
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.errors import AutogradError, ConfigurationError
+from gradwire.errors import AutogradError, ConfigurationError, UnknownContext
 from gradwire.params import rwlock as guards
+from gradwire.params import rwlock as reading
 from gradwire.params import snapshots as sharing
-from gradwire.params.rwlock import Mode
-from gradwire.params.saved_tensors import saving
+from gradwire.params.rwlock import Group, Mode, ReadingCall
+from gradwire.params.snapshots import saving
+
+# -- What is saved of parameters and of everything else, without workers ------------------------------------------------
 
 
 def make_weight(mode: Mode = "snapshot") -> nn.Parameter:
@@ -178,15 +183,15 @@ def test_contexts_that_are_over_or_have_stepped_hold_up_nothing() -> None:
 
 def test_nothing_is_kept_of_parameters_that_are_gone() -> None:
     gc.collect()
-    before = len(guards._guarded)
+    before = len(guards.guarded_params)
     weights = [make_weight() for _ in range(10)]
     context = DistAutogradContext(1)
     for weight in weights:
         run(context, USES["itself"], weight)
-    assert len(guards._guarded) == before + 10
+    assert len(guards.guarded_params) == before + 10
     del weights, weight
     gc.collect()
-    assert len(guards._guarded) == before
+    assert len(guards.guarded_params) == before
     sharing.guard([], "snapshot")
     assert len(guards._by_memory) <= before
 
@@ -201,3 +206,93 @@ def test_sparse_and_empty_parameters() -> None:
     result.backward()
     assert sparse.grad is not None
     step(empty, 2)
+
+
+# -- Trainers that get into each other's way, in one process: calls that come late, and steps at the same moment --------
+
+
+WAIT_S = 20.0
+
+
+def use(group: Group, context: DistAutogradContext) -> None:
+    """As a forward call of a context."""
+    with ReadingCall(context), sharing.using(group):
+        pass
+
+
+@pytest.mark.parametrize("is_anothers_turn", [False, True])
+def test_a_late_call_of_a_context_that_is_over_takes_no_turn(
+    is_anothers_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever end it, and all others would wait for it in vain."""
+    monkeypatch.setattr(reading, "_WAIT_S", 0.0)
+    weight = nn.Parameter(torch.zeros(1))
+    group = sharing.guard([weight], "serialize")
+    over, other, last = (DistAutogradContext(number) for number in (1, 2, 3))
+    use(group, over)
+    with sharing.stepping([weight], [1]):
+        pass
+    if is_anothers_turn:
+        use(group, other)
+    over.on_released("by a test")
+    with pytest.raises(UnknownContext, match="It was released by a test"):
+        use(group, over)  # it was found before that
+    other.on_released("by a test")
+    assert (group.turns.holder, group.turns.num_in_line) == (0, 0)
+    use(group, last)
+    assert group.turns.holder == 3
+
+
+def test_a_parameter_that_is_guarded_while_another_leaves_its_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that moves a parameter; the memory that it had is another's by then."""
+    is_leaving, may_leave = threading.Event(), threading.Event()
+    table_lock = guards.lock
+
+    class Slow(dict[int, Any]):
+        """Stands still before it forgets an address, if somebody else could change it meanwhile."""
+
+        def __delitem__(self, address: int) -> None:
+            is_leaving.set()
+            if not table_lock._is_owned():  # type: ignore[attr-defined]
+                assert may_leave.wait(WAIT_S)
+            super().__delitem__(address)
+
+    memory = bytearray(16)
+    one, two = (nn.Parameter(torch.frombuffer(memory, dtype=torch.float32)) for _ in range(2))
+    sharing.guard([one], "snapshot")
+    monkeypatch.setattr(guards, "_by_memory", Slow(guards._by_memory))
+    context = DistAutogradContext(1)
+    found = guards.find(one)
+    assert found is not None
+    found.users = [weakref.ref(context)]
+
+    def step() -> None:
+        with sharing.stepping([one], [2]):
+            pass
+
+    stepper = threading.Thread(target=step)
+    stepper.start()
+    assert is_leaving.wait(WAIT_S)
+    sharing.guard([two], "snapshot")
+    may_leave.set()
+    stepper.join(WAIT_S)
+    assert [item.is_of(two) for item, _ in guards.find_by_memory(two.detach())] == [True]
+
+
+def test_a_step_that_is_interrupted_before_it_waits_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls let steps go first that wait: one that was counted for ever would cost each of them a second."""
+    weight = nn.Parameter(torch.zeros(1))
+    group = sharing.guard([weight], "snapshot")
+    call = ReadingCall(None)
+    monkeypatch.setattr(reading, "_wait_begun", interrupt)
+    with call:
+        call.read(group)
+        monkeypatch.setattr(reading._served, "call", None)  # the step is another thread's
+        with pytest.raises(KeyboardInterrupt), sharing.stepping([weight], ()):
+            pass
+        assert [turns.num_pending for turns in (group.turns, guards.EVERYTHING.turns)] == [0, 0]
+    assert group.turns.can_read(is_patient=True)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -15,12 +15,11 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import current_context as ambient
-from gradwire.autograd import worker
 from gradwire.autograd.current_context import current_context_id
 from gradwire.errors import NoActiveContext, UnknownContext
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
-from unit.autograd.layers import context_of, here, layer
+from unit.autograd.layers import context_of, engine_of, here, layer
 
 
 def in_thread(function: Callable[[], Any], *, start_now: bool = True) -> threading.Thread:
@@ -148,7 +147,7 @@ def test_thread_leaves_the_context_of_its_starter_alone(trio: list[Agent]) -> No
 
 
 def contexts_on(agent: Agent) -> list[int]:
-    return [context.context_id for context in worker.of(agent).container]
+    return [context.context_id for context in engine_of(agent).container]
 
 
 def test_threads_of_the_users_own_kind_and_timers(trio: list[Agent]) -> None:
@@ -302,7 +301,7 @@ def test_async_execution_is_recorded(trio: list[Agent]) -> None:
 def test_context_of_a_function_may_nest_inside_the_callers(trio: list[Agent]) -> None:
     def nest() -> tuple[int, int, int]:
         before = current_context_id()
-        token = ambient.enter(4711)
+        token = ambient.current_context.set(4711)
         inside = current_context_id()
         ambient.leave(token)
         return before, inside, current_context_id()
