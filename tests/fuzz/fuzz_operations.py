@@ -41,7 +41,7 @@ from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import functions, set_current_agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.pending_calls import CallHolder, PendingCall
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
 
@@ -261,10 +261,10 @@ class Attack:
         return notes
 
     def _call(self, name: str, args: tuple[Any, ...], notes: dict[str, Any] | None) -> None:
-        caller = self.world.hostile.caller
+        caller = self.world.hostile.client
         self._last = f"{name}{args!r} with {notes!r}"
         try:
-            call = caller.start("v", name, args, None, CALL_S, CallHolder(notes=notes))
+            call = caller.start("v", name, args, None, CALL_S, notes=notes)
             if not call.is_done:
                 caller.wait(call)
         except NOT_SENT:

@@ -147,5 +147,4 @@ class AutogradInterceptor(Interceptor):
 
 def _is_cut_off(request: Request | None) -> bool:
     """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
-    connection = getattr(request.source, "connection", None) if request is not None else None
-    return connection is not None and connection.is_closed
+    return request is not None and request.source.stream.is_closed

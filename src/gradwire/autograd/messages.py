@@ -149,22 +149,9 @@ class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext | HoldsContext
 
 
-class _PassMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What all messages about a pass begin with."""
-
-    context_id: int
-    pass_id: int
-
-
-_read_beginning = msgspec.msgpack.Decoder(_PassMessage).decode
-
-
 def pass_id_of(note: Any) -> int:
-    """The pass that a note as it came is about; 0 if it is about none."""
-    try:
-        return _read_beginning(note).pass_id
-    except (ValueError, RecursionError):
-        return 0
+    """Return the pass that a notice is about; 0 if it is about none."""
+    return getattr(note, "pass_id", 0)
 
 
 prepare(RecordedCall, PropagateGradients, ReportDone, AbortPass, CommitPass, ReleaseContext, HoldsContext)

@@ -21,16 +21,16 @@ from typing import Any
 
 import msgspec
 
+from gradwire import _interrupts
 from gradwire.config import WorkerConfig
 from gradwire.errors import (
     AuthenticationFailed,
     DuplicateWorker,
     IdentityTaken,
     InvalidName,
-    TransportError,
     WorkerLost,
 )
-from gradwire.rpc.client import Caller
+from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.functions import CallId
@@ -44,10 +44,8 @@ from gradwire.rpc.server import Server
 from gradwire.transports import registry
 from gradwire.transports.base import Listener, Transport
 from gradwire.transports.handshake import Identity
-from gradwire.transports.stream import StreamConnection
 from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
-from gradwire.wire.messages import Goodbye
 
 _log = logging.getLogger("gradwire")
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
@@ -108,7 +106,7 @@ class Agent:
         self.reactor = Reactor(address.info.name, config.num_worker_threads, self._sweep)
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)
-        self.caller = Caller(self)
+        self.client = Client(self)
         self.liveness = Liveness(self)
         self._on_close = on_close
         self._listeners: list[Listener] = []
@@ -117,11 +115,10 @@ class Agent:
         self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
-        self._lock = threading.Lock()  # guards _membership, _telling, is_closed and _is_closing
+        self._lock = threading.Lock()  # guards _membership, _telling and is_closed
         self._told = threading.Condition(self._lock)  # notified when the end of a worker has been told
         self._telling: dict[str, int] = {}  # workers whose end is being told, and the threads that do it
         self.is_closed = False
-        self._is_closing = False  # or has closed; not after Ctrl-C has cut that off
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
@@ -156,11 +153,12 @@ class Agent:
                 self.directory.update(self.address)
             except IdentityTaken as error:
                 raise DuplicateWorker(str(error)) from error
-        except BaseException:
+        except Exception:
             for listener in self._listeners:
                 listener.close()
             self.reactor.close()
             raise
+        _interrupts.install()
         self.reactor.start()
         for listener in self._listeners:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
@@ -177,7 +175,7 @@ class Agent:
         timeout_s: float | None = None,
     ) -> Any:
         """Runs a function on another worker and returns its result; see `gradwire.rpc.rpc_sync`."""
-        return self.caller.call(to, function, args, kwargs, timeout_s)
+        return self.client.call(to, function, args, kwargs, timeout_s)
 
     def submit(
         self,
@@ -188,7 +186,7 @@ class Agent:
         timeout_s: float | None = None,
     ) -> CallFuture[Any]:
         """Starts a call and returns its future; see `gradwire.rpc.rpc_async`."""
-        return self.caller.submit(to, function, args, kwargs, timeout_s)
+        return self.client.submit(to, function, args, kwargs, timeout_s)
 
     def control(
         self,
@@ -212,10 +210,10 @@ class Agent:
         Raises:
             WorkerLost, RpcTimeout: It could not even be sent.
         """
-        self.caller.control(to, operation, args, timeout_s, on_done, answer)
+        self.client.control(to, operation, args, timeout_s, on_done, answer)
 
     def _sweep(self, now: float) -> float:
-        own = (self.server.sweep, self.caller.sweep, self.gathering.sweep, self.liveness.sweep)
+        own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)
         return min(sweep(now) for sweep in (*own, *self.sweeps))
 
     # -- who is there --------------------------------------------------------------------------------------------
@@ -365,35 +363,28 @@ class Agent:
                     return
 
     def close(self) -> None:
-        """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""
-        is_ours = False
-        try:
-            with self._lock:
-                if self._is_closing:
-                    return
-                self.is_closed = self._is_closing = is_ours = True
-            self._close()
-        except BaseException:  # Ctrl-C: called again, it goes on
-            if is_ours:
-                self._is_closing = False
-            raise
-
-    def _close(self) -> None:
+        """End everything now: pending calls fail, running functions lose their callers. Idempotent."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()
-        # First: any connection that ends tells a worker that this one has left.
-        self.server.wait_answered(time.monotonic() + _ANSWER_S)
-        self.caller.close(_say_goodbye)
-        self.server.close(_say_goodbye)
-        self.reactor.close()
-        self._on_close()
-        self._closed.set()
+        with contextlib.ExitStack() as steps:  # the last one first, and each of them even if Ctrl-C ends a wait before
+            steps.callback(_interrupts.uninstall)
+            steps.callback(self._closed.set)
+            steps.callback(self._on_close)
+            steps.callback(self.reactor.close)
+            steps.callback(self.server.close)
+            steps.callback(self.client.close)
+            # Before any connection ends, which tells a worker that this one has left.
+            self.server.wait_answered(time.monotonic() + _ANSWER_S)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
         self.is_closed = True
-        streams = [lane.connection for lane in self.peers.lanes()] + self.server.connections()
+        streams = [lane.stream for lane in self.peers.lanes()] + self.server.connections()
         for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -405,20 +396,20 @@ class Agent:
     @property
     def is_quiet(self) -> bool:
         """Whether no call is under way from here or to here."""
-        return self.server.is_idle and not self.caller.num_pending
+        return self.server.is_idle and not self.client.num_pending
 
     def statistics(self) -> AgentStatistics:
         """What this worker does right now."""
         running, waiting, queued, num_incoming = self.server.numbers()
         lanes = self.peers.lanes()
-        streams = [lane.connection for lane in lanes] + self.server.connections()
+        streams = [lane.stream for lane in lanes] + self.server.connections()
         return AgentStatistics(
             name=self.info.name,
             rank=self.info.id,
             incarnation=self.address.incarnation,
-            num_calls_made=self.caller.num_made,
+            num_calls_made=self.client.num_made,
             num_calls_served=self.server.num_served,
-            num_pending=self.caller.num_pending,
+            num_pending=self.client.num_pending,
             num_running=running,
             num_waiting=waiting,
             num_queued=queued,
@@ -427,11 +418,6 @@ class Agent:
             bytes_sent=sum(stream.bytes_sent for stream in streams),
             bytes_received=sum(stream.bytes_received for stream in streams),
         )
-
-
-def _say_goodbye(connection: StreamConnection) -> None:
-    with contextlib.suppress(TransportError, TimeoutError, OSError):
-        connection.send(Goodbye("shutdown"), deadline=time.monotonic() + 0.2)
 
 
 attachments: list[Callable[[Agent], None]] = []
@@ -483,7 +469,7 @@ def start_worker(
         for attach in attachments:
             attach(agent)
         agent.start()
-    except BaseException:
+    except Exception:
         clean_up()
         raise
     return agent

@@ -182,6 +182,7 @@ def _meet(
     except ConfigurationError as error:
         StoreDirectory(point, _PREFIX).give_up(f"rank {info.id} ({name}) cannot start: {error}")
         raise
+    has_met = False
     try:
         if not start_serving:
             agent.server.hold_calls()
@@ -189,10 +190,11 @@ def _meet(
         directory.publish(agent)
         if point.world_size is not None:
             Meeting(agent, directory, point).join(deadline)
-    except BaseException:
-        set_current_agent(None)
-        agent.close()
-        raise
+        has_met = True
+    finally:
+        if not has_met:
+            set_current_agent(None)
+            agent.close()
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
@@ -296,7 +298,7 @@ def rpc_sync(
         Exception: What the function raised, as its own type.
     """
     agent = _agent or current_agent()
-    return agent.caller.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    return agent.client.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
 
 
 def rpc_async(
@@ -315,7 +317,7 @@ def rpc_async(
         WorkerLost: The worker cannot be reached.
     """
     agent = _agent or current_agent()
-    future = agent.caller.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    future = agent.client.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
     future_list = getattr(_thread_local_var, "future_list", None)
     if future_list is not None:
         future_list.append(future)
@@ -333,7 +335,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 def get_rpc_timeout() -> float:
     """The deadline in seconds of calls that name none."""
-    return current_agent().caller.default_timeout_s
+    return current_agent().client.default_timeout_s
 
 
 def enable_gil_profiling(flag: bool) -> None:
@@ -347,7 +349,7 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    current_agent().caller.default_timeout_s = float(seconds)
+    current_agent().client.default_timeout_s = float(seconds)
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -385,7 +387,7 @@ def _all_gather(
         WorkerLost: Somebody died.
     """
     agent = current_agent()
-    seconds = agent.caller.default_timeout_s if timeout < 0 else timeout
+    seconds = agent.client.default_timeout_s if timeout < 0 else timeout
     deadline = time.monotonic() + seconds if seconds > 0 else float("inf")
     return agent.gathering.all_gather(obj, worker_names, deadline)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
 from gradwire.rpc.codec import EVERYBODY
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
@@ -228,7 +229,7 @@ class Gathering:
             return
         while True:
             self._wait_quiet(deadline)
-            counts = self.all_gather((agent.caller.num_made, agent.server.num_served), names, deadline)
+            counts = self.all_gather((agent.client.num_made, agent.server.num_served), names, deadline)
             if counts == before:
                 break
             before = counts
@@ -237,12 +238,11 @@ class Gathering:
 
     def _see_off(self) -> None:
         """The collector leaves last, so that its answers reach everybody."""
-        pause, deadline = threading.Event(), time.monotonic() + _SEE_OFF_S
+        deadline = time.monotonic() + _SEE_OFF_S
         while self._agent.server.has_visitors and time.monotonic() < deadline:
-            pause.wait(0.002)
+            _interrupts.sleep(0.002)
 
     def _wait_quiet(self, deadline: float) -> None:
-        pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
                 raise RpcTimeout(
@@ -250,4 +250,4 @@ class Gathering:
                     self._agent.info.name,
                     "run",
                 )
-            pause.wait(_LOOK_S)
+            _interrupts.sleep(_LOOK_S)

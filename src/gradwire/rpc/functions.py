@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _exposed: dict[str, Callable[..., Any]] = {}
 _names: dict[Callable[..., Any], str] = {}
 
-_ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
+ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
 
 
 def expose(function: Any = None, *, name: str | None = None) -> Any:
@@ -54,9 +54,11 @@ def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) ->
 
 
 def exposed_function(name: str) -> Callable[..., Any] | None:
-    """The function exposed under that name."""
+    """Return the function exposed under that name; those of gradwire are imported when they are first asked for."""
     function = _exposed.get(name)
-    return _exposed.get(name) if function is None and import_home(name) else function
+    if function is None and name.startswith("gradwire.") and import_home(name):
+        return _exposed.get(name)
+    return function
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:
@@ -78,7 +80,7 @@ def async_execution(function: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    setattr(wrapper, _ASYNC_MARK, function)
+    setattr(wrapper, ASYNC_MARK, function)
     return wrapper  # type: ignore[return-value]
 
 
@@ -93,7 +95,7 @@ class Later:
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
     """Whether the function was marked with `async_execution`."""
-    return hasattr(function, _ASYNC_MARK)
+    return hasattr(function, ASYNC_MARK)
 
 
 CallId = Annotated[int, Meta(ge=1, le=2**63 - 1)]

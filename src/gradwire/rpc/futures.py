@@ -13,10 +13,11 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
 from gradwire.rpc.connection import while_waiting
 from gradwire.rpc.pending_calls import PendingCall
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from concurrent.futures import Future as ConcurrentFuture
 
+    from gradwire.rpc.client import Client
+
 T = TypeVar("T")
 S = TypeVar("S")
 
-_SLICE_S = 0.2
 _NO_DEVICES: list[torch.device] = []
 
 
@@ -72,9 +74,10 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             ready.acquire()
             torch._C.Future.add_done_callback(self, lambda _: ready.release())
             with while_waiting():
-                while not self.done() and (left_s := deadline - time.monotonic()) > 0:
-                    # In slices: Ctrl-C may have cut the callback off.
-                    ready.acquire(timeout=min(_SLICE_S, left_s))
+                left_s = deadline - time.monotonic()
+                _interrupts.acquire(
+                    ready, -1 if left_s == float("inf") else max(0.0, min(left_s, threading.TIMEOUT_MAX))
+                )
             if not self.done():
                 raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
         return cast(T, torch._C.Future.wait(self))
@@ -209,6 +212,7 @@ def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     """
     surroundings, is_grad_enabled = contextvars.copy_context(), torch.is_grad_enabled()
 
+    @_interrupts.interruptible
     def run(future: Any) -> S:
         with torch.set_grad_enabled(is_grad_enabled):
             return surroundings.run(callback, future)
@@ -216,36 +220,19 @@ def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     return run
 
 
-class CallKeeper(Protocol):
-    """Who made a call, and can wait for it and give it up."""
-
-    def wait(self, call: PendingCall, deadline: float = ...) -> None:
-        """Blocks until the call has ended, or the deadline is over."""
-
-    def cancel(self, call: PendingCall) -> bool:
-        """Gives the call up; False if it had ended already."""
-
-    def cancel_soon(self, call: PendingCall) -> None:
-        """Gives the call up, in another thread."""
-
-
 class CallFuture(InterruptibleFuture[T]):
     """The result of a call that may still be under way.
 
     Args:
-        keeper: Who makes the call.
+        client: Makes the call.
 
     Attributes:
         call: The call, from the moment before it is sent.
     """
 
-    # What `CallHolder` says of other calls.
-    notes = on_done = None
-    is_watched = True
-
-    def __init__(self, keeper: CallKeeper) -> None:
+    def __init__(self, client: Client) -> None:
         torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
-        self._keeper = keeper
+        self._client = client
         self.call: PendingCall | None = None
         self.keeps: Any = None  # what must live until the call has ended
 
@@ -267,9 +254,9 @@ class CallFuture(InterruptibleFuture[T]):
         call = self.call
         if call is not None and not (call.is_done or self.done()):
             if timeout is None:
-                self._keeper.wait(call)
+                self._client.wait(call)
             else:
-                self._keeper.wait(call, _deadline_of(timeout))
+                self._client.wait(call, _deadline_of(timeout))
                 if not self.done():
                     raise WaitTimeout(
                         f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
@@ -283,8 +270,8 @@ class CallFuture(InterruptibleFuture[T]):
         Returns:
             False if it had ended already.
         """
-        return self.call is not None and self._keeper.cancel(self.call)
+        return self.call is not None and self._client.cancel(self.call)
 
     def _give_up(self) -> None:
         if self.call is not None:
-            self._keeper.cancel_soon(self.call)
+            self._client.cancel_soon(self.call)

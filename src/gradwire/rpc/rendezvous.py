@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, urlparse
 
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+from gradwire import _interrupts
 from gradwire.config import Limits
 from gradwire.errors import (
     AuthenticationFailed,
@@ -219,13 +220,13 @@ def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
     """Returns when somebody listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
-    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
             return
         except OSError:
-            pause.wait(_LOOK_S)
+            _interrupts.sleep(_LOOK_S)
 
 
 _log = logging.getLogger("gradwire")
@@ -327,7 +328,7 @@ class StoreDirectory(StaticDirectory):
     def _linger(self) -> None:
         """Where the store ends with this process: lets the others read what it holds."""
         if self._point.is_served_here:
-            threading.Event().wait(_LINGER_S)
+            _interrupts.sleep(_LINGER_S)
 
     def check_store(self) -> None:
         """Asks the store for anything.
@@ -599,7 +600,6 @@ class Meeting:
         self._next_check = 0.0  # when to look for an obstacle again
         self._refused_by = 0  # incarnation of the rank 0 that does not let this worker in
         self._refused_at = 0.0
-        self._pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
         agent.server.register_control("met", lambda source: self._met)
 
     def join(self, deadline: float) -> None:
@@ -628,7 +628,7 @@ class Meeting:
                 if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
                     raise self._failure() from error
                 raise
-            self._pause.wait(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
+            _interrupts.sleep(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
         raise self._failure() from self._problem
 
     def _host(self) -> InterruptibleFuture[Any]:
@@ -706,7 +706,7 @@ class Meeting:
 
     def _wait_for(self, answer: InterruptibleFuture[Any] | None, deadline: float) -> None:
         while answer is not None and not answer.done() and time.monotonic() < deadline:
-            self._pause.wait(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
+            _interrupts.sleep(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
             if not answer.done():
                 self._check_obstacle()
 

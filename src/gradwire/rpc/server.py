@@ -1,7 +1,7 @@
-"""Runs what other workers ask for.
+r"""Runs what other workers ask for.
 
     Call --> queued --slot--> running --result--> Reply
-         \\-- control lane: runs at once, in the thread that read it
+         \-- control lane: runs at once, in the thread that read it
 
 A function runs in the thread that read its request. When it waits for a call of its own, it gives up both its slot and
 the reading, so others go on.
@@ -15,11 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import (
     CallCancelled,
     ConnectionClosed,
@@ -27,18 +29,16 @@ from gradwire.errors import (
     ResourceExhausted,
     RpcError,
     RpcTimeout,
-    TransportError,
 )
-from gradwire.rpc.connection import Incoming, Request, current_request, set_current_request
-from gradwire.rpc.functions import Later, is_async_execution
+from gradwire.rpc.connection import Connection, Request
+from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.oneway import notice_of
-from gradwire.rpc.reader import Reader, release_hold
+from gradwire.rpc.reader import Reader, Until, current, release_hold
 from gradwire.transports.base import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Goodbye, prepare
+from gradwire.wire.messages import Call, prepare
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -169,6 +169,7 @@ _failures = logging.getLogger("gradwire.failures")  # what user functions raise;
 _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
+_GOODBYE_S = 0.2
 _ANSWER_LOOK_S = 0.002
 
 Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
@@ -186,7 +187,7 @@ class Server:
         self.agent = agent
         self._lock = threading.Lock()  # guards _slots
         self._slots: Slots[Request] = Slots(num_slots)
-        self._incoming: set[Incoming] = set()
+        self._incoming: set[Connection] = set()
         self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
         self._control: dict[str, Callable[..., Any]] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
@@ -234,67 +235,66 @@ class Server:
 
     def _accept_all(self, listener: Listener) -> None:
         reactor = self.agent.reactor
-        while (connection := listener.accept_nowait()) is not None:
+        while (stream := listener.accept_nowait()) is not None:
             half_open = [item for item in list(self._incoming) if item.is_half_open]
             if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
-                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
-            incoming = Incoming(self, connection)
+                min(half_open, key=lambda item: item.opened).end(ConnectionClosed("too many handshakes at once"))
+            incoming = Connection.opened_there(self.agent, stream)
             self._incoming.add(incoming)
             try:
                 incoming.reader.start()
             except ConnectionClosed as error:  # this worker has just shut down
-                incoming.reader.end(error)
+                incoming.end(error)
                 return
             if self.agent.is_closed:  # it may have closed all connections before this one was among them
-                incoming.reader.end(ConnectionClosed("shutdown"))
+                incoming.end(ConnectionClosed("shutdown"))
                 return
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
 
-    def make_room_for(self, newest: Incoming) -> None:
+    def make_room_for(self, newest: Connection) -> None:
         """A worker has opened another connection: of too many with the same purpose, the oldest gives way."""
         known = [
-            item
-            for item in list(self._incoming)
-            if item.peer is not None and item.lane == newest.lane and item.info.name == newest.info.name
+            item for item in list(self._incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
             reason = f"more than {self.agent.config.limits.connections} connections of one worker"
-            with contextlib.suppress(TransportError, TimeoutError):
-                item.connection.send(Goodbye(reason), deadline=time.monotonic())
-            item.reader.end(ConnectionClosed(reason))
+            item.say_goodbye(reason)
+            item.end(ConnectionClosed(reason))
 
-    def forget(self, incoming: Incoming) -> None:
+    def forget(self, incoming: Connection) -> None:
         """A connection ended."""
         self._incoming.discard(incoming)
 
     def take_notices(
         self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handles notices of a worker in the calling thread, which waits for them; whether anything came.
+        """Handle notices of a worker in the calling thread, which waits for them.
 
         Args:
             name: The worker's.
             seconds: How long.
             is_done: Whether the thread need not wait any longer.
-            is_wanted: Told a note, whether it may be handled here; the rest goes to service threads.
+            is_wanted: Told the note of a notice, whether it may be handled here; the rest goes to service threads.
+
+        Returns:
+            Whether anything came.
         """
 
         def may_run_here(frame: Frame) -> bool:
-            note = notice_of(frame)
+            note = self.agent.notices.read(frame)
             return note is not None and is_wanted(note)
 
         for incoming in list(self._incoming):
-            if incoming.lane == "calls" and incoming.peer is not None and incoming.peer.info.name == name:
-                return incoming.reader.serve_for(seconds, is_done, may_run_here)
+            if incoming.lane == "calls" and incoming.info.name == name:
+                return bool(incoming.reader.serve_for(seconds, Until(is_done), may_run_here))
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
         """Closes what an older incarnation of a worker had opened."""
         for incoming in list(self._incoming):
-            peer = incoming.peer
-            if peer is not None and peer.info.name == name and peer.incarnation <= incarnation:
-                incoming.reader.end(ConnectionClosed("an older incarnation"))
+            if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
+                incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
         """Closes handshakes that take too long, and grants a slot when nothing moves; returns when to look again."""
@@ -309,7 +309,7 @@ class Server:
             if incoming.is_half_open:
                 ends = incoming.opened + self.agent.config.limits.handshake_timeout_s
                 if ends <= now:
-                    incoming.reader.end(ConnectionClosed("the handshake took too long"))
+                    incoming.end(ConnectionClosed("the handshake took too long"))
                 else:
                     wanted = min(wanted, ends)
         if self._slots.num_queued:
@@ -332,20 +332,11 @@ class Server:
     # -- running -------------------------------------------------------------------------------------------------
 
     def accept(self, request: Request) -> None:
-        """Runs a request here and now if a slot is free; queues it otherwise."""
+        """Run a request here and now if a slot is free; queue it otherwise. A worker's own calls are never held back."""
         with self._lock:
-            may_run = self._slots.on_request(request)
+            may_run = self._slots.on_request(request, is_own=request.source.reader is None)
         if may_run:
-            self._run(request)
-        else:
-            self.agent.reactor.expect(time.monotonic() + _STALL_S)
-
-    def accept_elsewhere(self, request: Request) -> None:
-        """As `accept`, for a call of this worker to itself: runs in another thread, and is never held back."""
-        with self._lock:
-            may_run = self._slots.on_request(request, is_own=True)
-        if may_run:
-            self._run_soon(request)
+            self._serve(request)
         else:
             self.agent.reactor.expect(time.monotonic() + _STALL_S)
 
@@ -363,51 +354,56 @@ class Server:
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
 
     def _run_soon(self, request: Request) -> None:
-        self.agent.reactor.run_soon(lambda: self._run(request))
+        self.agent.reactor.run_soon(partial(self._serve, request))
 
-    def _run(self, request: Request | None) -> None:
+    def _serve(self, request: Request | None) -> None:
+        """Run a request that has a slot, and then those that get the slot after it."""
         while request is not None:
-            self._execute(request)
+            with self._lock:
+                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+                if is_wanted:
+                    request.phase = "run"
+            if is_wanted:
+                self._run(request)
+            else:
+                request.source.requests.pop(request.call_id, None)
             with self._lock:
                 request = self._slots.on_finished()
 
-    def _execute(self, request: Request) -> None:
-        with self._lock:
-            is_wanted = not request.is_dropped and time.monotonic() < request.deadline
-            if is_wanted:
-                request.phase = "run"
-        if not is_wanted:
-            request.source.requests.pop(request.call_id, None)
-            return
-        outer, thread, notes = current_request(), threading.get_ident(), request.notes
-        set_current_request(request)
-        self._executing[thread] = request
+    def _run(self, request: Request) -> None:
+        """Run the user's function, inside what the interceptors want around it, and send its result or its error."""
+        outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
+        current.request = self._executing[thread] = request
         try:
+            frame, request.frame = request.frame, None
+            assert frame is not None
+            assert isinstance(frame.message, Call)
             keeper = self._keeper if notes else None
             kept = notes.pop(keeper[0], None) if keeper is not None else None
-            function, args, kwargs = request.source.load(request)
+            function, args, kwargs = self.agent.codec.load_call(frame, frame.message, source.info)
             called = function
             if keeper is not None and kept is not None:
-                called = keeper[1](request.source.info, request.function, kept, function)
+                called = keeper[1](source.info, request.function, kept, function)
             if notes:
-                envelope = Envelope("call", request.source.info, request.function)
-                value = self.agent.codec.run(called, args, kwargs, envelope, notes)
-            else:
-                value = called(*args, **kwargs)
-            del args, kwargs  # a tensor that only the arguments held is free before the reply is made
+                envelope = Envelope("call", source.info, request.function)
+                for interceptor in self.agent.interceptors:
+                    if interceptor.name in notes:
+                        called = interceptor.around(envelope, notes[interceptor.name], called)
+            value = called(*args, **kwargs)
+            del args, kwargs, frame  # a tensor that only the arguments held is free before the reply is made
             if type(value) is Later:
                 self._answer_later(request, value.future)
-            elif is_async_execution(function):
+            elif hasattr(function, ASYNC_MARK):
                 self._answer_later(request, value)
             else:
-                request.source.reply(request, value)
+                source.reply(request, value)
         except BaseException as error:  # whatever the function raised belongs to the caller
             if _failures.isEnabledFor(logging.DEBUG):
-                who = self.agent.info.name, request.function, request.source.info.name
+                who = self.agent.info.name, request.function, source.info.name
                 _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
-            request.source.fail(request, error)
+            source.fail(request, error)
         finally:
-            set_current_request(outer)
+            current.request = outer
             self._executing.pop(thread, None)
             self.num_served += 1
             if not torch.is_grad_enabled():  # what a function switches off stays off in its thread
@@ -438,6 +434,8 @@ class Server:
                     raise NotExposed(f"no control operation {request.function!r}")
                 kind = self._control_kinds[request.function]
                 frame, request.frame = request.frame, None
+                assert frame is not None
+                assert isinstance(frame.message, Call)
                 value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
                 if isinstance(value, torch._C.Future):
                     self._answer_later(request, value)
@@ -474,29 +472,21 @@ class Server:
             request.frame = None
         nested = request.waits_for
         if nested is not None:
-            self.agent.caller.cancel(nested)
+            self.agent.client.cancel(nested)
         return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
         """Drops a call on its caller's behalf; returns how far it got."""
         for incoming in list(self._incoming):
-            if incoming.lane == "calls" and incoming.peer is not None and incoming.info == peer:
-                # Noted before looking, and looked up after a request is listed: one of the two sees the other.
-                incoming.note_cancelled(call_id)
-                request = incoming.requests.get(call_id)
-                if request is not None:
-                    phase = self.drop(request)
-                    if phase in ("queue", "held"):
-                        incoming.requests.pop(call_id, None)
-                    return phase
-                return "reply" if call_id <= incoming.last_call_id else "send"
+            if incoming.lane == "calls" and incoming.info == peer:
+                return incoming.cancel(call_id)
         return "send"
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Surrounds every wait for a call: a function that waits holds neither its slot nor the reading."""
         release_hold()
-        request = current_request()
+        request = current.request
         if request is None:
             yield
             return
@@ -522,7 +512,7 @@ class Server:
             RpcTimeout: Nothing is left.
             CallCancelled: The caller has given up.
         """
-        request = current_request()
+        request = current.request
         if request is None:
             return timeout_s
         if request.is_dropped:
@@ -556,19 +546,18 @@ class Server:
 
     def has_control_lane_of(self, name: str) -> bool:
         """Whether that worker has a control lane open to this one."""
-        known = [incoming for incoming in list(self._incoming) if incoming.peer is not None]
-        return any(incoming.lane == "control" and incoming.info.name == name for incoming in known)
+        return any(incoming.lane == "control" and incoming.info.name == name for incoming in list(self._incoming))
 
     def visitors(self) -> list[WorkerAddress]:
         """Who has a connection open to this worker."""
-        return [incoming.peer for incoming in list(self._incoming) if incoming.peer is not None]
+        return [incoming.address for incoming in list(self._incoming) if incoming.lane]
 
     def has_unread_call_of(self, name: str) -> bool:
         """Whether a call of that worker lies here whose arguments nobody has looked at yet."""
         return any(
             request.frame is not None
             for incoming in list(self._incoming)
-            if incoming.peer is not None and incoming.info.name == name
+            if incoming.lane and incoming.info.name == name
             for request in list(incoming.requests.values())
         )
 
@@ -583,19 +572,19 @@ class Server:
 
     def connections(self) -> list[StreamConnection]:
         """What other workers opened."""
-        return [incoming.connection for incoming in list(self._incoming)]
+        return [incoming.stream for incoming in list(self._incoming)]
 
-    def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
-        """Ends every connection in good order."""
+    def close(self) -> None:
+        """End every connection in good order."""
         for incoming in list(self._incoming):
-            say_goodbye(incoming.connection)
-            incoming.reader.end(ConnectionClosed("shutdown"))
+            incoming.say_goodbye("shutdown", _GOODBYE_S)
+            incoming.end(ConnectionClosed("shutdown"))
 
     def wait_answered(self, deadline: float) -> None:
         """Return when the answers that are due now have been sent, or the deadline has passed."""
-        due, pause = self._answers_due(), threading.Event()  # never set: a wait that Ctrl-C interrupts
+        due = self._answers_due()
         while any(key in self._answering for key in due) and time.monotonic() < deadline:
-            pause.wait(_ANSWER_LOOK_S)
+            _interrupts.sleep(_ANSWER_LOOK_S)
 
 
 def cpu_ticks(thread: int) -> int:

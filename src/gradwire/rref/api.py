@@ -14,7 +14,6 @@ from gradwire.rpc import codec as trips
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peers import To
-from gradwire.rpc.pending_calls import CallHolder
 from gradwire.rref import context as references
 from gradwire.rref import owner as operations
 from gradwire.rref._messages import is_number
@@ -146,7 +145,7 @@ class RRef(Generic[T]):
         if not state.is_used:
             deadline, call = self._deadline(timeout), state.call
             if call is not None:
-                self._known.agent.caller.wait_until(call, deadline)
+                self._known.agent.client.wait_until(call, deadline)
             if state.error is not None:
                 raise state.error()
             early = state.use()
@@ -164,7 +163,7 @@ class RRef(Generic[T]):
         left = deadline - time.monotonic()
         if left > 0:
             return left
-        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        seconds = self._known.agent.client.default_timeout_s if timeout < 0 else timeout
         text, name = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run)", self.owner_name()
         raise RpcTimeout(f"RPC ran for more than its time: {text} on worker {name}. Pass a larger timeout", name, "run")
 
@@ -304,7 +303,7 @@ class RRef(Generic[T]):
     # -- calls to the owner ----------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout: float) -> float:
-        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        seconds = self._known.agent.client.default_timeout_s if timeout < 0 else timeout
         return time.monotonic() + seconds if seconds > 0 else _NEVER
 
     def _prepare(self, args: Sequence[Any], timeout: float) -> tuple[str, tuple[Any, ...]]:
@@ -320,7 +319,7 @@ class RRef(Generic[T]):
     def _ask(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         name, full = self._prepare(args, timeout)
         try:
-            value = self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
+            value = self._known.agent.client.call(name, function, full, None, None if timeout < 0 else timeout)
         except WorkerLost as lost:
             if lost.worker != name or isinstance(lost, OwnerLost):
                 raise
@@ -335,7 +334,7 @@ class RRef(Generic[T]):
 
     def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         name, full = self._prepare(args, timeout)
-        future = self._known.agent.caller.submit(name, function, full, None, None if timeout < 0 else timeout)
+        future = self._known.agent.client.submit(name, function, full, None, None if timeout < 0 else timeout)
         future.keeps = self  # the value must live until the call has arrived
         return future
 
@@ -390,9 +389,12 @@ def create(
     state.keeps = keep
     rref = RRef._of(known, state)
     note = Creates(state.rref_id, state.fork_id, known.own[1])
-    holder = CallHolder(notes={NOTE: note}, on_done=functools.partial(known.on_answered, state))
+    on_done = functools.partial(known.on_answered, state)
     try:
-        state.call = call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
+        timeout_s = None if timeout < 0 else timeout
+        state.call = call = agent.client.start(
+            name, function, args, kwargs, timeout_s, on_done=on_done, notes={NOTE: note}
+        )
         if call.is_done:  # before it was known here
             state.call = None
     except BaseException as error:

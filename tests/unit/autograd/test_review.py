@@ -18,7 +18,7 @@ from gradwire.autograd import anomaly_mode as anomalies
 from gradwire.autograd import worker
 from gradwire.autograd._backward_state import ComponentPhase
 from gradwire.autograd.backward_pass import BackwardPass, PassPhase
-from gradwire.autograd.messages import AbortPass, HoldsContext, pass_id_of
+from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, pass_id_of
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
@@ -210,7 +210,7 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     """Others' passes run their users' code, which may take longer than its own deadline; so do functions."""
     a, b, _ = trio
     ran_in: dict[int, str] = {}
-    a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}), msgspec.Raw)
+    a.notices.register("review", lambda _, note, __: ran_in.update({pass_id_of(note): thread_name()}), CommitPass)
     assert b.call("a", torch.add, (1, 1)) == 2  # opens the lane
     for pass_id in (7, 8):
         take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7, partial(ran_in.get, pass_id))

@@ -168,7 +168,7 @@ def test_a_cancellation_that_overtakes_its_call_counts(make_agents: MakeAgents) 
     assert second.server.cancel(first.info, overtaken) == "send"
     packed = first.codec.pack_call(open_gate, (), {}, "b")[1]
     message = Call(overtaken, f"{__name__}:open_gate", 0.0, packed.codec, len(packed.body))
-    lane.connection.send(message, packed.body)
+    lane.stream.send(message, packed.body)
     assert first.call("b", add, (1, 2)) == 3  # behind it on the same connection
     assert not gate.is_set()
     wait_until(lambda: second.is_quiet, 10, "nothing is owed for the call that was given up")

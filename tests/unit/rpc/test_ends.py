@@ -13,9 +13,7 @@ import torch
 from conftest import MakeAgents
 from gradwire.errors import ConnectionClosed, RpcTimeout
 from gradwire.rpc import connection as incoming
-from gradwire.rpc.connection import Incoming
-from gradwire.rpc.peers import OpenLane
-from gradwire.rpc.pending_calls import CallHolder
+from gradwire.rpc.connection import Connection
 from gradwire.rpc.reader import Reader
 from gradwire.testing import wait_until
 
@@ -32,10 +30,10 @@ def stand_still(reader: Reader) -> None:
     """Nobody reads that connection any more, as if its process had been stopped."""
     wait_until(lambda: not reader._held, 10.0, "that no thread stays with the connection")
     with reader._lock:
-        reader._held, reader._holder = True, -1
+        reader._held = True
 
 
-def ends_of(a: Any, b: Any) -> tuple[OpenLane, Incoming]:
+def ends_of(a: Any, b: Any) -> tuple[Connection, Connection]:
     """Both ends of the connection for the calls of one worker to the other."""
     assert a.call("b", operator.add, (1, 1)) == 2
     (there,) = [item for item in b.server._incoming if item.lane == "calls"]
@@ -52,8 +50,8 @@ def test_a_notice_that_is_cut_off_ends_its_lane_at_once(make_agents: MakeAgents)
     stand_still(there.reader)
     with pytest.raises(RpcTimeout):
         a.notices.send("b", "x", None, [make_large()], time.monotonic() + 0.2)
-    assert lane.connection.is_closed
-    assert lane.reader._ended
+    assert lane.stream.is_closed
+    assert lane.reader.has_ended
     assert a.peers.peer("b").lanes.get("calls") is not lane
     assert cut == ["b"]
     there.reader._held = False
@@ -66,9 +64,9 @@ def test_a_reply_that_is_cut_off_ends_its_connection_at_once(
     lane, there = ends_of(a, b)
     stand_still(lane.reader)
     monkeypatch.setattr(incoming, "_REPLY_S", 0.2)
-    a.caller.start("b", make_large, (), None, 0.0, CallHolder())
-    wait_until(lambda: there.connection.is_closed and there not in b.server._incoming, 10.0, "that it has ended")
-    assert there.reader._ended
+    a.client.start("b", make_large, (), None, 0.0)
+    wait_until(lambda: there.stream.is_closed and there not in b.server._incoming, 10.0, "that it has ended")
+    assert there.reader.has_ended
     lane.reader._held = False
 
 
@@ -102,11 +100,11 @@ def test_a_cancelled_call_on_a_connection_that_ends(make_agents: MakeAgents) -> 
             return True
 
     there.cancelled = Ending({0: None})
-    a.caller.start("b", echo, (1,), None, 0.2, CallHolder())
+    a.client.start("b", echo, (1,), None, 0.2)
     wait_until(lambda: not lane.calls, 10.0, "that the call has ended")
     there.cancelled = {}
     assert a.call("b", echo, (2,)) == 2
-    assert not there.connection.is_closed
+    assert not there.stream.is_closed
 
 
 def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_agents: MakeAgents) -> None:
@@ -121,7 +119,7 @@ def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_age
 
     def is_done() -> bool:
         if there.reader.on_frame == there._on_handshake:  # here the handshake ends, in another thread
-            there.reader.on_frame = there._on_frame
+            there.reader.on_frame = there._on_request
             a.notices.send("b", "x", None)
         return bool(got)
 

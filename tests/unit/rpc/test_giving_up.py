@@ -10,7 +10,7 @@ import pytest
 
 from conftest import MakeAgents
 from gradwire.errors import ConnectionClosed, RpcTimeout
-from gradwire.rpc.connection import Incoming
+from gradwire.rpc.connection import Connection
 from gradwire.testing import wait_until
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Goodbye, Proof
@@ -24,16 +24,16 @@ def test_caller_that_gives_up_connecting_is_not_taken_for_dead(
     lost: list[str] = []
     b.on_worker_lost(lambda address, reason: lost.append(address.info.name))
     go_on, num_held = threading.Event(), 0
-    on_handshake = Incoming._on_handshake
+    on_handshake = Connection._on_handshake
 
-    def answer_late(self: Incoming, frame: Frame) -> None:
+    def answer_late(self: Connection, frame: Frame) -> None:
         nonlocal num_held
         if isinstance(frame.message, Proof) and self._handshake is not None and self._handshake.hello.lane == "control":
             num_held += 1
             assert go_on.wait(10)
         on_handshake(self, frame)
 
-    monkeypatch.setattr(Incoming, "_on_handshake", answer_late)
+    monkeypatch.setattr(Connection, "_on_handshake", answer_late)
     with caplog.at_level(logging.INFO, "gradwire"):
         with pytest.raises(RpcTimeout) as caught:
             a.call("b", operator.add, (1, 2), timeout_s=0.2)
@@ -56,7 +56,7 @@ def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     assert a.call("b", operator.add, (1, 2)) == 3
     lane = a.peers.peer("b").lanes["control"]
     if reason is not None:
-        lane.connection.send(Goodbye(reason))
+        lane.stream.send(Goodbye(reason))
     lane.reader.end(ConnectionClosed("by a test"))
     wait_until(lambda: not any(item.lane == "control" for item in list(b.server._incoming)), 20.0)
     if is_end:

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MakeAgents
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.peers import OpenLane
+from gradwire.rpc.connection import Connection
 from gradwire.testing import wait_until
 from gradwire.wire import serialization as objects
 from gradwire.wire.messages import Call
@@ -17,15 +17,15 @@ from gradwire.wire.messages import Call
 TRANSPORTS = ["unix", "inproc", "tcp"]
 
 
-def lane_of(agent: Agent, name: str, kind: str) -> OpenLane:
+def lane_of(agent: Agent, name: str, kind: str) -> Connection:
     """An open lane on which nothing is under way, at either end."""
     assert agent.call(name, operator.add, (1, 1)) == 2
     return agent.peers.peer(name).lanes[kind]
 
 
-def send_bad_notice(lane: OpenLane) -> None:
+def send_bad_notice(lane: Connection) -> None:
     """Send what the other side cannot handle: it ends this connection, and says why."""
-    lane.connection.send(Call(0, "~unheard of", 0.0, objects.EMPTY, 0))
+    lane.stream.send(Call(0, "~unheard of", 0.0, objects.EMPTY, 0))
 
 
 def wait_forgotten(a: Agent, b: Agent, kinds: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradwire.rpc.reactor import Reactor
+from gradwire.rpc.reactor import Reactor, busy
 from gradwire.testing import wait_until
 
 
@@ -249,7 +249,8 @@ def test_a_sweep_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> 
 class Stuck:
     """Something that is busy until it has been looked after often enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.num_looks = 0
 
     def take_over_if_stuck(self, before: float) -> None:
@@ -258,17 +259,17 @@ class Stuck:
 
 
 def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reactor) -> None:
-    stuck = Stuck()
+    stuck = Stuck(reactor)
     reactor.enter(stuck)
-    assert reactor.has_busy
+    assert reactor.busy_readers() == [stuck]
     wait_until(lambda: stuck.num_looks >= 3, 10, "the clock looks")
-    reactor.leave(stuck)
-    assert not reactor.has_busy
-    wait_until(lambda: not reactor._clock.is_awake, 10, "the clock falls asleep")
+    busy.discard(stuck)
+    assert reactor.busy_readers() == []
+    wait_until(lambda: not reactor.clock.is_awake, 10, "the clock falls asleep")
     looks = stuck.num_looks
     reactor.enter(stuck)
     wait_until(lambda: stuck.num_looks > looks, 10, "the clock wakes up")
-    reactor.leave(stuck)
+    busy.discard(stuck)
 
 
 def test_the_late_end_of_a_descriptor_leaves_the_next_one_of_its_number_alone(reactor: Reactor, pipe: Pipe) -> None:
