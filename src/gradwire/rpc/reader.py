@@ -213,17 +213,13 @@ class Reader:
         without success halves it.
         """
         if self._num_looks and _looking.acquire(False):
-            poll = self._poller.poll
             try:
-                for number in range(self._num_looks):
-                    if poll(0):
-                        self._num_looks = min(_MAX_LOOKS, 2 * number + _FEW_LOOKS)
-                        return True
-                    if busy:
-                        break
-                    _yield_core()
+                num_taken = _busy_poll(self._poller.poll, self._num_looks)
             finally:
                 _looking.release()
+            if num_taken is not None:
+                self._num_looks = min(_MAX_LOOKS, 2 * num_taken + _FEW_LOOKS)
+                return True
         began = time.monotonic()
         is_ready = bool(_interrupts.poll(self._poller, timeout_s * 1000))
         was_short = is_ready and time.monotonic() - began < _SHORT_S
@@ -380,6 +376,18 @@ class Reader:
                 self.stream.send(Goodbye(f"it cannot read what came: {error}"), deadline=time.monotonic() + 0.2)
         self.stream.close()
         self._on_end(error)
+
+
+@_interrupts.interruptible
+def _busy_poll(poll: Callable[[float], object], num_looks: int) -> int | None:
+    """Return after how many looks there was something to read; None if there was not, or others want to run."""
+    for number in range(num_looks):
+        if poll(0):
+            return number
+        if busy:
+            return None
+        _yield_core()
+    return None
 
 
 def release_hold() -> None:
