@@ -153,7 +153,7 @@ class Attack:
         self._last = ""
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
-        self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
+        self._exposed = [name for name in functions.exposed if name.startswith("gradwire.")]
         self._control = dict(hostile.server._control)
         self._notices = {name.removeprefix("~"): kind for name, kind in hostile.notices._kinds.items()}
         self._notes = [item.name for item in hostile.interceptors]
@@ -240,7 +240,7 @@ class Attack:
 
     def _send_call(self) -> None:
         name = self._rng.choice(self._exposed)
-        self._call(name, self.grammar.arguments(functions._exposed[name]), self._any_notes(0.1))
+        self._call(name, self.grammar.arguments(functions.exposed[name]), self._any_notes(0.1))
 
     def _send_recorded_call(self) -> None:
         """A call of the user's, with any notes."""

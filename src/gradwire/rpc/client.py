@@ -9,12 +9,14 @@ The thread that takes a call out of the table of its connection ends it (`pendin
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from signal import SIGINT, default_int_handler
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _interrupts
@@ -27,7 +29,7 @@ from gradwire.errors import (
     RpcTimeout,
 )
 from gradwire.rpc.codec import describe_function
-from gradwire.rpc.connection import Connection
+from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.peers import To
 from gradwire.rpc.pending_calls import PHASE_TEXT, PendingCall, check_timeout, new_call_id
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 
+_getsignal: Any = _signal.getsignal  # `signal.getsignal` is several calls around it
 _log = logging.getLogger("gradwire")
 _PHASE_GRACE_S = 0.25  # how long a callee may take to say how far a timed-out call got
 _EXPIRE_LOOK_S = 0.005  # between looks at a call whose deadline has passed, and which the clock is about to end
@@ -146,6 +149,8 @@ class Client:
         agent = self._agent
         if agent.is_closed:
             raise _closed(agent)
+        if _getsignal(SIGINT) is default_int_handler:  # a notebook puts it back before each cell
+            _interrupts.ensure_installed()
         name = to if type(to) is str else agent.peers.name_of(to)
         if timeout_s is None:
             timeout_s = self.default_timeout_s
@@ -277,24 +282,32 @@ class Client:
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def wait(self, call: PendingCall, deadline: float = _NEVER) -> None:
+    def wait(self, call: PendingCall, deadline: float = _NEVER, is_released: bool = False) -> None:
         """Block until a call has ended, or the deadline is over; read its answer in this thread if no other does.
 
-        The call is given up if the function that waits for it here is.
+        Args:
+            call: The call. It is given up if the function that waits for it here is.
+            deadline: In `time.monotonic` seconds.
+            is_released: Whether the thread has given up what it must not keep while it waits.
         """
-        if current.request is not None or current.hold is not None:
+        if not is_released and (current.request is not None or current.hold is not None):
             with self._agent.server.waiting(), self._nested(call):
-                self._wait(call, deadline)
-        else:
-            self._wait(call, deadline)
+                self.wait(call, deadline, is_released=True)
+            return
+        reader = call.table.reader if call.table is not None else None
+        while not call.is_done:
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            # Past its own deadline the clock ends the call; until it has, look often.
+            until = min(max(call.deadline, now + _EXPIRE_LOOK_S), deadline)
+            if call.is_over or reader is None or not reader.read_until(call, until):
+                self._wait_for_others(call, until)
 
     def wait_until(self, call: PendingCall, deadline: float) -> None:
         """As `wait`, but the call goes on when the function that waits for it is given up."""
-        if current.request is not None or current.hold is not None:
-            with self._agent.server.waiting():
-                self._wait(call, deadline)
-        else:
-            self._wait(call, deadline)
+        with while_waiting():
+            self.wait(call, deadline, is_released=True)
 
     @contextlib.contextmanager
     def _nested(self, call: PendingCall) -> Iterator[None]:
@@ -310,17 +323,6 @@ class Client:
             yield
         finally:
             request.waits_for = outer
-
-    def _wait(self, call: PendingCall, deadline: float) -> None:
-        reader = call.table.reader if call.table is not None else None
-        while not call.is_done:
-            now = time.monotonic()
-            if now >= deadline:
-                return
-            # Past its own deadline the clock ends the call; until it has, look often.
-            until = min(max(call.deadline, now + _EXPIRE_LOOK_S), deadline)
-            if call.is_over or reader is None or not reader.read_until(call, until):
-                self._wait_for_others(call, until)
 
     def _wait_for_others(self, call: PendingCall, until: float) -> None:
         """Sleep until the thread that reads the connection, or runs the callbacks, has ended the call."""
@@ -349,7 +351,9 @@ class Client:
             else:
                 self._complete(call, future)
             return
-        call.mark_done()
+        call.is_over = call.is_done = True
+        if call.waiters:
+            call.wake()
         on_done, call.on_done = call.on_done, None  # it may know a future that is to keep the call
         if on_done is not None:
             on_done(call)
@@ -372,7 +376,9 @@ class Client:
         finally:
             call.value = call.future = None  # the future holds the value, and must not hold itself
             self.completing.discard(call)
-            call.mark_done()
+            call.is_over = call.is_done = True
+            if call.waiters:
+                call.wake()
 
     def cancel(self, call: PendingCall) -> bool:
         """Give a call up, and tell the callee to drop it; return False if it had ended already."""

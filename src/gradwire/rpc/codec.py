@@ -11,7 +11,7 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, NotExposed
-from gradwire.rpc.functions import exposed_function, exposed_name
+from gradwire.rpc import functions
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import serialization
@@ -132,7 +132,7 @@ class Codec:
         elif not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
         elif self._trust == "data":
-            name = exposed_name(function)
+            name = functions.exposed_name(function)
         else:
             name = serialization.function_name(function, shares_main)
         if name is not None and len(name) <= self._limits.name_bytes:
@@ -173,7 +173,9 @@ class Codec:
         Raises:
             NotExposed: It may not be called.
         """
-        function = exposed_function(name)
+        function = functions.exposed.get(name)
+        if function is None and name.startswith("gradwire."):
+            function = functions.exposed_function(name)  # of a layer that is imported when it is first needed
         if function is not None:
             return function
         if self._trust == "data":

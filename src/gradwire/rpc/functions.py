@@ -14,7 +14,7 @@ from gradwire.wire.serialization import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_exposed: dict[str, Callable[..., Any]] = {}
+exposed: dict[str, Callable[..., Any]] = {}  # by the names that others call them by
 _names: dict[Callable[..., Any], str] = {}
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
@@ -40,10 +40,10 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
     public = name or f"{function.__module__}:{function.__qualname__}"
     if not public or public.startswith("~"):
         raise ConfigurationError(f"{public!r} cannot be the name of an exposed function")
-    known = _exposed.get(public)
+    known = exposed.get(public)
     if known is not None and known is not function and not _is_redefinition(known, function):
         raise ConfigurationError(f"another function is exposed as {public!r}; pass name= to choose another")
-    _exposed[public] = function
+    exposed[public] = function
     _names[function] = public
     return function
 
@@ -55,10 +55,8 @@ def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) ->
 
 def exposed_function(name: str) -> Callable[..., Any] | None:
     """Return the function exposed under that name; those of gradwire are imported when they are first asked for."""
-    function = _exposed.get(name)
-    if function is None and name.startswith("gradwire.") and import_home(name):
-        return _exposed.get(name)
-    return function
+    function = exposed.get(name)
+    return exposed.get(name) if function is None and import_home(name) else function
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:

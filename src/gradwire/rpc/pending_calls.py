@@ -68,9 +68,8 @@ class PendingCall(msgspec.Struct, eq=False):
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
         return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
 
-    def mark_done(self) -> None:
-        """Wake the threads that wait: the call has its result or error."""
-        self.is_over = self.is_done = True
+    def wake(self) -> None:
+        """Wake the threads that wait; call it when `is_done` is set."""
         for waiter in list(self.waiters):
             waiter.release()
 

@@ -164,12 +164,6 @@ class Reactor:
 
     # -- activity, as seen by the clock -----------------------------------------------------------------------------
 
-    def enter(self, watched: Watched) -> None:
-        """Note that a reader begins to run what it read."""
-        busy.add(watched)
-        if not self.clock.is_awake:
-            self.clock.wake()
-
     def expect(self, when: float) -> None:
         """The sweep is wanted at that time at the latest."""
         if when < self.clock.next_sweep:
@@ -308,7 +302,8 @@ class _Clock:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._alarm = threading.Event()  # wakes the clock before its time
+        self._alarm = threading.Lock()  # released to wake the clock before its time
+        self._alarm.acquire()
         self._closing = False
         self.is_awake = False
         self.next_sweep = float("inf")
@@ -323,7 +318,8 @@ class _Clock:
         self.is_awake = True
         self._is_sweep_due = True
         self.next_sweep = 0.0  # so that no other thread wakes it a second time
-        self._alarm.set()
+        with contextlib.suppress(RuntimeError):  # it is about to wake already
+            self._alarm.release()
 
     def expect(self, when: float) -> None:
         """Sweep earlier than planned."""
@@ -348,22 +344,22 @@ class _Clock:
                     # Calls may come and go faster than the clock wakes: each would wake it again.
                     soon = now + _SWEEP_S if self._is_in_demand else float("inf")
                     self.next_sweep, self._is_in_demand = min(wanted, self._wanted, soon), False
-            if self._look_after_busy(now):
+            if busy and self._look_after_busy(now):
                 active_until = now + _AWAKE_S
             if now < active_until:
                 pause = _TICK_S
             else:
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
-                pause = _TICK_S if self._reactor.busy_readers() else min(60.0, self.next_sweep - now)
+                is_busy = bool(busy and self._reactor.busy_readers())
+                pause = _TICK_S if is_busy else min(60.0, self.next_sweep - now)
             if self._reactor.lacks_thread:
                 self._reactor.replace_missing_thread()
                 pause = min(pause, _AWAKE_S)
             if self._reactor.gil_meter is not None:
                 self._reactor.gil_meter.sample()
                 pause = min(pause, _SAMPLE_S)
-            if self._alarm.wait(max(0.0, pause)):
-                self._alarm.clear()
+            if self._alarm.acquire(timeout=max(0.0, pause)):
                 active_until = time.monotonic() + _AWAKE_S
 
     def _look_after_busy(self, now: float) -> bool:
@@ -384,6 +380,6 @@ class _Clock:
 
     def close(self) -> None:
         self._closing = True
-        self._alarm.set()
+        self.wake()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(_JOIN_S)

@@ -144,7 +144,7 @@ class Reader:
             epoch = self._epoch
         inbox, num_read, lock = self.inbox, 0, self._lock
         current.hold = (self, epoch)
-        self.reactor.enter(self)
+        self._enter()
         try:
             while True:
                 self.will_flush = True
@@ -183,6 +183,12 @@ class Reader:
                 busy.discard(self)
         self._give_up(epoch)
 
+    def _enter(self) -> None:
+        """Let the clock look after this connection, whose holder runs what it read."""
+        busy.add(self)
+        if not self.reactor.clock.is_awake:
+            self.reactor.clock.wake()
+
     def _next_frames(self, num_read: int) -> list[Frame] | None:
         """Return what comes next on this connection; None to leave it to epoll.
 
@@ -202,7 +208,7 @@ class Reader:
             is_ready = self._wait_readable(_LINGER_S)
         finally:
             linger.release()
-            self.reactor.enter(self)
+            self._enter()
         return stream.read_nowait() if is_ready else None
 
     def _wait_readable(self, timeout_s: float) -> bool:
@@ -341,7 +347,7 @@ class Reader:
                 return
             epoch = self._epoch
             self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
-            self.reactor.enter(self)
+            self._enter()
             try:
                 # As in a thread that knows nothing of this one.
                 contextvars.Context().run(self.on_frame, frame)

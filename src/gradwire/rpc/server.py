@@ -331,14 +331,25 @@ class Server:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def accept(self, request: Request) -> None:
-        """Run a request here and now if a slot is free; queue it otherwise. A worker's own calls are never held back."""
-        with self._lock:
-            may_run = self._slots.on_request(request, is_own=request.source.reader is None)
-        if may_run:
-            self._serve(request)
-        else:
-            self.agent.reactor.expect(time.monotonic() + _STALL_S)
+    def accept(self, request: Request | None, has_slot: bool = False) -> None:
+        """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
+        if request is not None and not has_slot:
+            with self._lock:  # a worker's own calls are never held back
+                may_run = self._slots.on_request(request, is_own=request.source.reader is None)
+            if not may_run:
+                self.agent.reactor.expect(time.monotonic() + _STALL_S)
+                return
+        while request is not None:
+            with self._lock:
+                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+                if is_wanted:
+                    request.phase = "run"
+            if is_wanted:
+                self._run(request)
+            else:
+                request.source.requests.pop(request.call_id, None)
+            with self._lock:
+                request = self._slots.on_finished()
 
     def hold_calls(self) -> None:
         """Hold calls of other workers back until `start_serving`."""
@@ -354,21 +365,7 @@ class Server:
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
 
     def _run_soon(self, request: Request) -> None:
-        self.agent.reactor.run_soon(partial(self._serve, request))
-
-    def _serve(self, request: Request | None) -> None:
-        """Run a request that has a slot, and then those that get the slot after it."""
-        while request is not None:
-            with self._lock:
-                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
-                if is_wanted:
-                    request.phase = "run"
-            if is_wanted:
-                self._run(request)
-            else:
-                request.source.requests.pop(request.call_id, None)
-            with self._lock:
-                request = self._slots.on_finished()
+        self.agent.reactor.run_soon(partial(self.accept, request, True))
 
     def _run(self, request: Request) -> None:
         """Run the user's function, inside what the interceptors want around it, and send its result or its error."""

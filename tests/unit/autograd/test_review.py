@@ -18,7 +18,7 @@ from gradwire.autograd import anomaly_mode as anomalies
 from gradwire.autograd import worker
 from gradwire.autograd._backward_state import ComponentPhase
 from gradwire.autograd.backward_pass import BackwardPass, PassPhase
-from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, pass_id_of
+from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, ReleaseContext, pass_id_of
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
@@ -290,9 +290,9 @@ def test_backward_asks_for_its_own_notices(trio: list[Agent], monkeypatch: pytes
         own = pass_of(a, ctx).pass_id
         gate.set()
         thread.join(LIMIT_S)
-        assert helpers[0](msgspec.msgpack.encode([int(ctx), own, "more"]))
-        for other in ([int(ctx), own + 1], [int(ctx)], [int(ctx), "where"]):
-            assert not helpers[0](msgspec.msgpack.encode(other))
+        assert helpers[0](CommitPass(int(ctx), own))
+        for other in (CommitPass(int(ctx), own + 1), HoldsContext(int(ctx)), ReleaseContext(int(ctx), "where")):
+            assert not helpers[0](other)
         assert x in ctx.gradients()
 
 

@@ -260,14 +260,16 @@ class Stuck:
 
 def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reactor) -> None:
     stuck = Stuck(reactor)
-    reactor.enter(stuck)
+    busy.add(stuck)
+    reactor.clock.wake()
     assert reactor.busy_readers() == [stuck]
     wait_until(lambda: stuck.num_looks >= 3, 10, "the clock looks")
     busy.discard(stuck)
     assert reactor.busy_readers() == []
     wait_until(lambda: not reactor.clock.is_awake, 10, "the clock falls asleep")
     looks = stuck.num_looks
-    reactor.enter(stuck)
+    busy.add(stuck)
+    reactor.clock.wake()
     wait_until(lambda: stuck.num_looks > looks, 10, "the clock wakes up")
     busy.discard(stuck)
 
