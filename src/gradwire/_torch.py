@@ -50,3 +50,8 @@ class Carried(Generic[T]):
         elif _has(self._name):
             _remove(self._name)
         return before
+
+
+# used by rpc
+TorchFuture: Any = torch._C.Future
+"""The class behind `torch.futures.Future`; its `wait` and `add_done_callback` are called without the checks around them."""

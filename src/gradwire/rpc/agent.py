@@ -34,7 +34,7 @@ from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.functions import CallId
-from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.oneway import Notices
 from gradwire.rpc.peers import Directory, Liveness, Membership, PeerTable, To
@@ -211,6 +211,21 @@ class Agent:
             WorkerLost, RpcTimeout: It could not even be sent.
         """
         self.client.control(to, operation, args, timeout_s, on_done, answer)
+
+    def ask(
+        self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
+    ) -> InterruptibleFuture[Any]:
+        """As `control`, but return a future of the answer."""
+        future: InterruptibleFuture[Any] = InterruptibleFuture()
+
+        def on_done(call: PendingCall) -> None:
+            if call.error is not None:
+                future.set_exception(call.error)
+            else:
+                future.set_result(call.value)
+
+        self.client.control(to, operation, args, timeout_s, on_done, answer)
+        return future
 
     def _sweep(self, now: float) -> float:
         own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)

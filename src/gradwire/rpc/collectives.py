@@ -25,7 +25,6 @@ from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcT
 from gradwire.rpc.codec import EVERYBODY
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
 
 if TYPE_CHECKING:
@@ -85,7 +84,11 @@ class Gathering:
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         collector = self._collector(group)
-        answer = self._ask(collector, args, timeout_s).wait()
+        if collector == agent.info.name:
+            future = self._on_gather(agent.info, *args)
+        else:  # it knows which workers are missing, so its error is to come first
+            future = agent.ask(collector, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, _ANSWER)
+        answer = future.wait()
         if sorted(answer) != group:
             raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
         return {
@@ -94,22 +97,6 @@ class Gathering:
 
     def _collector(self, names: Sequence[str]) -> str:
         return min((self._agent.directory.find(name).info for name in names), key=lambda info: info.id).name
-
-    def _ask(self, leader: str, args: tuple[Any, ...], timeout_s: float) -> InterruptibleFuture[dict[str, Entry]]:
-        agent = self._agent
-        if leader == agent.info.name:
-            return self._on_gather(agent.info, *args)
-        future: InterruptibleFuture[dict[str, Entry]] = InterruptibleFuture()
-
-        def on_done(call: PendingCall) -> None:
-            if call.error is not None:
-                future.set_exception(call.error)
-            else:
-                future.set_result(call.value)
-
-        # The collector knows who is missing, so let it speak first.
-        agent.control(leader, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, on_done, _ANSWER)
-        return future
 
     def _on_gather(
         self,

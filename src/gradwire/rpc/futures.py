@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import TorchFuture
 from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
 from gradwire.rpc.connection import while_waiting
 from gradwire.rpc.pending_calls import PendingCall
@@ -72,7 +73,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         if not self.done():
             ready = threading.Lock()  # released by the thread that completes the future
             ready.acquire()
-            torch._C.Future.add_done_callback(self, lambda _: ready.release())
+            TorchFuture.add_done_callback(self, lambda _: ready.release())
             with while_waiting():
                 left_s = deadline - time.monotonic()
                 _interrupts.acquire(
@@ -80,7 +81,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                 )
             if not self.done():
                 raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in a coroutine, without blocking its event loop: ``await rpc_async(...)``.
@@ -97,13 +98,13 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             loop = asyncio.get_running_loop()
             arrival: asyncio.Future[None] = loop.create_future()
             self.has_callbacks = True
-            torch._C.Future.add_done_callback(self, lambda _: _wake(loop, arrival))
+            TorchFuture.add_done_callback(self, lambda _: _wake(loop, arrival))
             try:
                 yield from arrival
             except asyncio.CancelledError:
                 self._give_up()
                 raise
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def as_concurrent(self) -> ConcurrentFuture[T]:
         """Return a `concurrent.futures.Future` of the same result.
@@ -118,7 +119,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         def on_done(_: Any) -> None:
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 try:
-                    value = cast(T, torch._C.Future.wait(self))
+                    value = cast(T, TorchFuture.wait(self))
                 except Exception as error:
                     made.set_exception(_without_this_frame(error))
                 else:
@@ -131,7 +132,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
 
         made.add_done_callback(on_ended)
         self.has_callbacks = True
-        torch._C.Future.add_done_callback(self, on_done)
+        TorchFuture.add_done_callback(self, on_done)
         return made
 
     def _give_up(self) -> None:
@@ -231,7 +232,7 @@ class CallFuture(InterruptibleFuture[T]):
     """
 
     def __init__(self, client: Client) -> None:
-        torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
+        TorchFuture.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
         self._client = client
         self.call: PendingCall | None = None
         self.keeps: Any = None  # what must live until the call has ended
@@ -262,7 +263,7 @@ class CallFuture(InterruptibleFuture[T]):
                         f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
                         "waiting. The call goes on: wait again, or give it up with cancel()"
                     )
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def cancel(self) -> bool:
         """Gives the call up: it ends with `CallCancelled` here, and the callee is told to drop it.

@@ -660,17 +660,9 @@ class Meeting:
         if leader is None or leader.info.name == self._agent.info.name:  # the latter is left from an earlier run
             return None
         self._directory.hint(leader)
-        answer: InterruptibleFuture[Any] = InterruptibleFuture()
-
-        def on_done(call: PendingCall) -> None:
-            if call.error is not None:
-                answer.set_exception(call.error)
-            else:
-                answer.set_result(call.value)
-
         args = (encode_address(self._agent.address), self._world_size)
         try:
-            self._agent.control(leader.info.name, "join", args, 0.0, on_done, _Addresses)
+            answer = self._agent.ask(leader.info.name, "join", args, 0.0, _Addresses)
         except GradwireError as error:
             self._problem = error
             self._on_failure(leader, error)

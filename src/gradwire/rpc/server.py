@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import TorchFuture
 from gradwire.errors import (
     CallCancelled,
     ConnectionClosed,
@@ -407,7 +408,7 @@ class Server:
                 torch.set_grad_enabled(True)
 
     def _answer_later(self, request: Request, future: Any) -> None:
-        if not isinstance(future, torch.futures.Future | torch._C.Future):
+        if not isinstance(future, TorchFuture):
             raise RpcError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                 f"{request.function}, which is marked with async_execution, returned {type(future).__name__}"
@@ -416,7 +417,7 @@ class Server:
         def answer(done: Any) -> None:
             with self.answering():
                 try:
-                    request.source.reply(request, torch._C.Future.wait(done))
+                    request.source.reply(request, TorchFuture.wait(done))
                 except BaseException as error:
                     request.source.fail(request, error)
 
@@ -434,7 +435,7 @@ class Server:
                 assert frame is not None
                 assert isinstance(frame.message, Call)
                 value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
-                if isinstance(value, torch._C.Future):
+                if isinstance(value, TorchFuture):
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
