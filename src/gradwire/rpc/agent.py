@@ -1,7 +1,7 @@
-"""One worker: makes calls, serves calls, notices who is gone.
+"""One worker: makes calls, serves calls, notices when others end.
 
-The agent is where the parts meet: `calling` and `serving` are its two halves, `reactor` and `reader` lend the threads,
-`_calls`, `_slots` and `_membership` decide.
+The agent builds and owns the parts: `client` and `server` are its two halves, `peers` knows the other workers, `reactor`
+and `reader` lend the threads.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Agent:
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
-        """Begins to listen and to serve.
+        """Begin to listen and to serve.
 
         Raises:
             ConfigurationError: An address cannot be bound.
@@ -174,7 +174,7 @@ class Agent:
         kwargs: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Runs a function on another worker and returns its result; see `gradwire.rpc.rpc_sync`."""
+        """Run a function on another worker and return its result; see `gradwire.rpc.rpc_sync`."""
         return self.client.call(to, function, args, kwargs, timeout_s)
 
     def submit(
@@ -185,7 +185,7 @@ class Agent:
         kwargs: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> CallFuture[Any]:
-        """Starts a call and returns its future; see `gradwire.rpc.rpc_async`."""
+        """Start a call and return its future; see `gradwire.rpc.rpc_async`."""
         return self.client.submit(to, function, args, kwargs, timeout_s)
 
     def control(
@@ -197,7 +197,7 @@ class Agent:
         on_done: Callable[[PendingCall], None],
         answer: Any = Any,
     ) -> None:
-        """Starts a control operation on another worker; `on_done` runs when it has ended, however it did.
+        """Start a control operation on another worker; `on_done` runs when it has ended, however it did.
 
         Args:
             to: Name of the worker.
@@ -215,7 +215,7 @@ class Agent:
     def ask(
         self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
     ) -> InterruptibleFuture[Any]:
-        """As `control`, but return a future of the answer."""
+        """Do as `control`, but return a future of the answer."""
         future: InterruptibleFuture[Any] = InterruptibleFuture()
 
         def on_done(call: PendingCall) -> None:
@@ -234,7 +234,7 @@ class Agent:
     # -- who is there --------------------------------------------------------------------------------------------
 
     def worker_info(self, worker: To | None = None) -> WorkerInfo:
-        """Name and rank of a worker; of this one if none is named.
+        """Return name and rank of a worker; of this one if none is named.
 
         Raises:
             UnknownWorker: There is none.
@@ -255,7 +255,7 @@ class Agent:
         self.directory.update(address)
 
     def incarnation_of(self, name: str) -> int:
-        """The newest incarnation of a worker that was connected here, or is now.
+        """Return the newest incarnation of a worker that was connected here, or is now.
 
         Raises:
             UnknownWorker: There is no such worker.
@@ -264,15 +264,15 @@ class Agent:
         return self._membership.newest(name) or self.peers.address_of(name).incarnation
 
     def newest_incarnation(self, name: str) -> int:
-        """The newest incarnation of a worker that was ever connected here; 0 for none."""
+        """Return the newest incarnation of a worker that was ever connected here; 0 for none."""
         return self._membership.newest(name)
 
     def has_ended(self, name: str) -> bool:
-        """Whether a worker's end was noticed, and it has not been connected since."""
+        """Return whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)
 
     def on_connected(self, address: WorkerAddress) -> int:
-        """A worker is connected to us or we to it; an older incarnation of it has no say any more.
+        """Note a connection with a worker; what an older incarnation of it does no longer counts.
 
         Returns:
             What the end of this connection has to be told with, as `num_ends`.
@@ -293,7 +293,7 @@ class Agent:
     def on_worker_ended(
         self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
     ) -> None:
-        """A worker is gone: everything that waits for it fails, and the layers above are told, once.
+        """Fail everything that waits for a worker that is gone, and tell the layers above, once.
 
         Args:
             address: The worker.
@@ -327,15 +327,15 @@ class Agent:
             callback(address, reason)
 
     def on_worker_connected(self, callback: Callable[[WorkerAddress], None]) -> None:
-        """Asks to be told of every connection with a worker before anything is read from it; a lost one may be back."""
+        """Call back on every connection with a worker before anything is read from it; a lost worker may be back."""
         self._connected_callbacks.append(callback)
 
     def on_worker_lost(self, callback: Callable[[WorkerAddress, str], None]) -> None:
-        """Asks to be told of every worker that dies or leaves, once for each incarnation."""
+        """Call back for every worker that dies or leaves, once for each incarnation."""
         self._lost_callbacks.append(callback)
 
     def forget(self, name: str, reason: str) -> None:
-        """Whoever supervises the workers knows that one has ended, and how (``killed by SIGKILL``)."""
+        """Note the end of a worker as the process that supervises it reports it (``killed by SIGKILL``)."""
         peer = self.peers.peer(name)
         peer.lost_reason = reason
         address = self.directory.find(name)
@@ -346,14 +346,14 @@ class Agent:
     # -- end -----------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
-        """Leaves the cluster.
+        """Leave the cluster.
 
         Args:
             graceful: Wait until every worker has called `shutdown` and all calls have ended.
             timeout_s: How long to wait for that; 0 waits as long as the others live.
 
         Raises:
-            RpcTimeout: Not everybody came in time; this worker has left all the same.
+            RpcTimeout: A worker did not come in time; this one has left all the same.
         """
         try:
             if graceful and not self.is_closed:
@@ -405,7 +405,7 @@ class Agent:
                 os.close(descriptor)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Whether the worker was closed within that time."""
+        """Return whether the worker was closed within that time."""
         return self._closed.wait(timeout_s)
 
     @property
@@ -414,7 +414,7 @@ class Agent:
         return self.server.is_idle and not self.client.num_pending
 
     def statistics(self) -> AgentStatistics:
-        """What this worker does right now."""
+        """Return a snapshot of what this worker does."""
         running, waiting, queued, num_incoming = self.server.numbers()
         lanes = self.peers.lanes()
         streams = [lane.stream for lane in lanes] + self.server.connections()
@@ -452,7 +452,7 @@ def start_worker(
     after: int = 0,
     on_close: Callable[[], None] = lambda: None,
 ) -> Agent:
-    """Builds a worker and starts it.
+    """Build a worker and starts it.
 
     Args:
         info: Its name and rank.
@@ -491,7 +491,7 @@ def start_worker(
 
 
 def _digest_of_main() -> str:
-    """Tells whether two workers run the same script; empty in a notebook or an interactive interpreter."""
+    """Tell whether two workers run the same script; empty in a notebook or an interactive interpreter."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path else ""
@@ -500,7 +500,7 @@ def _digest_of_main() -> str:
 
 
 def check_name(name: str, limit: int) -> None:
-    """Refuses names that would be confusing in messages, paths or logs.
+    """Refuse names that would be confusing in messages, paths or logs.
 
     Raises:
         InvalidName: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.

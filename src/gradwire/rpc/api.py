@@ -40,12 +40,12 @@ _PREFIX = "gradwire"
 
 
 def is_available() -> bool:
-    """Whether calls between workers can be made on this platform."""
+    """Return whether calls between workers can be made on this platform."""
     return hasattr(os, "eventfd")
 
 
 def current_agent() -> Agent:
-    """The agent of this process.
+    """Return the agent of this process.
 
     Raises:
         NotInitialized: There is none.
@@ -279,7 +279,7 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Runs a function on another worker and returns its result.
+    """Run a function on another worker and return its result.
 
     Args:
         to: Name, rank or `WorkerInfo`.
@@ -308,7 +308,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """As `rpc_sync`, but returns a `torch.futures.Future` at once; it also has ``cancel()``.
+    """Do as `rpc_sync`, but return a `torch.futures.Future` at once; it also has ``cancel()``.
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
@@ -325,7 +325,7 @@ def rpc_async(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and rank of a worker; of this one if none is named.
+    """Return name and rank of a worker; of this one if none is named.
 
     Raises:
         UnknownWorker: There is none of that name.
@@ -334,12 +334,12 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """The deadline in seconds of calls that name none."""
+    """Return the deadline in seconds of calls that name none."""
     return current_agent().client.default_timeout_s
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Switches on or off that this worker measures how long its threads wait for Python's global lock.
+    """Switch on or off that this worker measures how long its threads wait for Python's global lock.
 
     `_get_debug_info` then has the mean as ``gil_average_wait_time_us``.
     """
@@ -380,11 +380,11 @@ def _wait_all() -> Iterator[None]:
 def _all_gather(
     obj: Any, worker_names: Sequence[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Everybody's object, by worker name; every named worker must call it.
+    """Return the object of every worker by name; every named worker must call it.
 
     Raises:
-        RpcTimeout: Somebody did not; says who.
-        WorkerLost: Somebody died.
+        RpcTimeout: A worker did not; the message names it.
+        WorkerLost: A worker died.
     """
     agent = current_agent()
     seconds = agent.client.default_timeout_s if timeout < 0 else timeout
@@ -393,18 +393,18 @@ def _all_gather(
 
 
 def _barrier(worker_names: Sequence[str] | None = None) -> None:
-    """Returns when every named worker has called it."""
+    """Return when every named worker has called it."""
     _all_gather(None, worker_names)
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Returns when every worker has called it and no call is under way anywhere."""
+    """Return when every worker has called it and no call is under way anywhere."""
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     current_agent().gathering.wait_all_quiet(deadline)
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Numbers about this worker, as text."""
+    """Return numbers about this worker, as text."""
     agent = current_agent()
     statistics = agent.statistics()
     info = {name: str(getattr(statistics, name)) for name in statistics.__slots__}
@@ -414,14 +414,14 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _close_at_exit() -> None:
-    """A program that ends without `shutdown` still says goodbye."""
+    """Leave in good order when a program ends without `shutdown`."""
     agent = _agent
     if agent is not None:
         agent.close()
 
 
 def _forget_after_fork() -> None:
-    """A forked child is not a worker; the connections are its parent's."""
+    """Forget the agent in a forked child, which is not a worker: the connections are its parent's."""
     global _agent, _shut_down, _reserved_for
     agent, _agent, _shut_down, _reserved_for = _agent, None, None, None
     if agent is not None:

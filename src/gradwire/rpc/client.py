@@ -305,7 +305,7 @@ class Client:
                 self._wait_for_others(call, until)
 
     def wait_until(self, call: PendingCall, deadline: float) -> None:
-        """As `wait`, but the call goes on when the function that waits for it is given up."""
+        """Do as `wait`, but the call goes on when the function that waits for it is given up."""
         with while_waiting():
             self.wait(call, deadline, is_released=True)
 
@@ -359,7 +359,7 @@ class Client:
             on_done(call)
 
     def _must_run_elsewhere(self, future: CallFuture[Any]) -> bool:
-        """Callbacks run in service threads: a thread that waits has no time for them, and the clock must never wait."""
+        """Return whether callbacks need a service thread: not one that waits, nor the clock, which never may."""
         reactor = self._agent.reactor
         if self._agent.is_closed:  # no service thread may be left; better a callback here than a thread for each
             return False

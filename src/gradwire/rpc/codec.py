@@ -25,13 +25,13 @@ EVERYBODY = ""
 
 
 class Carrier(Protocol):
-    """Whoever puts things on trips."""
+    """Puts things on messages that need to be tracked: references, for instance."""
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
-        """The message with these will never arrive."""
+        """Take back what a message carried that will never arrive."""
 
     def on_arrived(self, cargo: dict[Any, Any]) -> None:
-        """A message with these was unpacked."""
+        """Note what a message carried that was unpacked."""
 
 
 class Passage:
@@ -54,7 +54,7 @@ class Trip:
         carrier: Of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
         cargo: What the carrier put on it, or took from it.
-        passage: Outlives the trip, for whoever wonders what has become of the cargo.
+        passage: Outlives the trip, and tells whether the cargo may still be under way.
     """
 
     __slots__ = ("cargo", "carrier", "passage", "peer")
@@ -66,13 +66,13 @@ class Trip:
         self.passage = Passage()
 
     def on_not_sent(self) -> None:
-        """The message will never arrive."""
+        """Tell the carrier that the message will never arrive."""
         cargo, self.cargo = self.cargo, None
         if cargo and self.carrier is not None:
             self.carrier.on_not_sent(cargo)
 
     def on_arrived(self) -> None:
-        """The message was unpacked."""
+        """Tell the carrier that the message was unpacked."""
         if self.cargo and self.carrier is not None:
             self.carrier.on_arrived(self.cargo)
 
@@ -86,12 +86,12 @@ current = _Local()
 
 
 def departing() -> Trip | None:
-    """The trip of the message that the current thread packs, if it does."""
+    """Return the trip of the message that the current thread packs, if it does."""
     return current.departing
 
 
 def arriving() -> Trip | None:
-    """The trip of the message that the current thread unpacks, if it does."""
+    """Return the trip of the message that the current thread unpacks, if it does."""
     return current.arriving
 
 

@@ -1,13 +1,13 @@
 """Operations in which every worker takes part: gather, barrier, and the agreement to shut down.
 
-The worker with the lowest rank collects. Everybody sends it one control call, whose answer it holds back until all have
+The worker with the lowest rank collects. Each worker sends it one control call, whose answer it holds back until all have
 come:
 
     worker1 --gather(names, value1)--> worker0 <--gather(names, value2)-- worker2
             <------- {all values} ----         ----- {all values} ----->
 
-A worker joins the oldest open round of its group that it is not in yet. Nobody counts rounds, so a worker that restarted or
-gave up is in step again with its next call.
+A worker joins the oldest open round of its group that it is not in yet. Rounds are not counted, so a worker that
+restarted or gave up is in step again with its next call.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Gathering:
         agent.on_worker_lost(self._on_worker_lost)
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-        """Everybody's value, by worker name.
+        """Return the value of every worker by name.
 
         Raises:
             ConfigurationError: This worker is not among the names.
-            RpcTimeout: Not everybody came in time; says who did not.
+            RpcTimeout: A worker did not come in time; the message names it.
             WorkerLost: One of them died.
         """
         agent = self._agent
@@ -179,18 +179,18 @@ class Gathering:
                 answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
     def on_returned(self, name: str) -> None:
-        """A worker that was lost is back; the agent says so already. What is still told of its end comes too late."""
+        """Forget that a worker was lost, which is back. What is still told of its end comes too late."""
         with self._lock:
             self._lost.pop(name, None)
 
     def sweep(self, now: float) -> float:
-        """Ends gatherings whose time is over; returns when to look again."""
+        """End gatherings whose time is over; return when to look again."""
         wanted = float("inf")
         late: list[tuple[InterruptibleFuture[Any], list[str]]] = []
         with self._lock:
             for gathering in list(self._rounds):
                 gone = {name: item for name, item in gathering.answers.items() if item[0] <= now}
-                for name in gone:  # whoever gave up is not part of the round any more
+                for name in gone:  # a worker that gave up is not part of the round any more
                     del gathering.answers[name], gathering.entries[name]
                 missing = [name for name in gathering.missing() if name not in gone]
                 late += [(answer, missing) for _, answer in gone.values()]
@@ -204,7 +204,7 @@ class Gathering:
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Returns when every worker (or every named one) has called this and no call is under way anywhere.
+        """Return when every worker (or every named one) has called this and no call is under way anywhere.
 
         Raises:
             RpcTimeout: Not in time.
@@ -224,7 +224,7 @@ class Gathering:
             self._see_off()
 
     def _see_off(self) -> None:
-        """The collector leaves last, so that its answers reach everybody."""
+        """Wait until the other workers have left, so that the collector's answers reach all of them."""
         deadline = time.monotonic() + _SEE_OFF_S
         while self._agent.server.has_visitors and time.monotonic() < deadline:
             _interrupts.sleep(0.002)

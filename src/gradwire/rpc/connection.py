@@ -441,7 +441,7 @@ class Connection:
         self.requests.clear()
 
     def _on_end(self, error: Exception) -> None:
-        """The reader has ended: tell those who are concerned, and find out whether the other worker has ended, too."""
+        """Fail what is under way when the reader has ended, and find out whether the other worker has ended, too."""
         agent, goodbye = self.agent, self._goodbye
         if self.peer is not None:
             self.peer.forget_lane(self)

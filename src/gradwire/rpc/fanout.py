@@ -69,7 +69,7 @@ def _outcome(worker: Any, future: Any, deadline: float | None, timeout_s: float)
 
 
 def gather(workers: Iterable[W], ask: Callable[[W], InterruptibleFuture[V]], timeout_s: float = 0.0) -> dict[W, V]:
-    """As `ask_all`, for questions that are of use only if every worker answers.
+    """Do as `ask_all`, for questions that are of use only if every worker answers.
 
     Raises:
         RpcTimeout: A worker did not answer in time.

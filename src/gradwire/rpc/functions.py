@@ -21,7 +21,7 @@ ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorat
 
 
 def expose(function: Any = None, *, name: str | None = None) -> Any:
-    """Marks a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
+    """Mark a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
 
     A class of modules is callable, too: others may then make such modules here (`gradwire.nn.RemoteModule`).
 
@@ -49,7 +49,7 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
 
 
 def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """A module or notebook cell that was run again."""
+    """Return whether a module or notebook cell was run again."""
     return (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
 
 
@@ -60,7 +60,7 @@ def exposed_function(name: str) -> Callable[..., Any] | None:
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:
-    """The name a function is exposed under."""
+    """Return the name a function is exposed under."""
     try:
         return _names.get(function)
     except TypeError:  # not hashable
@@ -68,7 +68,7 @@ def exposed_name(function: Callable[..., Any]) -> str | None:
 
 
 def async_execution(function: F) -> F:
-    """Marks a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
+    """Mark a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
 
     The worker thread is free as soon as the function returns. With methods, put this decorator inside ``@staticmethod``
     or ``@classmethod``.
@@ -92,7 +92,7 @@ class Later:
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Whether the function was marked with `async_execution`."""
+    """Return whether the function was marked with `async_execution`."""
     return hasattr(function, ASYNC_MARK)
 
 

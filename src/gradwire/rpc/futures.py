@@ -36,7 +36,7 @@ _NO_DEVICES: list[torch.device] = []
 
 
 def copies_of(error: Exception) -> Callable[[], Exception]:
-    """Makes an error like this one for everybody who is told.
+    """Return a function that makes errors like this one, one for each thread that is told.
 
     An error that is raised knows all frames it came through, and what lies in them. Kept by something that these frames
     know, a future say, it would keep all of that alive for ever.
@@ -93,7 +93,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             Exception: What the future was completed with.
         """
         if not self.done():
-            import asyncio  # whoever awaits has loaded it
+            import asyncio  # a program that awaits has loaded it
 
             loop = asyncio.get_running_loop()
             arrival: asyncio.Future[None] = loop.create_future()
@@ -136,10 +136,10 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         return made
 
     def _give_up(self) -> None:
-        """The result is not wanted any more. Must not wait."""
+        """Give up what the result comes from. Must not wait."""
 
     def set_exception(self, result: Any) -> None:
-        """Completes the future with an error; everybody who asks for its value gets one of their own."""
+        """Complete the future with an error; each thread that asks for its value gets a copy of its own."""
         if not isinstance(result, Exception):
             raise TypeError(f"a future fails with an exception, not with {result!r}")
         make = copies_of(result)
@@ -151,7 +151,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         self.set_result(result)
 
     def then(self, callback: Callable[[Any], S]) -> InterruptibleFuture[S]:
-        """A future for `callback(self)`, which runs when this one is completed.
+        """Return a future for `callback(self)`, which runs when this one is completed.
 
         The callback gets this future, completed; what it raises becomes the new future's error.
 
@@ -169,7 +169,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                 value = call_back(self)
             except Exception as error:
                 derived.set_exception(_without_this_frame(error))
-            except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
+            except BaseException as error:  # SystemExit, say: no thread must be left waiting
                 derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
             else:
                 derived.set_result(value)
@@ -178,7 +178,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         return derived
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Runs `callback(self)` when the future is completed."""
+        """Run `callback(self)` when the future is completed."""
         self.has_callbacks = True
         call_back = _in_these_surroundings(callback)
         super().add_done_callback(lambda _: call_back(self))
@@ -202,14 +202,14 @@ def _wake(loop: AbstractEventLoop, arrival: Any) -> None:
 
 
 def _without_this_frame(error: Exception) -> Exception:
-    """The caller's frame knows the future that is to keep the error."""
+    """Remove the frame of the caller, which knows the future that is to keep the error."""
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ is not None else None)
 
 
 def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """The callback, to be run with the context variables and the grad mode of the code that adds it.
+    """Return the callback, to be run with the context variables and the grad mode of the code that adds it.
 
-    Whoever reads the answer runs the callbacks: that may be a thread that waits for another call, under `torch.no_grad`.
+    The thread that reads the answer runs the callbacks: one that waits for another call, maybe, under `torch.no_grad`.
     """
     surroundings, is_grad_enabled = contextvars.copy_context(), torch.is_grad_enabled()
 
@@ -266,7 +266,7 @@ class CallFuture(InterruptibleFuture[T]):
         return cast(T, TorchFuture.wait(self))
 
     def cancel(self) -> bool:
-        """Gives the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
+        """Give the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
 
         Returns:
             False if it had ended already.

@@ -2,8 +2,8 @@
 
     sender   Notices.send   --- Call with id 0, a note and tensors --->   Notices.received   receiver
 
-A notice arrives, or whoever sent it is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
-connection was (`on_cut`). So no answer is needed to know that it was heard.
+A notice arrives, or its sender is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
+connection was (`on_cut`). So no answer is needed.
 
 On one machine notices take the lane of the calls while nothing is under way on it, so they cannot wait behind a function:
 the thread that served the last call is still there, and need not be woken. Otherwise they take the control lane.
@@ -56,7 +56,7 @@ class Notices:
         self._cut_callbacks: list[Callable[[str], None]] = []
 
     def register(self, name: str, handler: Handler, kind: Any) -> None:
-        """Calls ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
+        """Call ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
         Args:
             name: What the notice is about.
@@ -68,17 +68,17 @@ class Notices:
         self._handlers[f"~{name}"] = handler
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
-        """Asks to be told the name of a worker that lives, but a connection with it ended: notices on it may be lost."""
+        """Call back with the name of a worker that lives, but with which a connection ended: notices on it may be lost."""
         self._cut_callbacks.append(callback)
 
     def lane_ended(self, name: str) -> None:
-        """A connection with a worker ended here; if the worker itself has, everybody is told that instead."""
+        """Tell that a connection with a worker ended here, unless the worker itself has: that is told in another way."""
         if not (self._agent.is_closed or self._agent.has_ended(name)):
             for callback in self._cut_callbacks:
                 callback(name)
 
     def is_out_of_reach(self, to: str) -> bool:
-        """Whether a worker's end was noticed, and it was not connected since: who was taken for dead may be back."""
+        """Return whether a worker's end was noticed and it was not connected since; it may be back."""
         peer = self._agent.peers.known(to)
         return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 

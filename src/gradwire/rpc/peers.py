@@ -229,10 +229,10 @@ class PeerTable:
         return iter(list(self.by_name.values()))
 
     def name_of(self, to: To) -> str:
-        """The name of a worker that is given by name, rank or `WorkerInfo`.
+        """Return the name of a worker that is given by name, rank or `WorkerInfo`.
 
         Raises:
-            UnknownWorker: There is no worker of that rank, or it is none of the three.
+            UnknownWorker: No worker has that rank, or `to` is none of the three.
         """
         if isinstance(to, str):
             return to
@@ -246,7 +246,7 @@ class PeerTable:
         raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
 
     def peer(self, name: str) -> Peer:
-        """The other worker of that name.
+        """Return the other worker of that name.
 
         Raises:
             UnknownWorker: There is none.
@@ -259,15 +259,15 @@ class PeerTable:
         return peer
 
     def known(self, name: str) -> Peer | None:
-        """The other worker of that name, if anything was ever to be sent to it."""
+        """Return the other worker of that name, if anything was ever to be sent to it."""
         return self.by_name.get(name)
 
     def lanes(self) -> list[Connection]:
-        """All open connections for calls and control."""
+        """Return all open connections for calls and control."""
         return [lane for peer in self for lane in list(peer.lanes.values())]
 
     def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
-        """The address of the incarnation that is connected, or becomes so now.
+        """Return the address of the incarnation that is connected, or becomes so now.
 
         Raises:
             UnknownWorker: There is none of that name.
@@ -280,7 +280,7 @@ class PeerTable:
         return lane.address
 
     def is_connected(self, worker: int, incarnation: int) -> bool:
-        """Whether anything may still come from that worker."""
+        """Return whether anything may still come from that worker."""
         addresses = [lane.address for lane in self.lanes()] + self._agent.server.visitors()
         return any(item.info.id == worker and item.incarnation == incarnation for item in addresses)
 
@@ -294,23 +294,23 @@ class Membership:
         self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
 
     def is_current(self, address: WorkerAddress) -> bool:
-        """Whether no newer incarnation of that worker has been seen."""
+        """Return whether no newer incarnation of that worker has been seen."""
         return address.incarnation >= self.newest(address.info.name)
 
     def newest(self, name: str) -> int:
-        """The highest incarnation seen; 0 for none."""
+        """Return the highest incarnation seen; 0 for none."""
         return self._newest.get(name, 0)
 
     def has_ended(self, name: str) -> bool:
-        """Whether the end of a worker's newest incarnation was noticed."""
+        """Return whether the end of a worker's newest incarnation was noticed."""
         return self._ended.get(name, -1) >= self.newest(name)
 
     def num_ends(self, name: str) -> int:
-        """How many ends of a worker were told. A connection that was made before the last of them is part of it."""
+        """Return how many ends of a worker were told. A connection that was made before the last of them is part of it."""
         return self._num_ends.get(name, 0)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
-        """A worker is connected: whatever was known of its end no longer counts.
+        """Note that a worker is connected: what was known of its end no longer counts.
 
         Returns:
             Its earlier incarnation, if that must have ended meanwhile and this was not told: it is to be told now.
@@ -325,7 +325,7 @@ class Membership:
         return None
 
     def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
-        """A worker's end was noticed: True the first time.
+        """Note a worker's end; return True the first time.
 
         Args:
             address: The worker.
@@ -390,7 +390,7 @@ class Liveness:
         return wanted
 
     def _is_settled(self, name: str) -> bool:
-        """Whether a worker has ended, or its end will be noticed."""
+        """Return whether a worker has ended, or its end will be noticed."""
         peer = self._agent.peers.known(name)
         has_lane = peer is not None and "control" in peer.lanes
         return has_lane or self._agent.has_ended(name) or self._agent.server.has_control_lane_of(name)
@@ -422,14 +422,14 @@ class Directory(Protocol):
     def is_fixed(self) -> bool: ...
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """The worker's address as known now.
+        """Return the worker's address as known now.
 
         Raises:
             UnknownWorker: No such worker.
         """
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Looks again, because the worker did not answer; None if nothing new is known."""
+        """Look again, because the worker did not answer; None if nothing new is known."""
 
     def update(self, address: WorkerAddress) -> None:
         """Note a worker that has shown who it is; from now on its name and its rank belong together.
@@ -440,7 +440,7 @@ class Directory(Protocol):
         """
 
     def infos(self) -> list[WorkerInfo]:
-        """All known workers, by rank."""
+        """Return all known workers, by rank."""
 
 
 class StaticDirectory:
@@ -457,11 +457,11 @@ class StaticDirectory:
             self.update(address)
 
     def complete(self) -> None:
-        """All workers are known: no other is let in from now on."""
+        """Let in no other worker from now on: all are known."""
         self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """The worker of that name or rank.
+        """Return the worker of that name or rank.
 
         Raises:
             UnknownWorker: There is none.
@@ -478,7 +478,7 @@ class StaticDirectory:
         return None
 
     def update(self, address: WorkerAddress) -> None:
-        """Binds name and rank, and remembers the address unless a newer incarnation is known.
+        """Bind name and rank, and remembers the address unless a newer incarnation is known.
 
         Raises:
             IdentityTaken: Name or rank is bound otherwise.
@@ -511,5 +511,5 @@ class StaticDirectory:
             )
 
     def infos(self) -> list[WorkerInfo]:
-        """All workers, by rank."""
+        """Return all workers, by rank."""
         return sorted((address.info for address in list(self._by_name.values())), key=lambda info: info.id)

@@ -1,13 +1,12 @@
-"""The threads that read, and the clock.
+"""Service threads around one epoll, and the clock.
 
 The thread that reads is the thread that runs: handing a message to another thread costs more than the socket. All service
 threads wait in one `epoll`; the kernel gives an event to one of them (the one that waited last, so it is warm). That
-thread reads and runs what it read. There is always at least one more thread waiting, so whatever the first one runs,
-somebody reads; nobody is woken for it. Events are one-shot: a connection that is being read wakes nobody else until it
-is armed again.
+thread reads and runs what it read. There is always at least one more thread waiting, so that reading goes on whatever the
+first one runs. Events are one-shot: a connection that is being read wakes no other thread until it is armed again.
 
 The clock thread sleeps while nothing happens. While something runs it looks every 2 ms whether a reader is stuck in user
-code, and passes that reader's connection on (`Reader.take_over`). It also calls the agent's deadline sweep.
+code, and passes that reader's connection on (`Reader.take_over_if_stuck`). It also calls the agent's deadline sweep.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class GilMeter:
         self._num_samples = 0
 
     def sample(self) -> None:
-        """Takes one sample; called by the clock, a few dozen times a second."""
+        """Take one sample; called by the clock, a few dozen times a second."""
         began = time.perf_counter()
         time.sleep(0)  # lets go of the lock and asks for it again
         self._total_s += time.perf_counter() - began
@@ -98,13 +97,13 @@ class Reactor:
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._has_closed = False  # no service thread takes tasks any more
-        self.lacks_thread = False  # nobody may be left to read: the clock tries again to start one
+        self.lacks_thread = False  # no thread may be left to read: the clock tries again to start one
         self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
         self.linger = threading.Lock()  # held by the one service thread that stays with its connection; see `Reader`
         self.clock = _Clock(self)
 
     def start(self) -> None:
-        """Starts two service threads and the clock."""
+        """Start two service threads and the clock."""
         with self._lock:
             self._spawn()
             self._spawn()
@@ -113,7 +112,7 @@ class Reactor:
     # -- descriptors ---------------------------------------------------------------------------------------------
 
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
-        """Calls `handler` in a service thread, once for each arming, when the descriptor can be read.
+        """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
         One that is not armed is watched for its end.
 
@@ -128,17 +127,17 @@ class Reactor:
                 raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
-        """Asks for the next event of this descriptor."""
+        """Ask for the next event of this descriptor."""
         with contextlib.suppress(OSError, ValueError):  # it was closed at the same moment
             self._epoll.modify(descriptor, _ARMED)
 
     def disarm(self, descriptor: int) -> None:
-        """Asks for the end of the connection alone; an event that is already on its way may still arrive."""
+        """Ask for the end of the connection alone; an event that is already on its way may still arrive."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(descriptor, _DISARMED)
 
     def remove(self, descriptor: int, handler: Callable[[], None] | None = None) -> None:
-        """Forgets a descriptor; call it before closing.
+        """Forget a descriptor; call it before closing.
 
         Args:
             descriptor: Its number.
@@ -152,7 +151,7 @@ class Reactor:
                 self._epoll.unregister(descriptor)
 
     def run_soon(self, task: Callable[[], object]) -> None:
-        """Runs a task in a service thread; after `close`, in one that is started for it."""
+        """Run a task in a service thread; after `close`, in one that is started for it."""
         self._tasks.append(task)
         self._wake()
         # Looked at after the task was listed: `close` may have looked before. A finalizer at the program's end starts none.
@@ -165,7 +164,7 @@ class Reactor:
     # -- activity, as seen by the clock -----------------------------------------------------------------------------
 
     def expect(self, when: float) -> None:
-        """The sweep is wanted at that time at the latest."""
+        """Sweep at that time at the latest."""
         if when < self.clock.next_sweep:
             self.clock.expect(when)
 
@@ -176,11 +175,11 @@ class Reactor:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def is_service_thread(self) -> bool:
-        """Whether the calling thread is one of these."""
+        """Return whether the calling thread is one of these."""
         return getattr(_local, "reactor", None) is self
 
     def is_clock_thread(self) -> bool:
-        """Whether the calling thread is the clock, in which no user code may run."""
+        """Return whether the calling thread is the clock, in which no user code may run."""
         return threading.current_thread() is self.clock.thread
 
     @property
@@ -193,7 +192,7 @@ class Reactor:
             os.eventfd_write(self._wake_fd, 1)
 
     def _spawn(self) -> None:
-        """Adds a thread that counts as idle from now on; the caller holds the lock."""
+        """Add a thread that counts as idle from now on; the caller holds the lock."""
         thread = threading.Thread(
             target=self._serve, name=f"gradwire-{self.name}-service-{self._num_spawned + 1}", daemon=True
         )
@@ -211,7 +210,7 @@ class Reactor:
         self._num_spawned += 1
 
     def replace_missing_thread(self) -> None:
-        """Tries again to start a thread that could not be started, unless another one has become free meanwhile."""
+        """Try again to start a thread that could not be started, unless another one has become free meanwhile."""
         with self._lock:
             if self._num_idle > 0 or self._closing:
                 self.lacks_thread = False
@@ -242,7 +241,7 @@ class Reactor:
                 return
 
     def _may_wait_again(self) -> bool:
-        """Whether a thread that has run what it got is still needed."""
+        """Return whether a thread that has run what it got is still needed."""
         with self._lock:
             if self._closing or self._num_idle >= self._max_idle:
                 self._threads.discard(threading.current_thread())
@@ -264,7 +263,7 @@ class Reactor:
         task()
 
     def _run_rest(self) -> None:
-        """After the end: futures to be completed, say. Whoever waits for one must not wait for ever."""
+        """After the end: futures to be completed, say. A thread that waits for one must not wait for ever."""
         with contextlib.suppress(IndexError):  # several threads may do this at once
             while True:
                 task = self._tasks.popleft()
@@ -277,7 +276,7 @@ class Reactor:
             _log.exception("%s: a handler failed; please report this", self.name)
 
     def close(self) -> None:
-        """Ends all threads, waiting briefly for those that run user code. Idempotent."""
+        """End all threads, waiting briefly for those that run user code. Idempotent."""
         with self._lock:
             if self._wake_fd < 0:
                 return
@@ -292,7 +291,7 @@ class Reactor:
         self._has_closed = True
         self._run_rest()
         self._epoll.close()
-        # A late run_soon must not write to whoever gets this number next.
+        # A late run_soon must not write to the next owner of this number.
         descriptor, self._wake_fd = self._wake_fd, -1
         os.close(descriptor)
 

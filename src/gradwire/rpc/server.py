@@ -93,11 +93,11 @@ class Slots(Generic[R]):
         return self._is_serving
 
     def on_hold(self) -> None:
-        """The worker does not serve yet: requests of others that arrive are held back."""
+        """Hold back requests of other workers: this one does not serve yet."""
         self._is_serving = False
 
     def on_serve(self) -> list[R]:
-        """The worker serves from now on: the requests to run at once."""
+        """Serve from now on; return the requests to run at once."""
         self._is_serving = True
         self._queue.extend(self._held)
         self._held.clear()
@@ -107,7 +107,7 @@ class Slots(Generic[R]):
         return granted
 
     def on_request(self, request: R, *, is_own: bool = False) -> bool:
-        """A request arrived: True if it may run now; else it is queued, or held back unless it is the worker's own."""
+        """Return whether a request may run now; else queue it, or hold it back unless it is the worker's own."""
         if not (self._is_serving or is_own):
             self._held.append(request)
             return False
@@ -118,13 +118,13 @@ class Slots(Generic[R]):
         return False
 
     def on_finished(self) -> R | None:
-        """A function ended: the request that gets its slot."""
+        """Return the request that gets the slot of a function that ended."""
         self._num_running -= 1
         self._num_finished += 1
         return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
-        """A running function begins to wait for a call: the request that gets its slot."""
+        """Return the request that gets the slot of a function that begins to wait for a call."""
         self._num_running -= 1
         self._num_waiting += 1
         return self._next()
@@ -135,7 +135,7 @@ class Slots(Generic[R]):
         self._num_running += 1
 
     def on_cancelled(self, request: R) -> bool:
-        """A request is no longer wanted: True if it was still queued or held back."""
+        """Remove a request that is no longer wanted; return True if it was still queued or held back."""
         for requests in (self._queue, self._held):
             if request in requests:
                 requests.remove(request)
@@ -189,7 +189,7 @@ class Server:
         self._lock = threading.Lock()  # guards _slots
         self._slots: Slots[Request] = Slots(num_slots)
         self._incoming: set[Connection] = set()
-        self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
+        self._paused: dict[Listener, float] = {}  # until when to accept no connection, for lack of descriptors
         self._control: dict[str, Callable[..., Any]] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
         self._keeper: tuple[str, Keep] | None = None
@@ -201,7 +201,7 @@ class Server:
         self._answering: dict[object, int] = {}
 
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
-        """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
+        """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
         Args:
             name: Of the operation.
@@ -215,7 +215,7 @@ class Server:
         self._control[f"~{name}"] = handler
 
     def register_keeper(self, name: str, keep: Keep) -> None:
-        """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
+        """Let calls with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
 
         Interceptors do not see the note, and put what they want around the whole.
         """
@@ -224,7 +224,7 @@ class Server:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def on_listener_ready(self, listener: Listener) -> None:
-        """Somebody connects."""
+        """Accept the workers that connect."""
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
@@ -253,7 +253,7 @@ class Server:
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
 
     def make_room_for(self, newest: Connection) -> None:
-        """A worker has opened another connection: of too many with the same purpose, the oldest gives way."""
+        """End the oldest connections of a worker that has opened too many for the same purpose."""
         known = [
             item for item in list(self._incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
@@ -264,7 +264,7 @@ class Server:
             item.end(ConnectionClosed(reason))
 
     def forget(self, incoming: Connection) -> None:
-        """A connection ended."""
+        """Forget a connection that ended."""
         self._incoming.discard(incoming)
 
     def take_notices(
@@ -292,13 +292,13 @@ class Server:
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
-        """Closes what an older incarnation of a worker had opened."""
+        """Close what an older incarnation of a worker had opened."""
         for incoming in list(self._incoming):
             if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
                 incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
-        """Closes handshakes that take too long, and grants a slot when nothing moves; returns when to look again."""
+        """Close handshakes that take too long, and grants a slot when nothing moves; return when to look again."""
         wanted = _NEVER
         for listener, until in list(self._paused.items()):
             if until <= now:
@@ -325,7 +325,7 @@ class Server:
         return wanted
 
     def _has_worked(self) -> bool:
-        """Whether any function that runs has used the processor since the last look; those that wait have not."""
+        """Return whether any function that runs has used the processor since the last look; those that wait have not."""
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
         before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
@@ -424,7 +424,7 @@ class Server:
         future.add_done_callback(answer)
 
     def run_control(self, request: Request) -> None:
-        """Runs a control handler in the thread that read the request."""
+        """Run a control handler in the thread that read the request."""
         with self.answering():
             try:
                 handler = self._control.get(request.function)
@@ -461,7 +461,7 @@ class Server:
         return [key for key, thread in list(self._answering.items()) if thread != own]
 
     def drop(self, request: Request) -> str:
-        """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
+        """Drop a request whose result is not wanted: it leaves the queue, or its result is not sent. Return its phase."""
         with self._lock:
             request.is_dropped = True
             is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
@@ -474,7 +474,7 @@ class Server:
         return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
-        """Drops a call on its caller's behalf; returns how far it got."""
+        """Drop a call on its caller's behalf; return how far it got."""
         for incoming in list(self._incoming):
             if incoming.lane == "calls" and incoming.info == peer:
                 return incoming.cancel(call_id)
@@ -482,7 +482,7 @@ class Server:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds every wait for a call: a function that waits holds neither its slot nor the reading."""
+        """Surround every wait for a call: a function that waits holds neither its slot nor the reading."""
         release_hold()
         request = current.request
         if request is None:
@@ -504,7 +504,7 @@ class Server:
                 held.take_back()
 
     def time_left(self, timeout_s: float) -> float:
-        """A timeout (0 for none), shortened to what the current request has left.
+        """Return a timeout (0 for none), shortened to what the current request has left.
 
         Raises:
             RpcTimeout: Nothing is left.
@@ -514,7 +514,7 @@ class Server:
         if request is None:
             return timeout_s
         if request.is_dropped:
-            raise CallCancelled(f"nobody waits for {request.function} any more, so it can make no more calls")
+            raise CallCancelled(f"{request.function} was given up by its caller, so it can make no more calls")
         if request.deadline == float("inf"):
             return timeout_s
         left = request.deadline - time.monotonic()
@@ -543,15 +543,15 @@ class Server:
         return any(incoming.lane == "control" for incoming in list(self._incoming))
 
     def has_control_lane_of(self, name: str) -> bool:
-        """Whether that worker has a control lane open to this one."""
+        """Return whether that worker has a control lane open to this one."""
         return any(incoming.lane == "control" and incoming.info.name == name for incoming in list(self._incoming))
 
     def visitors(self) -> list[WorkerAddress]:
-        """Who has a connection open to this worker."""
+        """Return the workers that have a connection open to this one."""
         return [incoming.address for incoming in list(self._incoming) if incoming.lane]
 
     def has_unread_call_of(self, name: str) -> bool:
-        """Whether a call of that worker lies here whose arguments nobody has looked at yet."""
+        """Return whether a call of that worker lies here whose arguments are not unpacked yet."""
         return any(
             request.frame is not None
             for incoming in list(self._incoming)
@@ -560,16 +560,16 @@ class Server:
         )
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """Functions running, waiting and queued, and connections."""
+        """Return the numbers of functions running, waiting and queued, and of connections."""
         slots = self._slots
         return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
 
     def readers(self) -> list[Reader]:
-        """Who reads what other workers opened."""
+        """Return the readers of what other workers opened."""
         return [incoming.reader for incoming in list(self._incoming)]
 
     def connections(self) -> list[StreamConnection]:
-        """What other workers opened."""
+        """Return the streams that other workers opened."""
         return [incoming.stream for incoming in list(self._incoming)]
 
     def close(self) -> None:
