@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.functions import CallId
-from gradwire.rpc.futures import CallFuture, InterruptibleFuture
+from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.oneway import Notices
 from gradwire.rpc.peers import Directory, Liveness, Membership, PeerTable, To
@@ -107,6 +107,7 @@ class Agent:
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)
         self.client = Client(self)
+        self.call, self.submit, self.control = self.client.call, self.client.submit, self.client.control
         self.liveness = Liveness(self)
         self._on_close = on_close
         self._listeners: list[Listener] = []
@@ -164,53 +165,7 @@ class Agent:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
             self.reactor.add(listener.fileno(), on_ready, armed=True)
 
-    # -- making calls --------------------------------------------------------------------------------------------
-
-    def call(
-        self,
-        to: To,
-        function: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Run a function on another worker and return its result; see `gradwire.rpc.rpc_sync`."""
-        return self.client.call(to, function, args, kwargs, timeout_s)
-
-    def submit(
-        self,
-        to: To,
-        function: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> CallFuture[Any]:
-        """Start a call and return its future; see `gradwire.rpc.rpc_async`."""
-        return self.client.submit(to, function, args, kwargs, timeout_s)
-
-    def control(
-        self,
-        to: str,
-        operation: str,
-        args: tuple[Any, ...],
-        timeout_s: float,
-        on_done: Callable[[PendingCall], None],
-        answer: Any = Any,
-    ) -> None:
-        """Start a control operation on another worker; `on_done` runs when it has ended, however it did.
-
-        Args:
-            to: Name of the worker.
-            operation: What `Server.register_control` knows there.
-            args: Plain data and tensors.
-            timeout_s: For the answer; 0 for no limit.
-            on_done: Told the call; must not wait for anything.
-            answer: What the answer is checked against: any type that msgspec knows.
-
-        Raises:
-            WorkerLost, RpcTimeout: It could not even be sent.
-        """
-        self.client.control(to, operation, args, timeout_s, on_done, answer)
+    # -- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
         self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any

@@ -256,7 +256,15 @@ class Client:
         on_done: Callable[[PendingCall], None],
         answer: Any = Any,
     ) -> None:
-        """Start a control operation on another worker; see `Agent.control`.
+        """Start a control operation on another worker; `on_done` runs when it has ended, however it did.
+
+        Args:
+            to: Name of the worker.
+            operation: What `Server.register_control` knows there.
+            args: Plain data and tensors.
+            timeout_s: For the answer; 0 for no limit.
+            on_done: Told the call; must not wait for anything.
+            answer: What the answer is checked against: any type that msgspec knows.
 
         Raises:
             WorkerLost, RpcTimeout: It could not even be sent.

@@ -505,11 +505,16 @@ class StaticDirectory:
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
         if holder != info.name or (known is not None and known.info.id != info.id):
             other = self._by_name[holder].info if holder != info.name else known.info if known is not None else info
-            raise IdentityTaken(
-                f"worker name or rank is not unique: {other.name} of rank {other.id} and {info.name} of rank {info.id}; "
-                f"every rank needs a name of its own and every name a rank of its own"
-            )
+            raise IdentityTaken(not_unique_text(other, info))
 
     def infos(self) -> list[WorkerInfo]:
         """Return all workers, by rank."""
         return sorted((address.info for address in list(self._by_name.values())), key=lambda info: info.id)
+
+
+def not_unique_text(one: WorkerInfo, other: WorkerInfo) -> str:
+    """Return what to say about two workers that have one name or one rank."""
+    return (
+        f"worker name or rank is not unique: {one.name} of rank {one.id} and {other.name} of rank {other.id}; "
+        f"every rank needs a name of its own and every name a rank of its own"
+    )

@@ -44,7 +44,7 @@ from gradwire.errors import (
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import EncodedAddress, WorldSize
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.peers import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory, not_unique_text
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.transports import registry
 from gradwire.transports.tcp import is_loopback
@@ -276,10 +276,7 @@ class StoreDirectory(StaticDirectory):
         known = self._read(f"name/{info.name}")
         for other in (known, self._read(f"rank/{info.id}")):
             if other is not None and other.info != info and _is_there(agent, other):
-                text = (
-                    f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {info.name} of rank "
-                    f"{info.id}; every rank needs a name of its own and every name a rank of its own"
-                )
+                text = not_unique_text(other.info, info)
                 _read_notes.add(self.announce("duplicate", text))
                 raise DuplicateWorker(text)
         try:
@@ -562,10 +559,7 @@ class Host:
         name, rank = address.info.name, address.info.id
         for other in self._joined.values():
             if (other.info.name == name) != (other.info.id == rank):
-                return (
-                    f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {name} of rank "
-                    f"{rank}; every rank needs a name of its own and every name a rank of its own"
-                )
+                return not_unique_text(other.info, address.info)
         return None
 
     def _answer_if_complete(self) -> None:
