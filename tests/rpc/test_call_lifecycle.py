@@ -1,4 +1,4 @@
-"""Defects that a review found; each test fails where its defect is back."""
+"""What happens around a call: callbacks, memory, threads and slots, refusals, interrupts, notes, lookups in stores."""
 
 from __future__ import annotations
 
