@@ -259,3 +259,8 @@ def node_class(function: Any) -> type:
 def distributed_rpc() -> Any:
     """Return torch's own rpc: `_is_current_rpc_agent_set()`, and `_set_profiler_node_id(rank)` for profiles."""
     return importlib.import_module("torch._C._distributed_rpc")
+
+
+# used by rpc
+TorchFuture: Any = torch._C.Future
+"""The class behind `torch.futures.Future`; its `wait` and `add_done_callback` are called without the checks around them."""

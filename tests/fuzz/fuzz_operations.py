@@ -40,7 +40,7 @@ from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import functions, set_current_agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.pending_calls import CallHolder, PendingCall
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
 from unit.autograd.layers import engine_of
@@ -153,7 +153,7 @@ class Attack:
         self._last = ""
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
-        self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
+        self._exposed = [name for name in functions.exposed if name.startswith("gradwire.")]
         self._control = dict(hostile.server._control)
         self._notices = {name.removeprefix("~"): kind for name, kind in hostile.notices._kinds.items()}
         self._notes = [item.name for item in hostile.interceptors]
@@ -240,7 +240,7 @@ class Attack:
 
     def _send_call(self) -> None:
         name = self._rng.choice(self._exposed)
-        self._call(name, self.grammar.arguments(functions._exposed[name]), self._any_notes(0.1))
+        self._call(name, self.grammar.arguments(functions.exposed[name]), self._any_notes(0.1))
 
     def _send_recorded_call(self) -> None:
         """A call of the user's, with any notes."""
@@ -261,10 +261,10 @@ class Attack:
         return notes
 
     def _call(self, name: str, args: tuple[Any, ...], notes: dict[str, Any] | None) -> None:
-        caller = self.world.hostile.caller
+        caller = self.world.hostile.client
         self._last = f"{name}{args!r} with {notes!r}"
         try:
-            call = caller.start("v", name, args, None, CALL_S, CallHolder(notes=notes))
+            call = caller.start("v", name, args, None, CALL_S, notes=notes)
             if not call.is_done:
                 caller.wait(call)
         except NOT_SENT:

@@ -178,7 +178,7 @@ def test_answers_of_another_form_are_failures_of_that_owner(
 ) -> None:
     optimizer = Optimizer(torch.optim.SGD, [("w", weight)], lr=0.1)
     with monkeypatch.context() as patch:
-        patch.setitem(functions._exposed, OPERATE, lambda *_: answer)
+        patch.setitem(functions.exposed, OPERATE, lambda *_: answer)
         with pytest.raises(OptimizerStepFailed, match="Failed: b: DecodeError: not the answer to 'step'"):
             step(optimizer, weight)
         with (

@@ -163,7 +163,7 @@ def test_a_cut_connection_loses_no_message(make_agents: Callable[..., list[rpc.A
     assert rref.to_here().tolist() == [1.0] * 3
     peer = a.peers.peer("b")
     for lane in list(peer.lanes.values()):
-        lane.connection.close()
+        lane.stream.close()
     del rref
     wait_until(lambda: known_b.statistics().num_values == 0, 10.0, "that the deletion arrives all the same")
     wait_until(lambda: known_a.statistics().num_messages == 0, 10.0, "that it is acknowledged")

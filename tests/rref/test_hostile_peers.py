@@ -11,7 +11,6 @@ import pytest
 
 from gradwire import rpc
 from gradwire.errors import DecodeError, RRefError, WorkerLost
-from gradwire.rpc.pending_calls import CallHolder
 from gradwire.rref import _ownership, context
 from gradwire.rref._messages import Adopt, Ask, Confirm, Delete, Message, ReportDeath, Worker
 from gradwire.rref.api import RRef, create
@@ -252,8 +251,9 @@ def test_batches_that_are_not_valid_end_only_their_connection(make_agents: MakeA
 def start_making(b: rpc.Agent, note: Any) -> Any:
     """What a call that comes with a forged note ends with."""
     found: list[Any] = []
-    holder = CallHolder(notes={NOTE: note}, on_done=found.append, is_watched=True)
-    b.caller.start("a", "test_hostile_peers.number", (), None, 10.0, holder)
+    b.client.start(
+        "a", "test_hostile_peers.number", (), None, 10.0, on_done=found.append, notes={NOTE: note}, is_watched=True
+    )
     wait_until(lambda: bool(found), 10.0, "an answer")
     return found[0].error
 

@@ -171,8 +171,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _is_cut_off(request: Request | None) -> bool:
     """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
-    connection = getattr(request.source, "connection", None) if request is not None else None
-    return connection is not None and connection.is_closed
+    return request is not None and request.source.stream.is_closed
 
 
 NOTE: Final = "autocast"

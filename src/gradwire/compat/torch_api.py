@@ -117,7 +117,7 @@ class TensorPipeAgent(RpcAgent):
     def _get_backend_options(self) -> rpc.TensorPipeRpcBackendOptions:
         config = self._agent.config
         return rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=config.num_worker_threads, rpc_timeout=self._agent.caller.default_timeout_s
+            num_worker_threads=config.num_worker_threads, rpc_timeout=self._agent.client.default_timeout_s
         )
 
 

@@ -14,7 +14,6 @@ from gradwire.rpc.codec import EVERYBODY, arriving, departing
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peers import To
-from gradwire.rpc.pending_calls import CallHolder
 from gradwire.rref import context
 from gradwire.rref._messages import is_number, is_worker
 from gradwire.rref._ownership import ForkPhase
@@ -140,7 +139,7 @@ class RRef(Generic[T]):
         if not state.is_used:
             deadline, call = self._deadline(timeout), state.call
             if call is not None:
-                self._known.agent.caller.wait_until(call, deadline)
+                self._known.agent.client.wait_until(call, deadline)
             state.check()
             early = state.use()
             if early is not None:
@@ -287,7 +286,7 @@ class RRef(Generic[T]):
         return time.monotonic() + seconds if seconds > 0 else _NEVER
 
     def _seconds(self, timeout: float) -> float:
-        return self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        return self._known.agent.client.default_timeout_s if timeout < 0 else timeout
 
     def _prepare(self, args: Sequence[Any], timeout: float) -> tuple[str, tuple[Any, ...]]:
         """Return the worker to call, and the full arguments."""
@@ -302,7 +301,7 @@ class RRef(Generic[T]):
     def _ask(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         name, full = self._prepare(args, timeout)
         try:
-            value = self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
+            value = self._known.agent.client.call(name, function, full, None, None if timeout < 0 else timeout)
         except WorkerLost as lost:
             if lost.worker != name or isinstance(lost, OwnerLost):
                 raise
@@ -316,7 +315,7 @@ class RRef(Generic[T]):
 
     def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         name, full = self._prepare(args, timeout)
-        future = self._known.agent.caller.submit(name, function, full, None, None if timeout < 0 else timeout)
+        future = self._known.agent.client.submit(name, function, full, None, None if timeout < 0 else timeout)
         future.keeps = self  # the value must live until the call has arrived
         return future
 
@@ -368,10 +367,11 @@ def create(
     state.keeps = keep
     rref = RRef._of(known, state)
     note = Creates(state.rref_id, state.fork_id, known.own[1])
-    holder = CallHolder(notes={NOTE: note}, on_done=functools.partial(known.on_answered, state))
+    on_done = functools.partial(known.on_answered, state)
+    timeout_s = None if timeout < 0 else timeout
     call = None
     try:
-        call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
+        call = agent.client.start(name, function, args, kwargs, timeout_s, on_done=on_done, notes={NOTE: note})
     except Exception as error:
         known.on_failed(state, error)
         raise

@@ -19,7 +19,7 @@ from gradwire.autograd import backward_pass
 from gradwire.autograd._backward_state import ComponentPhase
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.engine import is_about_pass
-from gradwire.autograd.messages import AbortPass, HoldsContext
+from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, ReleaseContext
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
@@ -208,7 +208,7 @@ def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) 
     """Others' passes run their users' code, which may take longer than its own deadline; so do functions."""
     a, b, _ = trio
     ran_in: dict[int, str] = {}
-    a.notices.register("review", lambda _, note, __: ran_in.update({note[1]: thread_name()}), tuple[int, int])
+    a.notices.register("review", lambda _, note, __: ran_in.update({note.pass_id: thread_name()}), CommitPass)
     assert b.call("a", torch.add, (1, 1)) == 2  # opens the lane
     for pass_id in (7, 8):
         take_while_waiting(a, partial(b.notices.send, "a", "review", [0, pass_id]), 7, partial(ran_in.get, pass_id))
@@ -288,9 +288,9 @@ def test_backward_asks_for_its_own_notices(trio: list[Agent], monkeypatch: pytes
         own = pass_of(a, ctx).pass_id
         gate.set()
         thread.join(LIMIT_S)
-        assert helpers[0](msgspec.msgpack.encode([int(ctx), own, "more"]))
-        for other in ([int(ctx), own + 1], [int(ctx)], [int(ctx), "where"]):
-            assert not helpers[0](msgspec.msgpack.encode(other))
+        assert helpers[0](CommitPass(int(ctx), own))
+        for other in (CommitPass(int(ctx), own + 1), HoldsContext(int(ctx)), ReleaseContext(int(ctx), "where")):
+            assert not helpers[0](other)
         assert x in ctx.gradients()
 
 

@@ -36,7 +36,7 @@ from gradwire.config import KIB, Limits
 from gradwire.errors import AutogradError, DecodeError, LimitExceeded
 from gradwire.rpc import Agent, set_current_agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.pending_calls import CallHolder, PendingCall
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.testing import wait_until
 from gradwire.wire.messages import ErrorInfo, read_note
 from unit.autograd.layers import context_of, engine_of, entered, gate, pass_of
@@ -91,9 +91,9 @@ def send(sender: Agent, to: str, name: str, note: Any) -> None:
 
 def call_with_note(sender: Agent, to: str, note: Any, *tensors: torch.Tensor) -> Exception | None:
     """Calls a function with any note of autograd; returns what was raised."""
-    call = sender.caller.start(to, "hostile.layer", tensors, None, 10.0, CallHolder(notes={"autograd": note}))
+    call = sender.client.start(to, "hostile.layer", tensors, None, 10.0, notes={"autograd": note})
     if not call.is_done:
-        sender.caller.wait(call)
+        sender.client.wait(call)
     return call.error
 
 

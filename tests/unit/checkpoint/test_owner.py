@@ -319,7 +319,7 @@ def test_a_false_report_does_not_replace_a_checkpoint(
     reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch, report: bytes
 ) -> None:
     first = checkpoint.save(allowed, {"x": reference})
-    monkeypatch.setitem(functions._exposed, owner.WRITE, lambda *_: report)
+    monkeypatch.setitem(functions.exposed, owner.WRITE, lambda *_: report)
     with pytest.raises(CheckpointError, match="worker b gave no valid report on what it has written"):
         checkpoint.save(allowed, {"x": reference})
     assert checkpoint.verify(allowed).generation == first.generation
@@ -330,6 +330,6 @@ def test_a_false_comparison_changes_nothing(
     reference: rpc.RRef[torch.Tensor], allowed: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
     checkpoint.save(allowed, {"x": reference})
-    monkeypatch.setitem(functions._exposed, owner.FIT, lambda *_: answer)
+    monkeypatch.setitem(functions.exposed, owner.FIT, lambda *_: answer)
     with pytest.raises(CheckpointError, match="worker b gave no valid answer when it was asked to compare"):
         checkpoint.load(allowed, {"x": reference})

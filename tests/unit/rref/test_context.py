@@ -127,7 +127,7 @@ def test_a_creation_that_is_interrupted_leaves_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(a.caller, "start", interrupted)
+    monkeypatch.setattr(a.client, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         create(known, "b", echo, (), None, -1.0)
     wait_until(lambda: known.statistics().num_forks == 0, 10.0, "that the reference is gone")

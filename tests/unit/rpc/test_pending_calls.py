@@ -17,7 +17,7 @@ def make_call(call_id: int, timeout_s: float = 0.0, started: float = 100.0) -> P
 def make_table(*calls: PendingCall) -> CallTable:
     table = CallTable()
     for call in calls:
-        table.add(call)
+        call.table, table[call.call_id] = table, call
     return table
 
 

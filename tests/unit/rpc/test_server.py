@@ -1,4 +1,4 @@
-"""Which request runs when: in small steps, and under any order of events."""
+"""Which request runs when: slots, and calls that are held back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects that a review found; each test fails where its defect is back."""
+"""What happens around a call: callbacks, memory, threads and slots, refusals, interrupts, notes, lookups in stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.rpc import Agent
-from gradwire.rpc.connection import LocalSource
+from gradwire.rpc.connection import LoopbackStream
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rpc.rendezvous import MeetingPoint, StoreDirectory
 from gradwire.rpc.server import Slots
@@ -279,7 +279,7 @@ def test_the_caller_is_told_why_its_connection_was_closed(make_agents: MakeAgent
     peer = a.peers.known("b")
     assert peer is not None
     control = peer.lanes["control"]
-    write_raw(peer.lanes["calls"].connection, b"this is not a frame, whoever reads it" * 4)
+    write_raw(peer.lanes["calls"].stream, b"this is not a frame, whoever reads it" * 4)
     with pytest.raises(WorkerLost, match="cannot read what came"):
         pending.wait()
     assert peer.lanes["control"] is control
@@ -342,26 +342,26 @@ def test_ctrl_c_gives_the_call_up(pair: list[Agent], to: str) -> None:
 def test_ctrl_c_gives_up_a_call_that_has_just_been_sent(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    kind, name = (LocalSource, "start") if to == "a" else (StreamConnection, "send")
-    original = getattr(kind, name)
+    """The signal comes while gradwire's code runs, which ends its work first: the call is given up where it waits."""
+    kind = LoopbackStream if to == "a" else StreamConnection
+    original = kind.send
 
     def send(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         if "wait_gate" in str(getattr(args[1], "function", "")):
             assert handlers.entered.acquire(timeout=10)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(kind, name, send)
-    for start in (pair[0].call, pair[0].submit):
-        with pytest.raises(KeyboardInterrupt):
-            start(to, handlers.wait_gate)
-        _check_given_up(pair, to)
+    monkeypatch.setattr(kind, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        pair[0].call(to, handlers.wait_gate)
+    _check_given_up(pair, to)
 
 
 def _check_given_up(pair: list[Agent], to: str) -> None:
-    assert wait_until(lambda: pair[0].caller.num_pending == 0)
+    assert wait_until(lambda: pair[0].client.num_pending == 0)
     agent = pair["ab".index(to)]
-    sources = [agent.caller.local] if to == "a" else list(agent.server._incoming)
+    sources = [agent.client.loopback] if to == "a" else list(agent.server._incoming)
     calls = lambda: [item for source in sources for item in source.requests.values()]  # noqa: E731
     assert wait_until(lambda: all(request.is_dropped for request in calls()))
     assert pair[0].call(to, handlers.echo, (1,)) == 1
