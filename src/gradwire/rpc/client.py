@@ -28,9 +28,10 @@ from gradwire.errors import (
     NotInitialized,
     RpcTimeout,
 )
-from gradwire.rpc.codec import describe_function
+from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.peers import To
 from gradwire.rpc.pending_calls import PHASE_TEXT, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.reader import current
@@ -180,10 +181,9 @@ class Client:
                 connection = self._connect(call)
             for interceptor in agent.interceptors:
                 if interceptor.wants_calls():
-                    message.notes = agent.codec.notes_for_call(connection.info, label, packed)
-                    break
+                    attach(message.notes, interceptor, Envelope("call", connection.info, label), packed)
             if notes is not None:
-                message.notes = {**message.notes, **notes}
+                message.notes.update(notes)
             while not self._send(connection, call, message, packed):
                 connection = self._connect(call)
             is_sent = True

@@ -260,17 +260,13 @@ class Codec:
 
     # -- notes of interceptors ---------------------------------------------------------------------------------------
 
-    def notes_for_call(self, peer: WorkerInfo, function: str, packed: Packed) -> dict[str, Any]:
-        """Return what the interceptors attach to a call that is made now."""
-        wanted = [interceptor for interceptor in self._interceptors if interceptor.wants_calls()]
-        return _attach(wanted, lambda _: Envelope("call", peer, function), packed)
-
-    def notes_for_reply(
-        self, peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return what the interceptors attach to a reply; each is told what it attached to the call."""
-        wanted = [interceptor for interceptor in self._interceptors if interceptor.name in call_notes]
-        return _attach(wanted, lambda name: Envelope("reply", peer, function, call_notes[name]), packed)
+    def attach_to_reply(
+        self, notes: dict[str, Any], peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]
+    ) -> None:
+        """Let the interceptors attach notes to a reply; each is told what it attached to the call."""
+        for interceptor in self._interceptors:
+            if interceptor.name in call_notes:
+                attach(notes, interceptor, Envelope("reply", peer, function, call_notes[interceptor.name]), packed)
 
     def _intercept(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
@@ -285,16 +281,13 @@ class Codec:
         return values
 
 
-def _attach(interceptors: list[Interceptor], envelope_for: Callable[[str], Envelope], packed: Packed) -> dict[str, Any]:
-    notes = {}
-    for interceptor in interceptors:
-        envelope = envelope_for(interceptor.name)
-        if packed.untracked:
-            interceptor.on_untracked(envelope, packed.untracked)
-        note = interceptor.outgoing(envelope, packed.tensors)
-        if note is not None:
-            notes[interceptor.name] = note
-    return notes
+def attach(notes: dict[str, Any], interceptor: Interceptor, envelope: Envelope, packed: Packed) -> None:
+    """Show a message that leaves to an interceptor, and keep the note that it returns, if any, in `notes`."""
+    if packed.untracked:
+        interceptor.on_untracked(envelope, packed.untracked)
+    note = interceptor.outgoing(envelope, packed.tensors)
+    if note is not None:
+        notes[interceptor.name] = note
 
 
 def describe_function(function: Any) -> str:

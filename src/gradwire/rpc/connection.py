@@ -365,7 +365,7 @@ class Connection:
         deadline = min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
         if request.notes:
             try:
-                message.notes = codec.notes_for_reply(self.info, request.function, packed, request.notes)
+                codec.attach_to_reply(message.notes, self.info, request.function, packed, request.notes)
             except Exception as error:
                 self._fail_instead(request, packed, error)
                 return

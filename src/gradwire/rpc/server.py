@@ -418,7 +418,7 @@ class Server:
             with self.answering():
                 try:
                     request.source.reply(request, TorchFuture.wait(done))
-                except BaseException as error:
+                except BaseException as error:  # the value may be of a class of the user, which packs itself
                     request.source.fail(request, error)
 
         future.add_done_callback(answer)
@@ -439,7 +439,7 @@ class Server:
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
-            except BaseException as error:
+            except Exception as error:
                 request.source.fail(request, error)
 
     @contextlib.contextmanager
