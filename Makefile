@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 help:
 	@echo "make demo    trains a model that is split over three workers on this machine"
-	@echo "make test    the whole test suite"
+	@echo "make test    the whole test suite, in TEST_PROCESSES (2) processes"
 	@echo "make lint    format, lint, types and layers"
 	@echo "make check   make lint and the fast tests"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
@@ -28,8 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Tests of one file stay together: they share a cluster.
+TEST_PROCESSES ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -63,7 +63,7 @@ def time_call(driver: End, server: End, tensor: torch.Tensor) -> list[int]:
     ticks.append(time.perf_counter_ns())
     (frame,) = driver.connection.read_nowait() or ()
     ticks.append(time.perf_counter_ns())
-    result = driver.codec.load_reply(frame, frame.message, driver.info, name)
+    result = driver.codec.load(frame, frame.message, driver.info, name)
     ticks.append(time.perf_counter_ns())
     assert result.shape == tensor.shape
     return [after - before for before, after in itertools.pairwise(ticks)]

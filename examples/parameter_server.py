@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Literal
 
 import torch
 from torch import nn
 
 import gradwire as gw
 from gradwire.nn import RemoteModule
-from gradwire.params.snapshots import Mode
 
 NUM_TRAINERS = 4
 BATCH_SIZE = 64
+Mode = Literal["snapshot", "serialize", "hogwild"]
 MODES: tuple[Mode, ...] = ("snapshot", "serialize", "hogwild")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._forkserver import close_idle_template, prepare_template
+from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
 from gradwire.testing import LeakCheck, wait_until
 
 
@@ -19,13 +19,13 @@ from gradwire.testing import LeakCheck, wait_until
 def template_ends_with_the_session() -> Iterator[None]:
     """Later clusters start in milliseconds because the template stays; it must not outlive the tests."""
     yield
-    close_idle_template()
+    close_idle_fork_server()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def template_is_prepared(template_ends_with_the_session: None) -> None:
     """Test modules are imported by workers, and import pytest: once in the template is enough."""
-    prepare_template(["pytest"], 60.0)
+    return_fork_server(borrow_fork_server(60.0, ["pytest"]))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,18 +1,78 @@
-"""Values of the current thread that torch takes along into the threads of its engine.
+"""The private names of torch that gradwire uses, each with what is relied on. No other module touches any.
 
-torch runs the nodes of each accelerator in a thread of its own. Such a thread sees none of the caller's `threading.local` or
-context variables, but it gets the caller's thread-local state of torch, with the objects that are kept there.
+A new release of torch that changes one of them breaks this file, and a test in ``tests/unit/test_torch.py`` that names it.
 """
 
 from __future__ import annotations
 
+import importlib
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed import remote_device as _remote_devices
+from torch.optim import optimizer as _optimizers  # torch.optim deletes the name
 
 T = TypeVar("T")
 
-_keep: Any = torch._C._stash_obj_in_tls
+# -- used by autograd and params -------------------------------------------------------------------------------------------
+
+run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""Runs the engine, as `torch.autograd.grad` does, without its checks: they take longer than a small graph."""
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on in this thread for any device."""
+
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets the grad mode of this thread, and leaves no object behind that sets it back."""
+
+
+def function_apply(kind: type[torch.autograd.Function]) -> Any:
+    """Return the ``apply`` of a function in C.
+
+    That of `torch.autograd.Function` first looks for functorch's transforms, which take no part here; that doubles its cost.
+    """
+    return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+
+
+def backward_class(kind: type[torch.autograd.Function]) -> Any:
+    """Return the class of the nodes of a function: ``_backward_cls``, an attribute that may be replaced by a subclass."""
+    return kind._backward_cls
+
+
+def set_backward_class(kind: type[torch.autograd.Function], node: Any) -> None:
+    """Let the nodes of a function be of another class, derived from the one they have."""
+    kind._backward_cls = node
+
+
+def sequence_number(node: Any) -> int:
+    """Return what the engine orders ready nodes by: those with the highest number come first."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Change what the engine orders ready nodes by."""
+    node._set_sequence_nr(number)
+
+
+hook_mixin: Any = torch.autograd.function._HookMixin
+"""Its ``_register_hook`` is called for every hook that Python registers on a node of a function."""
+
+
+leaf_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+"""Returns the table of hooks that see the gradient of a leaf before it is accumulated; None or empty if there are none."""
+
+
+def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
+    """Return the table of hooks that see a leaf after its gradient was accumulated; None or empty if there are none."""
+    return getattr(leaf, "_post_accumulate_grad_hooks", None)
+
+
+_keep: Any = (
+    torch._C._stash_obj_in_tls
+)  # keeps an object in the state that torch takes along into threads of its engine
 _find: Any = torch._C._get_obj_in_tls
 _has: Any = torch._C._is_key_in_tls
 _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older releases
@@ -20,6 +80,9 @@ _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older r
 
 class Carried(Generic[T]):
     """One value for each thread, and for the threads of devices that work for it.
+
+    torch runs the nodes of each accelerator in a thread of its own. Such a thread sees none of the caller's
+    `threading.local` or context variables, but it gets the caller's thread-local state of torch, with the objects there.
 
     Args:
         name: Known once in the whole process.
@@ -44,9 +107,160 @@ class Carried(Generic[T]):
         Setting it back to the default leaves nothing behind: a thread that ends with objects there waits for the GIL, which
         is fatal while the interpreter ends.
         """
-        before = self.get()
+        is_set = _has(self._name)
+        before: T = _find(self._name) if is_set else self._default
         if value is not self._default or _remove is None:
             _keep(self._name, value)
-        elif _has(self._name):
+        elif is_set:
             _remove(self._name)
         return before
+
+
+# used by wire
+
+is_functorch_wrapped_tensor: Any = torch._C._functorch.is_functorch_wrapped_tensor  # inside vmap, grad and the like
+is_functional_tensor: Any = torch._is_functional_tensor  # inside functionalize
+neg_view: Any = torch._neg_view  # flips the neg bit without a copy
+coo_indices: Any = torch.Tensor._indices  # unlike indices(), of tensors that are not coalesced, too
+coo_values: Any = torch.Tensor._values
+privateuse1_backend_name: Any = torch._C._get_privateuse1_backend_name  # the name of a backend added to torch
+DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass  # operators see plain tensors in this block
+make_subclass: Any = torch.Tensor._make_subclass  # a leaf of another class on the same memory
+get_obj_state: Any = torch._utils._get_obj_state  # attributes and slots that a subclass adds
+set_obj_state: Any = torch._utils._set_obj_state
+
+
+def untyped_storage_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the bytes of a typed storage; its public method warns about a deprecation."""
+    return storage._untyped_storage
+
+
+def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Make a typed storage without the warning about a deprecation."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+# used by shard
+
+RemoteDevice = _remote_devices._remote_device  # a placement: "rank:0/cpu" or "worker0/cpu"
+has_compatible_shallow_copy_type: Any = (
+    torch._has_compatible_shallow_copy_type
+)  # nn.Module asks it before it sets .data
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
+is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
+calculate_correct_fan: Any = torch.nn.init._calculate_correct_fan  # of a size and a mode, as nn.init computes it
+is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the submodules by attribute, also one that is there twice, which `named_children` gives once."""
+    return module._modules
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, name: str) -> list[Any]:
+    """Return the hooks of one kind: ``"step_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` and so on."""
+    return list(getattr(optimizer, f"_optimizer_{name}_hooks").values())
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Return whether hooks are registered for the steps of all optimizers."""
+    return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
+
+
+def default_process_group() -> Any:
+    """Return the default process group; raise ValueError if there is none."""
+    return torch.distributed.distributed_c10d._get_default_group()
+
+
+# -- used by checkpoint ---------------------------------------------------------------------------------------------------
+
+LOAD_OWN_STATE_DICT = "_load_from_state_dict"
+"""The method that classes override to load what is directly in a module; torch's own copies from the tensors it is given."""
+
+
+def is_method_of_module(module: torch.nn.Module, method: str) -> bool:
+    """Return whether a module has a method from `torch.nn.Module` itself, which no class or instance overrides."""
+    return getattr(getattr(module, method), "__func__", None) is getattr(torch.nn.Module, method)
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return what is registered directly in a module: `_parameters` and `_buffers` have it by name, even None."""
+    return {**module._parameters, **module._buffers}
+
+
+def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
+    """Return what of `state_dict` is directly in a module: `_save_to_state_dict` adds that, and no submodules."""
+    found: Any = OrderedDict()
+    found._metadata = {"": {"version": module._version}}
+    module._save_to_state_dict(found, "", keep_vars)
+    return found
+
+
+def load_own_state_dict(module: torch.nn.Module, state: Any, metadata: dict[str, Any]) -> None:
+    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument.
+
+    Raises:
+        RuntimeError: The state does not fit.
+    """
+    errors: list[str] = []
+    module._load_from_state_dict(state, "", metadata, False, [], [], errors)
+    if errors:
+        raise RuntimeError("; ".join(errors))
+
+
+def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
+    """Return the versions of modules in a state dict, by prefix: `state_dict` keeps them as ``_metadata``."""
+    found: dict[str, dict[str, Any]] = state._metadata
+    return found
+
+
+def set_metadata(state: Any, metadata: dict[str, dict[str, Any]]) -> None:
+    """Set the versions of modules in a state dict; `load_state_dict` passes them to the modules."""
+    state._metadata = metadata
+
+
+# used by rref
+
+CppList: Any = getattr(torch._C, "ScriptList", list)  # a list that C++ has: its tensors are referred to from there
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to the memory of a storage, this object among them."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+# used by optim
+
+set_grad_enabled: Any = torch._C._set_grad_enabled  # set_grad_enabled(bool) sets grad mode of this thread, and no more
+
+
+# used by compat
+
+wait_for: Any = torch._C.Future.wait  # torch's own `wait` of a future, whose class may have another
+call_when_done: Any = torch._C.Future.add_done_callback  # likewise: calls back with the future, at once if it is done
+find_builtin: Any = (
+    torch.jit._builtins._find_builtin
+)  # "aten::add" for torch.add; None for functions that are no operators
+qualified_name: Any = torch._jit_internal._qualified_name  # "__torch__.<module>.<name>" of a script function
+
+
+def end_event_with(event: Any, future: Any) -> Any:
+    """End an event of a profiler, a `record_function`, with a future; return one that is done when the event has ended."""
+    return event._call_end_callbacks_on_future(future)
+
+
+def node_class(function: Any) -> type:
+    """Return the class of the graph's nodes that a class of `torch.autograd.Function` makes; it has the node's name."""
+    found: type = function._backward_cls
+    return found
+
+
+def distributed_rpc() -> Any:
+    """Return torch's own rpc: `_is_current_rpc_agent_set()`, and `_set_profiler_node_id(rank)` for profiles."""
+    return importlib.import_module("torch._C._distributed_rpc")
+
+
+# used by rpc
+TorchFuture: Any = torch._C.Future
+"""The class behind `torch.futures.Future`; its `wait` and `add_done_callback` are called without the checks around them."""

@@ -1,4 +1,8 @@
-"""Settings with their defaults. Everything is a frozen record, checked when it is made."""
+"""Settings with their defaults: each is defined, explained and checked here, once.
+
+`WorkerConfig` is what a worker runs with. `gradwire.rpc.RpcOptions` and `Cluster.local` take the same settings under the
+names that their users know, and make one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,7 @@ class Limits:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if not _is_number(value) or not value > 0:
                 raise ConfigurationError(f"Limits.{item.name} must be a positive number, not {value!r}")
 
 
@@ -73,7 +81,7 @@ class TlsKeys:
 
     @classmethod
     def in_folder(cls, folder: str | Path, name: str = "worker") -> TlsKeys:
-        """The files ``ca.pem``, ``<name>.pem`` and ``<name>.key`` in one folder."""
+        """Return the files ``ca.pem``, ``<name>.pem`` and ``<name>.key`` in one folder."""
         base = Path(folder)
         return cls(ca=base / "ca.pem", certificate=base / f"{name}.pem", key=base / f"{name}.key")
 
@@ -109,12 +117,14 @@ class WorkerConfig:
     shared_memory_from: int = 64 * KIB
 
     def __post_init__(self) -> None:
-        if self.num_worker_threads < 1:
-            raise ConfigurationError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
-        if not self.rpc_timeout_s >= 0:
-            raise ConfigurationError(f"rpc_timeout must be 0 (none) or positive, not {self.rpc_timeout_s}")
+        if not _is_number(self.num_worker_threads) or not self.num_worker_threads >= 1:
+            raise ConfigurationError(f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}")
+        if not _is_number(self.rpc_timeout_s) or not self.rpc_timeout_s >= 0:
+            raise ConfigurationError(f"rpc_timeout must be 0 (none) or positive, not {self.rpc_timeout_s!r}")
         if self.trust not in (None, "code", "data"):
             raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
         for scheme in self.transports or ():
             if scheme not in ("inproc", "unix", "tcp"):
                 raise ConfigurationError(f'transports may name "inproc", "unix" and "tcp", not {scheme!r}')
+        if not isinstance(self.limits, Limits):
+            raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")

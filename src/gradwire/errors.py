@@ -1,28 +1,28 @@
-"""Every error gradwire raises.
+"""Every error that gradwire raises.
 
 GradwireError
   ConfigurationError (ValueError)        an option is wrong; nothing was started
   TransportError
-    ConnectFailed (ConnectionError)      nobody answered at that address
-    ConnectionLost (ConnectionError)     they ended it
-    ConnectionClosed (ConnectionError)   we ended it
-    DecodeError                          bytes that are not a frame; the connection is closed
-      LimitExceeded                      a frame that is larger than this worker accepts
+    ConnectFailed (ConnectionError)      no worker answered at that address
+    ConnectionLost (ConnectionError)     the other side ended it
+    ConnectionClosed (ConnectionError)   this side had ended it
+    DecodeError                          bytes are not a valid frame; the connection is closed
+      LimitExceeded                      a frame is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, other trust level or version
       IdentityTaken                      another worker has that name or rank
-  CannotSend (TypeError, RuntimeError)   a value or tensor that cannot travel, and why
-  WaitTimeout (TimeoutError)             Future.wait(timeout=...) gave up; what it waits for goes on
+  CannotSend (TypeError, RuntimeError)   a value or tensor cannot be sent; says why
+  WaitTimeout (TimeoutError)             Future.wait(timeout=...) timed out; the call goes on
   RpcError (RuntimeError)
     RpcTimeout (TimeoutError)            the deadline passed; says in which phase
     CallCancelled                        the caller cancelled it
     WorkerLost (ConnectionError)         the worker died or left
-    UnknownWorker (ValueError)           no worker of that name or rank
-    RemoteCallFailed                     the user's function raised there, and its type is not known here
+    UnknownWorker (ValueError)           no worker has that name or rank
+    RemoteCallFailed                     the function raised an exception whose type is not known here
     NoSuchFunction (AttributeError)      the callee's module has no function of that name
     NotExposed (PermissionError)         trust="data" and the function was not marked with expose
     AlreadyInitialized (ConfigurationError)  this process is a worker already
-    DuplicateWorker (ConfigurationError)  two workers of one name or rank
+    DuplicateWorker (ConfigurationError)  two workers have one name or rank
     InvalidName (ConfigurationError)     a worker cannot have that name
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
@@ -32,12 +32,19 @@ GradwireError
     OwnerLost (WorkerLost)               the worker that owned the value is gone, and the value with it
   AutogradError (RuntimeError)
     NoActiveContext                      not inside gradwire.autograd.context()
-    UnknownContext                       a context that was released or never existed here
+    UnknownContext                       the context was released or never existed here
     BackwardFailed                       a backward pass ended without gradients, everywhere
-      UnsettledSend                      FAST mode: a message that no gradient comes back for
-  OptimizerError (RuntimeError)          a distributed optimizer could not do that on some workers; says which
+      UnsettledSend                      FAST mode: no gradient comes back for a message
+  OptimizerError (RuntimeError)          a distributed optimizer failed on some workers; says which
     OptimizerNotMade (ConfigurationError)  some workers could not make their part of it
-    OptimizerStepFailed                  some workers did not step; says who did
+    OptimizerStepFailed                  some workers did not step; says which did
+  CheckpointError (RuntimeError)         a checkpoint was not saved or not loaded
+    CannotSave (TypeError)               a value cannot be stored; says where it is
+    CheckpointBusy                       another process is saving to that directory
+    CheckpointWriteFailed                a worker could not write its part
+    CheckpointMissing (FileNotFoundError)  no checkpoint is there, or a file of it is gone
+    CheckpointDamaged                    a file is not what was written
+    CheckpointMismatch (ValueError)      it does not fit the objects that were to be filled
 
 Messages name the worker, the operation and the next step. Errors travel between workers as data (`ErrorInfo` in
 `gradwire.wire.messages`), never as pickles.
@@ -62,7 +69,7 @@ class TransportError(GradwireError):
 
 
 class ConnectFailed(TransportError, ConnectionError):
-    """Nobody answered at that address."""
+    """No worker answered at that address."""
 
 
 class ConnectionLost(TransportError, ConnectionError):
@@ -74,11 +81,11 @@ class ConnectionClosed(TransportError, ConnectionError):
 
 
 class DecodeError(TransportError):
-    """Bytes that are not a valid frame. The connection they came over is closed; nothing else is touched."""
+    """Bytes are not a valid frame. The connection they came over is closed; nothing else is touched."""
 
 
 class LimitExceeded(DecodeError):
-    """A frame that is larger, deeper or more numerous than `gradwire.config.Limits` allow."""
+    """A frame is larger, deeper or more numerous than `gradwire.config.Limits` allow."""
 
 
 class ResourceExhausted(TransportError):
@@ -90,17 +97,17 @@ class AuthenticationFailed(TransportError):
 
 
 class IdentityTaken(AuthenticationFailed):
-    """A name belongs to one rank, and a rank to one name, for the life of a cluster; this one belongs to another worker."""
+    """Another worker has that name or rank: a name belongs to one rank, and a rank to one name, while a cluster lives."""
 
 
 class CannotSend(GradwireError, TypeError, RuntimeError):
-    """A value or tensor that cannot travel to another worker; the message says which and why."""
+    """A value or tensor cannot be sent to another worker; the message says which and why."""
 
 
 class WaitTimeout(GradwireError, TimeoutError):
-    """A thread waited for a future as long as it wanted to. The future is not completed, and the call goes on.
+    """The timeout of `Future.wait` passed. The future is not completed, and the call goes on.
 
-    The deadline of the call itself is another matter: when that passes, the call ends with `RpcTimeout`.
+    This is not the deadline of the call itself: when that passes, the call ends with `RpcTimeout`.
     """
 
 
@@ -176,7 +183,7 @@ class DuplicateWorker(RpcError, ConfigurationError):
 
 
 class InvalidName(RpcError, ConfigurationError):
-    """A worker cannot have that name; the message says what names look like."""
+    """A worker cannot have that name; the message says which names are valid."""
 
 
 class NotInitialized(RpcError):
@@ -196,7 +203,7 @@ class RRefError(GradwireError, RuntimeError):
 
 
 class NotTheOwner(RRefError):
-    """The value of a reference lives on another worker, which alone can do that."""
+    """Only the worker that owns the value of a reference can do that."""
 
 
 class OwnerLost(RRefError, WorkerLost):
@@ -212,7 +219,7 @@ class NoActiveContext(AutogradError):
 
 
 class UnknownContext(AutogradError):
-    """A context that was released, or that this worker never had to do with; the message says which."""
+    """A context was released, or never existed on this worker; the message says which."""
 
 
 class BackwardFailed(AutogradError):
@@ -234,7 +241,7 @@ class BackwardFailed(AutogradError):
 class UnsettledSend(BackwardFailed):
     """FAST mode only: a message was sent in the forward pass, and no gradient comes back for it.
 
-    Its result or argument has no part in the loss; SMART mode copes with that.
+    Its result or argument does not contribute to the loss; SMART mode handles that.
 
     Attributes:
         sends: One line for each such message: function, call site and worker.
@@ -260,11 +267,13 @@ class OptimizerError(GradwireError, RuntimeError):
 
 
 class OptimizerNotMade(OptimizerError, ConfigurationError):
-    """Some workers could not make their part of an optimizer; there is none."""
+    """Some workers could not make their part of an optimizer; none was made."""
 
 
 class OptimizerStepFailed(OptimizerError):
-    """Some workers did not step, or did not say so. Calling `step` again with the same contexts repeats it for those alone.
+    """Some workers did not step, or did not confirm it.
+
+    Calling `step` again with the same contexts repeats it for those alone.
 
     Attributes:
         stepped: Names of the workers that have.
@@ -295,11 +304,11 @@ class CheckpointError(GradwireError, RuntimeError):
 
 
 class CannotSave(CheckpointError, TypeError):
-    """A value that has no place in a checkpoint; the message says where it is and what to save instead."""
+    """A value cannot be stored in a checkpoint; the message says where it is and what to save instead."""
 
 
 class CheckpointBusy(CheckpointError):
-    """Somebody else is saving to that directory; the message says who."""
+    """Another process is saving to that directory; the message says which."""
 
 
 class CheckpointWriteFailed(CheckpointError):

@@ -1,7 +1,7 @@
-"""The composition root: what a complete worker is made of.
+"""The composition root: the parts of a complete worker.
 
 `gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd) join every worker by
-adding a function to `gradwire.rpc.agent.attachments` here, so that rpc need not know them. They are imported when the
+adding a function to `gradwire.rpc.agent.attachments` here, so that rpc does not depend on them. They are imported when the
 first worker starts: a launcher or a data loader imports gradwire as well, and never becomes a worker.
 
 Packages that many programs do not use are imported when they are used: by the program (`gradwire.__getattr__`), by another
@@ -24,19 +24,18 @@ DEFERRED = ("checkpoint", "nn", "optim", "rref", "shard")
 """Packages that are imported when they are used."""
 
 _LAYERS = (
-    "gradwire.autograd.worker",
-    "gradwire.autograd.autocast",
+    "gradwire.autograd.engine",
     "gradwire.rref.context",
     "gradwire.rref.owner",
 )
 """Modules that join a new worker with their `attach`, in this order."""
 
-_WORKER_PARTS = ("gradwire.autograd.interceptor", "gradwire.autograd.rref_backward")
+_WORKER_PARTS = ("gradwire.autograd.rref_backward",)
 """Modules that a worker needs besides, and that are imported when one starts."""
 
 
 def import_all() -> None:
-    """Import the packages that `import gradwire` leaves out; for a process whose forks all profit from it."""
+    """Import the packages that `import gradwire` leaves out, in a process that forks workers."""
     for name in (*(f"gradwire.{name}" for name in DEFERRED), *_LAYERS, *_WORKER_PARTS):
         importlib.import_module(name)
 
@@ -56,7 +55,7 @@ if _attach_layers not in attachments:
     attachments.append(_attach_layers)
 for _name, _module in {
     "gradwire.checkpoint": "gradwire.checkpoint.owner",
-    "gradwire.nn": "gradwire.nn.owner",
+    "gradwire.nn": "gradwire.nn.module_owner",
     "gradwire.optim": "gradwire.optim.local",
     "gradwire.rref": "gradwire.rref.owner",
     "gradwire.rref.backward": "gradwire.autograd.rref_backward",

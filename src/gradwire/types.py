@@ -1,4 +1,4 @@
-"""Small values that every layer shares: who a worker is and where it can be reached."""
+"""Values that every layer shares: a worker's identity and addresses, and the layout of ids."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class WorkerAddress(msgspec.Struct, frozen=True):
 
 
 def is_worker_name(name: str) -> bool:
-    """Whether a worker can be called that: letters, digits and ``-_:.``, which confuse nobody in messages, paths or logs."""
+    """Whether a worker can have that name: letters, digits and ``-_:.``, which are safe in messages, paths and logs."""
     return bool(name) and all(char.isalnum() or char in "-_:." for char in name)
 
 
 def make_incarnation() -> int:
-    """A number that is larger for a later start; 63 bits of nanoseconds last until the year 2262."""
+    """Return a number that is larger for a later start; 63 bits of nanoseconds last until the year 2262."""
     return time.time_ns()
 
 
@@ -73,15 +73,15 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 
 
 def first_counter(incarnation: int) -> int:
-    """Where the counters of a worker begin: 512 ids for each hundredth of a second since the epoch."""
+    """Return where the counters of a worker begin: 512 ids for each hundredth of a second since the epoch."""
     return ((incarnation // _TICK_NS) << _IDS_PER_TICK_BITS) & MAX_COUNTER
 
 
 def make_secret_id(rank: int) -> int:
-    """Return an id that workers which were not told it cannot guess."""
+    """Return an id that other workers cannot guess."""
     return (rank << COUNTER_BITS) | (secrets.randbits(COUNTER_BITS) or 1)
 
 
 def creator_of(number: int) -> int:
-    """Rank of the worker that made an id."""
+    """Return the rank of the worker that made an id."""
     return number >> COUNTER_BITS

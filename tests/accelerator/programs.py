@@ -16,7 +16,7 @@ from gradwire.autograd.api import _retrieve_context
 from gradwire.errors import BackwardFailed
 from gradwire.params import rwlock as guards
 from gradwire.params import snapshots as sharing
-from gradwire.params.saved_tensors import saving
+from gradwire.params.snapshots import saving
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]

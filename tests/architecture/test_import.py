@@ -72,8 +72,10 @@ DEFERRED = (
 )
 # What only a worker needs: imported when one starts.
 WORKER_ONLY = (
+    "gradwire.autograd.backward_pass",
     "gradwire.autograd.engine",
     "gradwire.autograd.interceptor",
+    "gradwire.autograd.local_engine",
     "gradwire.autograd.rref_backward",
     "gradwire.params.snapshots",
 )

@@ -38,7 +38,7 @@ def registered() -> set[str]:
         assert server._keeper is not None
         found = {*server._control, *agent.notices._handlers, server._keeper[0]}
         found |= {interceptor.name for interceptor in agent.interceptors}
-    found |= {name for name, item in functions._exposed.items() if _is_ours(item)}
+    found |= {name for name, item in functions.exposed.items() if _is_ours(item)}
     found |= {name for name, item in _registry.BY_NAME.items() if _is_ours(item.kind)}
     return found | in_sources()
 

@@ -21,11 +21,13 @@ IF_EXPORTED = (
     "gradwire.autograd",
     "gradwire.checkpoint",
     "gradwire.cluster",
+    "gradwire.compat",
     "gradwire.nn",
     "gradwire.optim",
     "gradwire.rref",
     "gradwire.shard",
     "gradwire.shard.sharded_tensor",
+    "gradwire.transports.tls",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._forkserver import close_idle_template
+from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.api import Cluster
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 
@@ -16,7 +16,7 @@ __all__ = ["make_puppets", "meeting", "nursery", "workers"]
 @pytest.fixture(scope="session", autouse=True)
 def _template_ends_with_the_session() -> Iterator[None]:
     yield
-    close_idle_template()
+    close_idle_fork_server()
 
 
 @pytest.fixture

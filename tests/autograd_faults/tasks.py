@@ -12,7 +12,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import context as container
-from gradwire.autograd import worker
+from gradwire.autograd.api import current_engine
 from gradwire.testing import wait_until
 
 weight = torch.nn.Parameter(torch.tensor([0.5, -0.25, 0.125], dtype=torch.float64))
@@ -156,13 +156,13 @@ FAULTS: dict[str, Any] = {
 
 def counts() -> tuple[int, int, int, int]:
     """Contexts, passes under way, sends and recvs on this worker."""
-    numbers = worker.here().statistics()
+    numbers = current_engine().statistics()
     return numbers.num_contexts, numbers.num_passes_under_way, numbers.num_sends, numbers.num_recvs
 
 
 def left() -> str:
     """What this worker has not freed, in words: for errors."""
-    here = worker.here()
+    here = current_engine()
     contexts = [
         f"{context!r} of rank {container.creator_of(context.context_id)}, known to {sorted(context.known_workers)}, "
         f"with {list(context.passes.values())!r}"
@@ -173,13 +173,13 @@ def left() -> str:
 
 def phases(context_id: int) -> list[str]:
     """Where the passes of a context are on this worker; empty if it does not have the context."""
-    context = worker.here().container.find(context_id)
+    context = current_engine().container.find(context_id)
     return [item.phase.name for item in list(context.passes.values())] if context is not None else []
 
 
 def num_gradients(context_id: int) -> int:
     """Leaves that have a gradient in a context here, without waiting for a pass that is not decided."""
-    context = worker.here().container.find(context_id)
+    context = current_engine().container.find(context_id)
     return len(context.gradients) if context is not None else 0
 
 
@@ -189,7 +189,7 @@ def weight_gradient(context_id: int) -> torch.Tensor | None:
 
 
 def where_released(context_id: int) -> str | None:
-    return worker.here().container.where_released(context_id)
+    return current_engine().container.where_released(context_id)
 
 
 def run_pass(context_id: int, x: torch.Tensor, way: list[str], folder: str) -> None:
@@ -200,5 +200,5 @@ def run_pass(context_id: int, x: torch.Tensor, way: list[str], folder: str) -> N
 
 def only_context() -> int:
     """The id of the one context on this worker."""
-    (context,) = worker.here().container
+    (context,) = current_engine().container
     return context.context_id

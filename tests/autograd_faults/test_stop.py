@@ -33,12 +33,19 @@ LATE_S = 1.8
 """No wait may last longer than this beyond its deadline: less than a probe takes that nobody hurries."""
 
 
+def _is_stopped(pid: int | None) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 @contextmanager
 def stopped(worker: Worker) -> Iterator[None]:
     """The worker's process does nothing inside; nobody can tell that from one that thinks."""
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
     try:
+        # The signal is on its way to each of its threads: until then they may answer.
+        wait_until(lambda: _is_stopped(worker.pid), 20.0, "that the process is stopped")
         yield
     finally:
         os.kill(worker.pid, signal.SIGCONT)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradwire import autograd, checkpoint, rpc
-from gradwire.checkpoint import _failpoints as _points
+from gradwire.checkpoint import directory
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 
@@ -80,7 +80,7 @@ def die_at(point: str) -> None:
         if passed == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _points.hook = hook
+    directory.failpoint_hook = hook
 
 
 def kill_at(point: str, pid: int) -> None:
@@ -90,7 +90,7 @@ def kill_at(point: str, pid: int) -> None:
         if passed == point:
             os.kill(pid, signal.SIGKILL)
 
-    _points.hook = hook
+    directory.failpoint_hook = hook
 
 
 def limit_files(num_bytes: int) -> None:
@@ -116,14 +116,14 @@ def make_tied() -> nn.Module:
 
 
 def wait_at(point: str, gate: str) -> None:
-    """From now on, a save that comes to that point waits for somebody to open the gate and write."""
+    """From now on, a save that comes to that point waits until the test opens the gate and writes."""
 
     def hook(passed: str) -> None:
         if passed == point:
             with open(gate) as opened:
                 opened.read()
 
-    _points.hook = hook
+    directory.failpoint_hook = hook
 
 
 def save_there(folder: str, reference: rpc.RRef[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Whoever dies during a save, and whenever: the old checkpoint or the new one is whole, and the next save tidies up."""
+"""A process that dies at any point of a save: the old checkpoint or the new one is whole, and the next save tidies up."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_two_who_save_to_one_directory(own_cluster: Cluster, tmp_path: Path) -> None:
-    """The first is stopped in the middle by a worker that waits; the second learns who is first."""
+def test_two_workers_that_save_to_one_directory(own_cluster: Cluster, tmp_path: Path) -> None:
+    """The first is stopped in the middle by a worker that waits; the second is told the name of the first."""
     gate = tmp_path / "gate"
     folder = tmp_path / "checkpoint"
     os.mkfifo(gate)

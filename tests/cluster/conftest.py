@@ -1,4 +1,4 @@
-"""After every test of this folder the template process has no worker left; the usual check does not look that far."""
+"""After every test of this folder the fork server has no worker left; the usual check does not look that far."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.processes import children_of
-from gradwire.cluster._forkserver import close_idle_template
+from gradwire.cluster._forkserver import close_idle_fork_server
+from gradwire.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
     yield
-    assert [worker for template in children_of(os.getpid()) for worker in children_of(template)] == []
+    # The fork server reaps them when it comes to run.
+    wait_until(lambda: not [worker for server in children_of(os.getpid()) for worker in children_of(server)], 10.0)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _template_ends_with_the_session() -> Iterator[None]:
+def _fork_server_ends_with_the_session() -> Iterator[None]:
     yield
-    close_idle_template()
+    close_idle_fork_server()

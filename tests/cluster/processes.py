@@ -35,3 +35,9 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return []  # it has just ended
+
+
+def thread_states(pid: int) -> list[str]:
+    """The kernel's letter for each thread of a process, e.g. ``T`` for one that was stopped."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]

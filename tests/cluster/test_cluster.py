@@ -84,13 +84,13 @@ def test_processes_have_the_names_of_their_workers() -> None:
     long_name = "parameter-server-with-a-long-name"
     with Cluster.local(2, names=["left", long_name]) as cluster:
         pids = [worker.pid for worker in cluster.workers]
-        template = cluster.workers[0].call(tasks.parent_id, None)
+        server = cluster.workers[0].call(tasks.parent_id, None)
         comms, titles = (
-            [Path(f"/proc/{pid}/{file}").read_bytes().rstrip(b"\0\n").decode() for pid in (template, *pids)]
+            [Path(f"/proc/{pid}/{file}").read_bytes().rstrip(b"\0\n").decode() for pid in (server, *pids)]
             for file in ("comm", "cmdline")
         )
-    assert comms == ["gw-template", "gw-left", "gw-parameter-se"]
-    assert titles == ["gradwire:template", "gradwire:left", f"gradwire:{long_name}"]
+    assert comms == ["gw-forkserver", "gw-left", "gw-parameter-se"]
+    assert titles == ["gradwire:forkserver", "gradwire:left", f"gradwire:{long_name}"]
 
 
 def test_random_numbers_differ_between_workers_and_torch_repeats_them() -> None:
@@ -241,7 +241,7 @@ def test_clusters_one_after_the_other() -> None:
             pids.update(cluster.map(tasks.parent_id, range(count)))
             assert len(cluster.workers) == count
         assert not any(worker.is_alive for worker in cluster.workers)
-    assert len(pids) == 1, "every cluster was forked from the same template process"
+    assert len(pids) == 1, "every cluster was forked from the same fork server"
 
 
 def test_with_trust_in_data_only_what_is_exposed_can_be_called() -> None:

@@ -22,7 +22,7 @@ def _own_bytes(pid: int) -> int:
 @pytest.mark.slow
 def test_forty_workers(record_property: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
     with Cluster.local(1):
-        pass  # the template is there now
+        pass  # the fork server is there now
     started = time.monotonic()
     with Cluster.local(_WORKERS) as cluster:
         ready = time.monotonic()

@@ -123,7 +123,7 @@ with Cluster.local(2) as cluster:
     with Script(tmp_path, text) as script:
         child, copy = json.loads(script.line())
         assert script.line() == "[worker0] holding"
-        assert {"gw-template", "gw-worker0", "gw-worker1"} <= set(processes_with(script.mark).values())
+        assert {"gw-forkserver", "gw-worker0", "gw-worker1"} <= set(processes_with(script.mark).values())
         script.process.kill()
         try:
             wait_until(lambda: set(processes_with(script.mark)) == {copy})

@@ -145,20 +145,20 @@ def test_the_failure_of_the_block_comes_first() -> None:
             check.__exit__(None, None, None)
 
 
-def test_a_template_process_may_stay() -> None:
+def test_a_fork_server_may_stay() -> None:
     check = LeakCheck(timeout_s=0.05)
-    program = "open('/proc/self/comm', 'w').write('gw-template'); print(flush=True); input()"
+    program = "open('/proc/self/comm', 'w').write('gw-forkserver'); print(flush=True); input()"
     ours, theirs = socket.socketpair()
     with (
         theirs,
-        subprocess.Popen([sys.executable, "-c", program], stdin=ours, stdout=subprocess.PIPE) as template,
+        subprocess.Popen([sys.executable, "-c", program], stdin=ours, stdout=subprocess.PIPE) as server,
     ):
         ours.close()
-        assert template.stdout is not None
-        assert template.stdout.readline() == b"\n"
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"\n"
         assert check.leaks() == []
         theirs.send(b"\n")
-        assert template.wait(20) == 0
+        assert server.wait(20) == 0
 
 
 @pytest.mark.slow

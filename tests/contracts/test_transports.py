@@ -11,8 +11,8 @@ import pytest
 
 from gradwire.config import TlsKeys
 from gradwire.testing import TRANSPORT_CHECKS, ConnectionPair, TransportCheck, wait_until
-from gradwire.transports.base import Listener, Transport
 from gradwire.transports.inproc import InprocTransport
+from gradwire.transports.registry import Listener, Transport
 from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.tcp import TcpTransport
 from gradwire.transports.tls import make_keys

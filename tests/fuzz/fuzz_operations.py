@@ -35,15 +35,15 @@ from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
 from gradwire.autograd import current_context as ambient
-from gradwire.autograd import worker
 from gradwire.errors import GradwireError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import functions, set_current_agent
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.pending_calls import CallHolder, PendingCall
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rref import RRef, remote
 from gradwire.testing import wait_until
+from unit.autograd.layers import engine_of
 
 CALL_S: Final = 0.3
 CONTROL_S: Final = 0.05
@@ -153,7 +153,7 @@ class Attack:
         self._last = ""
         self.grammar = Grammar(self._rng, self._pools, lambda: self._references)
         hostile = world.hostile
-        self._exposed = [name for name in functions._exposed if name.startswith("gradwire.")]
+        self._exposed = [name for name in functions.exposed if name.startswith("gradwire.")]
         self._control = dict(hostile.server._control)
         self._notices = {name.removeprefix("~"): kind for name, kind in hostile.notices._kinds.items()}
         self._notes = [item.name for item in hostile.interceptors]
@@ -182,7 +182,7 @@ class Attack:
     def renew(self) -> None:
         """Takes new ids, now and then: what was released or has ended takes no messages any more."""
         rng, pools = self._rng, self._pools
-        container = worker.of(self.world.hostile).container
+        container = engine_of(self.world.hostile).container
         # Not those of the honest worker: ids of contexts cannot be guessed, and who was told one may take part.
         rank = rng.choice((1, 1, 1, 0, 2, 9))
         context_id = (rank << 48) | rng.getrandbits(48)
@@ -240,7 +240,7 @@ class Attack:
 
     def _send_call(self) -> None:
         name = self._rng.choice(self._exposed)
-        self._call(name, self.grammar.arguments(functions._exposed[name]), self._any_notes(0.1))
+        self._call(name, self.grammar.arguments(functions.exposed[name]), self._any_notes(0.1))
 
     def _send_recorded_call(self) -> None:
         """A call of the user's, with any notes."""
@@ -261,10 +261,10 @@ class Attack:
         return notes
 
     def _call(self, name: str, args: tuple[Any, ...], notes: dict[str, Any] | None) -> None:
-        caller = self.world.hostile.caller
+        caller = self.world.hostile.client
         self._last = f"{name}{args!r} with {notes!r}"
         try:
-            call = caller.start("v", name, args, None, CALL_S, CallHolder(notes=notes))
+            call = caller.start("v", name, args, None, CALL_S, notes=notes)
             if not call.is_done:
                 caller.wait(call)
         except NOT_SENT:
@@ -371,7 +371,7 @@ class Honest:
         parameters = self._module.remote_parameters()
         self._optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
         self.references = [self._module.module_rref, self._value, *parameters, *self._optimizer.remote_optimizers]
-        context = worker.of(world.honest).container.new_context()
+        context = engine_of(world.honest).container.new_context()
         self.context_id = context.context_id
         self._x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
         with ambient.inside(self.context_id):
@@ -409,7 +409,7 @@ class Honest:
     def close(self) -> None:
         """Lets go of everything."""
         become(self._agent)
-        worker.of(self._agent).release(self.context_id)
+        engine_of(self._agent).release(self.context_id)
 
 
 def run(

@@ -35,8 +35,7 @@ else:
 
 from gradwire.autograd.messages import AbortPass, PropagateGradients, RecordedCall
 from gradwire.errors import CannotSend, DecodeError
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import serialization, tensors
 from gradwire.wire.exceptions import rebuild_exception
 from gradwire.wire.framing import PREFIX_BYTES, Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, Reply, read_note
@@ -246,9 +245,9 @@ def check_value(message: Call | Reply, frame: Frame) -> None:
     """Rebuild tensors and value; a value that was decoded can be encoded, and then is the same bytes' worth."""
     buffers = iter(frame.buffers)
     values = [tensors.rebuild(meta, buffers) for meta in message.tensors]
-    value = objects.unpack(message.codec, frame.body, values, "data", samples.LIMITS)
-    packed = objects.pack(value, "data", samples.LIMITS)
-    again = objects.unpack(packed.codec, packed.body, packed.tensors, "data", samples.LIMITS)
+    value = serialization.unpack(message.codec, frame.body, values, "data", samples.LIMITS)
+    packed = serialization.pack(value, "data", samples.LIMITS)
+    again = serialization.unpack(packed.codec, packed.body, packed.tensors, "data", samples.LIMITS)
     if repr(type(again)) != repr(type(value)):
         raise AssertionError(f"{type(value)} became {type(again)}")
     for tensor in packed.tensors:

@@ -32,7 +32,6 @@ import gradwire.checkpoint.owner
 import gradwire.optim.local
 import gradwire.shard.serialization
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.config import MIB, Limits, WorkerConfig
 from gradwire.errors import GradwireError
 from gradwire.rpc.agent import Agent
@@ -101,9 +100,9 @@ def call_back(name: Any, context_id: Any = 0) -> Any:
     request = current_request()
     assert request is not None
     agent: Agent = request.source.server.agent
-    context = worker.of(agent).container.find(context_id) if type(context_id) is int else None
+    context = agent.extensions["autograd"].container.find(context_id) if type(context_id) is int else None
     if context is not None:
-        worker.of(agent).engine.prober.explain(context)
+        agent.extensions["autograd"].prober.explain(context)
     return agent.call(request.source.info.name, str(name)[:100], (torch.ones(3, requires_grad=True),), None, 1.0)
 
 
@@ -123,7 +122,7 @@ def collect() -> None:
 
 def state_of(agent: Agent) -> dict[str, Any]:
     """As `state`, for any worker of this process."""
-    autograd, known = worker.of(agent), references.of(agent)
+    autograd, known = agent.extensions["autograd"], references.of(agent)
     contexts = list(autograd.container)
     numbers = known.statistics()
     return {

@@ -126,7 +126,7 @@ def test_new_operation_is_fuzzed(monkeypatch: pytest.MonkeyPatch) -> None:
     def new_operation(context_id: int) -> Any:
         return {}[str(context_id)]
 
-    monkeypatch.setitem(functions._exposed, "gradwire.new.operation", new_operation)
+    monkeypatch.setitem(functions.exposed, "gradwire.new.operation", new_operation)
     found: Callable[[Attack], list[str]] = lambda attack: list(attack.outcome.findings)  # noqa: E731
     with make_world() as world:
         honest = Honest(world)

@@ -15,8 +15,7 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import serialization, tensors
 from gradwire.wire.framing import encode
 from gradwire.wire.messages import (
     MESSAGE_TYPES,
@@ -76,7 +75,7 @@ def raw_call(*fields: Any, payload: bytes = b"") -> bytes:
 
 def call_with(meta: TensorMeta | tuple[Any, ...], payload: bytes = b"") -> bytes:
     """A call of one tensor with any metadata."""
-    return raw_call(1, "m:f", 1.0, objects.PLAIN, 0, (meta,), payload=payload)
+    return raw_call(1, "m:f", 1.0, serialization.PLAIN, 0, (meta,), payload=payload)
 
 
 def bytes_of(part: torch.Tensor) -> bytes:
@@ -87,7 +86,7 @@ def bytes_of(part: torch.Tensor) -> bytes:
 
 def value_frame(value: Any, *, as_reply: bool = False) -> bytes:
     """A call or reply that carries a value."""
-    packed = objects.pack(value, "data", LIMITS)
+    packed = serialization.pack(value, "data", LIMITS)
     described = [tensors.describe(tensor, LIMITS) for tensor in packed.tensors]
     metas = tuple(meta for meta, _ in described)
     segments = [bytes_of(part) for _, parts in described for part in parts]
@@ -137,21 +136,21 @@ def _csr_parts() -> tuple[TensorMeta, ...]:
 
 def call_csr(meta: TensorMeta, crow: tuple[int, ...] = (0, 1, 2), col: tuple[int, ...] = (0, 2)) -> bytes:
     """A call with a CSR tensor of two values."""
-    body = objects.pack([torch.ones(1)], "data", LIMITS).body
+    body = serialization.pack([torch.ones(1)], "data", LIMITS).body
     payload = body + struct.pack("<3q2q2f", *crow, *col, 1.0, 2.0)
-    return encode(Call(5, "m:f", 1.5, objects.PLAIN, len(body), (meta,)), len(payload)) + payload
+    return encode(Call(5, "m:f", 1.5, serialization.PLAIN, len(body), (meta,)), len(payload)) + payload
 
 
 def call_coo(indices: tuple[int, int], flags: int = 0, shape: tuple[int, ...] = (4,)) -> bytes:
     """A call with a COO tensor of two values, whose indices are given."""
     parts = (TensorMeta(INT64, (1, 2), 16), TensorMeta(FLOAT32, (2,), 8))
     meta = TensorMeta(FLOAT32, shape, 0, flags, COO, "", parts)
-    body = objects.pack([torch.ones(1)], "data", LIMITS).body
+    body = serialization.pack([torch.ones(1)], "data", LIMITS).body
     payload = body + struct.pack("<2q2f", *indices, 1.0, 2.0)
-    return encode(Call(5, "m:f", 1.5, objects.PLAIN, len(body), (meta,)), len(payload)) + payload
+    return encode(Call(5, "m:f", 1.5, serialization.PLAIN, len(body), (meta,)), len(payload)) + payload
 
 
-def body_frame(body: bytes, codec: int = objects.PLAIN) -> bytes:
+def body_frame(body: bytes, codec: int = serialization.PLAIN) -> bytes:
     """A call with any body and no tensors."""
     return encode(Call(5, "m:f", 1.5, codec, len(body)), len(body)) + body
 
@@ -322,12 +321,14 @@ def bad_values() -> dict[str, bytes]:
         "06_csr_other_rows": call_csr(TensorMeta(FLOAT32, (5, 3), 0, 0, CSR, "", _csr_parts())),
         "06_device_missing": body_and_tensor((FLOAT32, (1,), 4, 0, 0, "ipu:0")),
         "07_index_out_of_range": body_frame(pack(ext(0, b"\x07\x00\x00\x00"))),
-        "07_never_used": raw_call(1, "m:f", 1.0, objects.PLAIN, 1, ((FLOAT32, (1,), 4),), payload=b"\xc0abcd"),
-        "07_tensor_of_empty": raw_call(1, "m:f", 1.0, objects.EMPTY, 0, ((FLOAT32, (1,), 4),), payload=b"abcd"),
-        "07_two_tensors_for_one": raw_call(1, "m:f", 1.0, objects.TENSOR, 0, [(BOOL, (1,), 1)] * 2, payload=b"ab"),
-        "07_no_tensor_for_one": raw_call(1, "m:f", 1.0, objects.TENSOR, 0),
-        "07_body_of_tensors": body_frame(b"\xc0", objects.TENSORS),
-        "07_body_of_none": body_frame(b"\xc0", objects.NONE),
+        "07_never_used": raw_call(1, "m:f", 1.0, serialization.PLAIN, 1, ((FLOAT32, (1,), 4),), payload=b"\xc0abcd"),
+        "07_tensor_of_empty": raw_call(1, "m:f", 1.0, serialization.EMPTY, 0, ((FLOAT32, (1,), 4),), payload=b"abcd"),
+        "07_two_tensors_for_one": raw_call(
+            1, "m:f", 1.0, serialization.TENSOR, 0, [(BOOL, (1,), 1)] * 2, payload=b"ab"
+        ),
+        "07_no_tensor_for_one": raw_call(1, "m:f", 1.0, serialization.TENSOR, 0),
+        "07_body_of_tensors": body_frame(b"\xc0", serialization.TENSORS),
+        "07_body_of_none": body_frame(b"\xc0", serialization.NONE),
         "08_unknown_extension": body_frame(pack(ext(99, b""))),
         "08_unknown_container": body_frame(pack([ext(99, b"")])),
         "08_timestamp": body_frame(b"\xd6\xff\x00\x00\x00\x00"),
@@ -340,12 +341,12 @@ def bad_values() -> dict[str, bytes]:
         "08_empty_body": body_frame(b""),
         "08_trailing": body_frame(b"\xc0\xc0"),
         "09_unregistered_class": body_frame(pack([ext(39, b"os:system"), "true"])),
-        "13_pickle": body_frame(b"cos\nsystem\n(S'true'\ntR.", objects.PICKLE),
+        "13_pickle": body_frame(b"cos\nsystem\n(S'true'\ntR.", serialization.PICKLE),
         "13_pickle_as_plain": body_frame(b"\x80\x05cos\nsystem\n(S'true'\ntR."),
     }
 
 
 def body_and_tensor(meta: tuple[Any, ...]) -> bytes:
     """A call that names its one tensor, of 4 bytes."""
-    body = objects.pack([torch.ones(1)], "data", LIMITS).body
-    return raw_call(1, "m:f", 1.0, objects.PLAIN, len(body), (meta,), payload=body + b"abcd")
+    body = serialization.pack([torch.ones(1)], "data", LIMITS).body
+    return raw_call(1, "m:f", 1.0, serialization.PLAIN, len(body), (meta,), payload=body + b"abcd")

@@ -12,8 +12,8 @@ from torch import nn
 import gradwire as gw
 from gradwire import rpc
 from gradwire.nn import RemoteModule
-from gradwire.params import snapshots as sharing
-from gradwire.rref import context as references
+from gradwire.params import snapshots
+from gradwire.rref import context as rref_context
 
 Gradients = dict[str, torch.Tensor]
 
@@ -92,7 +92,7 @@ def step_on_owner(module_rref: Any, context_ids: Sequence[int], rate: float, lab
         for name, param in params.items()
         if any(param in table for table in tables)
     }
-    with sharing.stepping(params.values(), context_ids), torch.no_grad():
+    with snapshots.stepping(params.values(), context_ids), torch.no_grad():
         for name, gradient in total.items():
             params[name].sub_(gradient, alpha=rate)
         with _lock:
@@ -122,7 +122,7 @@ def weights_of(module: RemoteModule) -> Gradients:
 
 def count_left() -> int:
     """Contexts and references of this worker."""
-    numbers = references.here().statistics()
+    numbers = rref_context.here().statistics()
     contexts = int(gw.autograd._get_debug_info()["num_autograd_contexts"])
     return contexts + numbers.num_values + numbers.num_forks + numbers.num_children
 

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import gradwire as gw
 from gradwire.cluster.api import Cluster
 from gradwire.nn import RemoteModule
-from gradwire.params import snapshots as sharing
-from gradwire.rref import context as references
+from gradwire.params import snapshots
+from gradwire.rref import context as rref_context
 from gradwire.testing import wait_until
 from nn.models import Net, gradients_of, make_input, step, weights_of
 
@@ -42,11 +42,11 @@ def _are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) 
 
 
 def modes_on_owner(rref: Any) -> set[str | None]:
-    return {sharing.mode_of(param) for param in rref.local_value().parameters()}
+    return {snapshots.mode_of(param) for param in rref.local_value().parameters()}
 
 
 def num_values() -> int:
-    return references.here().statistics().num_values
+    return rref_context.here().statistics().num_values
 
 
 def test_a_copy_has_parameters_of_its_own(cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed
 from gradwire.nn import RemoteModule
-from gradwire.params import snapshots as sharing
+from gradwire.params import rwlock, snapshots
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, weights_of
 
@@ -240,12 +240,12 @@ def use_weight(x: torch.Tensor) -> torch.Tensor:
 def guard_weight(mode: str) -> None:
     with torch.no_grad():
         _weight.copy_(torch.linspace(-1, 1, 4, dtype=torch.float64))
-    sharing.guard([_weight], mode)  # type: ignore[arg-type]
+    snapshots.guard([_weight], mode)  # type: ignore[arg-type]
 
 
 def step_weight(context_id: int) -> torch.Tensor:
     gradient = gw.autograd.get_gradients(context_id)[_weight]
-    with sharing.stepping([_weight], [context_id]), torch.no_grad():
+    with snapshots.stepping([_weight], [context_id]), torch.no_grad():
         _weight.sub_(gradient, alpha=0.1)
     return gradient
 
@@ -351,8 +351,8 @@ def test_hogwild_trainers(cluster: Cluster) -> None:
 
 def count_guarded() -> int:
     gc.collect()
-    sharing.guard([], "snapshot")
-    return len(sharing.guards._guarded) + len(sharing.guards._by_memory)
+    snapshots.guard([], "snapshot")
+    return len(rwlock.guarded_params) + len(rwlock._by_memory)
 
 
 @pytest.fixture

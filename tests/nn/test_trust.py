@@ -223,7 +223,7 @@ def test_operations_of_gradwire_are_not_applied_nor_hooked(name: str) -> None:
 
 
 def test_hooks_of_a_module_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.nn.owner._MOST_HOOKS", 3)
+    monkeypatch.setattr("gradwire.nn.module_owner._MOST_HOOKS", 3)
     remote = RemoteModule("b", Scaled, (3,))
     hooks = [remote.register_owner_hook("forward", triple) for _ in range(3)]
     with pytest.raises(LimitExceeded, match="the module has 3 forward hooks; remove those"):

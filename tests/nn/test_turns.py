@@ -15,11 +15,9 @@ from gradwire import rpc
 from gradwire.autograd.context import DistAutogradContext
 from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcTimeout
-from gradwire.nn import RemoteModule
-from gradwire.nn import owner as operations
-from gradwire.params import rwlock as reading
-from gradwire.params import snapshots as sharing
-from gradwire.params.rwlock import Call
+from gradwire.nn import RemoteModule, module_owner
+from gradwire.params import rwlock, snapshots
+from gradwire.params.rwlock import ReadingCall
 from gradwire.testing import wait_until
 from nn.models import Net, Seen, gradients_of, make_input, step, take_steps, weights_of
 
@@ -67,20 +65,20 @@ def close_gate() -> None:
 def add_one(module_rref: Any) -> None:
     """A step without a context: all who have used the weight are others."""
     (weight,) = module_rref.local_value().parameters()
-    with gw.autograd.sharing.stepping([weight], []), torch.no_grad():
+    with snapshots.stepping([weight], []), torch.no_grad():
         weight.add_(1.0)
 
 
 def num_pending(module_rref: Any) -> int:
     """Steps that wait for forward calls."""
     (weight,) = module_rref.local_value().parameters()
-    found = gw.autograd.guards.find(weight)
+    found = rwlock.find(weight)
     assert found is not None
     return found.group.turns.num_pending
 
 
 def set_idle(seconds: float) -> None:
-    reading.IDLE_S = seconds
+    rwlock.IDLE_S = seconds
 
 
 def test_a_step_waits_for_forward_calls_under_way(cluster: Cluster) -> None:
@@ -162,7 +160,7 @@ class Late(Slow):
 def test_a_call_that_comes_before_the_module_is_made(cluster: Cluster) -> None:
     worker, x = cluster.workers[0], torch.ones(4, dtype=torch.float64)
     worker.call(close_gate)
-    made = rpc.remote(worker.name, operations.MAKE, (Late, (), {}, "cpu", "snapshot"))
+    made = rpc.remote(worker.name, module_owner.MAKE, (Late, (), {}, "cpu", "snapshot"))
     remote = RemoteModule.init_from_module_rref(worker.name, made)  # the constructor itself would wait
     with gw.autograd.context() as ctx:
         future = remote.forward_async(x)
@@ -208,7 +206,7 @@ def test_serialized_trainers_equal_one_after_the_other(cluster: Cluster) -> None
 
 def num_in_line(module_rref: Any) -> int:
     """Contexts that wait for their turn."""
-    found = gw.autograd.guards.find(next(module_rref.local_value().parameters()))
+    found = rwlock.find(next(module_rref.local_value().parameters()))
     assert found is not None
     return found.group.turns.num_in_line
 
@@ -268,35 +266,35 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize(("mode", "changed"), [("snapshot", "factor"), ("hogwild", "weight")])
 def test_a_forward_call_waits_for_steps_on_parameters_of_several_modules(
-    mode: sharing.Mode, changed: str, monkeypatch: pytest.MonkeyPatch
+    mode: snapshots.Mode, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before torch saves any of them: it is an error if one is changed while it is saved."""
     lent = nn.Linear(4, 1, bias=False)
-    sharing.guard(lent.parameters(), mode)
+    snapshots.guard(lent.parameters(), mode)
     module, x = Scaled(lent.weight), torch.ones(1, 4, requires_grad=True)
     param = module.get_parameter(changed)
-    operations._groups_of(module)
+    module_owner._groups_of(module)
     is_waiting, has_begun = threading.Event(), threading.Event()
-    wait_readable = Call._wait_readable
+    wait_readable = ReadingCall._wait_readable
 
-    def wait_noticed(call: Call, group: sharing.Group) -> None:
+    def wait_noticed(call: ReadingCall, group: snapshots.Group) -> None:
         is_waiting.set()
         wait_readable(call, group)
 
     def step() -> None:
-        with sharing.stepping([param], ()), torch.no_grad():
+        with snapshots.stepping([param], ()), torch.no_grad():
             has_begun.set()
             assert is_waiting.wait(20)
             param.fill_(3.0)
 
-    monkeypatch.setattr(Call, "_wait_readable", wait_noticed)
-    monkeypatch.setattr(operations, "_module", lambda *_: module)
+    monkeypatch.setattr(ReadingCall, "_wait_readable", wait_noticed)
+    monkeypatch.setattr(module_owner, "_find_module", lambda *_: module)
     context = DistAutogradContext(1)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(step)
         assert has_begun.wait(20)
-        with sharing.recording(context, operations.FORWARD):
-            result = operations.forward(0, None, x)
+        with snapshots.recording(context, module_owner.FORWARD):
+            result = module_owner.forward(0, None, x)
         other.result(timeout=20)
     assert torch.equal(result, x * module.weight * module.factor)
     (gradient,) = torch.autograd.grad(result.sum(), x)

@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd import worker
+from gradwire.autograd.api import current_engine
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, OptimizerStepFailed
 from gradwire.optim import DistributedOptimizer
@@ -28,7 +28,7 @@ def worlds(cluster: Cluster, made: Any = None) -> tuple[OneProcess, Distributed]
 
 
 def num_passes() -> int:
-    return worker.here().statistics().num_passes_under_way
+    return current_engine().statistics().num_passes_under_way
 
 
 def refuse(x: torch.Tensor) -> torch.Tensor:

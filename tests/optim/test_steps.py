@@ -12,6 +12,7 @@ import gradwire as gw
 from gradwire import optim, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import OptimizerNotMade, OptimizerStepFailed
+from gradwire.optim import distributed
 from gradwire.rpc import RRef
 from optim.programs import Distributed, OneProcess, assert_same, batches, make, make_weight
 
@@ -197,7 +198,7 @@ def test_a_step_is_done_once(cluster: Cluster) -> None:
 
     def act(ctx: Any) -> None:
         for _ in range(3):
-            answers = optim.owners.ask_all(owners, "step", lambda _: (0, (int(ctx),)), 10.0)
+            answers = distributed.ask_all(owners, "step", lambda _: (0, (int(ctx),)), 10.0)
             assert answers.values == {"worker0": 1, "worker1": 1, "driver": 1}
 
     there.in_contexts([batches(0)], act)

@@ -1,6 +1,6 @@
 """Workers' states that are never changed: an event gives another one. Equal ones are the same, and each event is tried once.
 
-What a state holds is the real `Exchange`: the real `Ownership` and the real `Outbox`.
+What a state holds is the real `ReferenceProtocol`: the real `Ownership` and the real `Outbox`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gradwire.rref._messages import LocalAction, Worker
-from gradwire.rref._ownership import Exchange, Ownership
+from gradwire.rref._ownership import Ownership, RecentIds, ReferenceProtocol
 from gradwire.rref.reliable import Batch, Channel
 
 
@@ -33,23 +33,29 @@ def frozen(thing: Any) -> Any:
     return thing
 
 
-def copied(exchange: Exchange) -> Exchange:
+def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
     """One of its own, much faster than `copy.deepcopy`."""
-    machine, outbox = exchange.ownership, exchange.outbox
-    twin = copy.copy(exchange)
+    machine, outbox = protocol.ownership, protocol.outbox
+    twin = copy.copy(protocol)
     twin.ownership = mine = copy.copy(machine)
     mine._values = {key: replace(value, holders=dict(value.holders)) for key, value in machine._values.items()}
     mine._forks = {key: copy.copy(fork) for key, fork in machine._forks.items()}
     mine._children = {key: copy.copy(child) for key, child in machine._children.items()}
     mine._listed = {key: dict(listed) for key, listed in machine._listed.items()}
     mine._num_expected = dict(machine._num_expected)
-    mine._ended = {key: known.copy() for key, known in machine._ended.items()}
+    mine._ended = {key: _copied_ids(known) for key, known in machine._ended.items()}
     mine._over = dict(machine._over)
-    mine._mourning = copy.deepcopy(machine._mourning)
+    mine._deaths = copy.deepcopy(machine._deaths)
     twin.outbox = copy.copy(outbox)
     twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}
     twin.outbox._due = set(outbox._due)
     twin.outbox._over = dict(outbox._over)
+    return twin
+
+
+def _copied_ids(known: RecentIds) -> RecentIds:
+    twin = RecentIds()
+    twin.latest, twin.older = set(known.latest), set(known.older)
     return twin
 
 
@@ -62,24 +68,24 @@ def _copied_channel(channel: Channel) -> Channel:
     )
 
 
-# -- what is done with an exchange besides what the protocol says ------------------------------------------------------
+# -- what is done with an protocol besides what the protocol says ------------------------------------------------------
 
 
-def acknowledge(exchange: Exchange, by: Worker, up_to: int, beyond: tuple[int, ...]) -> None:
+def acknowledge(protocol: ReferenceProtocol, by: Worker, up_to: int, beyond: tuple[int, ...]) -> None:
     """Another worker says what has arrived there."""
-    exchange.outbox.arrived(Batch(by, exchange.outbox._own, 0, up_to, beyond))
+    protocol.outbox.arrived(Batch(by, protocol.outbox._own, 0, up_to, beyond))
 
 
-def renumber_sent(exchange: Exchange, to: Worker, less: int) -> None:
+def renumber_sent(protocol: ReferenceProtocol, to: Worker, less: int) -> None:
     """Only differences of numbers mean anything: without this, equal states would not be equal."""
-    channel = exchange.outbox._channels[to]
+    channel = protocol.outbox._channels[to]
     channel.last_number -= less
     sent = channel.unacknowledged.values()
     channel.unacknowledged = {batch.number - less: replace(batch, number=batch.number - less) for batch in sent}
 
 
-def renumber_received(exchange: Exchange, sender: Worker, less: int) -> None:
-    channel = exchange.outbox._channels[sender]
+def renumber_received(protocol: ReferenceProtocol, sender: Worker, less: int) -> None:
+    channel = protocol.outbox._channels[sender]
     channel.up_to -= less
     channel.beyond = {number - less for number in channel.beyond}
 
@@ -87,25 +93,25 @@ def renumber_received(exchange: Exchange, sender: Worker, less: int) -> None:
 _EXTRA = {function.__name__: function for function in (acknowledge, renumber_sent, renumber_received)}
 
 
-def _run(exchange: Exchange, event: str, args: tuple[Any, ...]) -> Any:
-    """Tells an exchange of an event and writes what it has to send; returns what the driver would have to do."""
+def _run(protocol: ReferenceProtocol, event: str, args: tuple[Any, ...]) -> Any:
+    """Tells an protocol of an event and writes what it has to send; returns what the driver would have to do."""
     if event in _EXTRA:
-        result = _EXTRA[event](exchange, *args)
-    elif hasattr(exchange, event):
-        result = getattr(exchange, event)(*args)
+        result = _EXTRA[event](protocol, *args)
+    elif hasattr(protocol, event):
+        result = getattr(protocol, event)(*args)
     else:
-        result = getattr(exchange.ownership, event)(*args)
+        result = getattr(protocol.ownership, event)(*args)
         if isinstance(result, list):
-            result = exchange.put(result)
-    exchange.outbox.take()
-    for channel in exchange.outbox._channels.values():
+            result = protocol.put(result)
+    protocol.outbox.take()
+    for channel in protocol.outbox._channels.values():
         for number, batch in channel.unacknowledged.items():
             channel.unacknowledged[number] = replace(batch, up_to=0, beyond=())  # the world acknowledges by itself
     return result
 
 
 class Machine:
-    """An `Exchange` in one state.
+    """An `ReferenceProtocol` in one state.
 
     Attributes:
         known: Equal for machines that know the same of references, apart from what they remember of the past.
@@ -115,14 +121,16 @@ class Machine:
         ids: Forks that are known here, or that messages from here speak of.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        state, channels = exchange.ownership, exchange.outbox._channels
-        self.known = (*map(frozen, (state._values, state._forks, state._children, vars(state._mourning))),)
+    def __init__(self, protocol: ReferenceProtocol) -> None:
+        self.protocol = protocol
+        state, channels = protocol.ownership, protocol.outbox._channels
+        self.known = (*map(frozen, (state._values, state._forks, state._children, vars(state._deaths))),)
         self.sent = frozenset((to, frozen(channel)) for to, channel in channels.items() if channel != Channel())
         suspended = ((to, channel) for to, channel in channels.items() if channel.is_suspended)
         self.kept_back = frozenset((to, frozenset(channel.waiting)) for to, channel in suspended)
-        self.ended = frozenset((worker, number) for worker, known in state._ended.items() for number in known)
+        self.ended = frozenset(
+            (worker, number) for worker, known in state._ended.items() for number in known.latest | known.older
+        )
         batches = [batch for channel in channels.values() for batch in channel.unacknowledged.values()]
         messages = [message for batch in batches for message in batch.messages]
         messages += [message for channel in channels.values() for message in channel.waiting]
@@ -139,29 +147,33 @@ class Pool:
 
     Args:
         make_machine: What workers run; other than the real one to see whether a fault would be found.
-        make_exchange: The same for what surrounds it.
+        make_protocol: The same for what surrounds it.
     """
 
-    def __init__(self, make_machine: type[Ownership] = Ownership, make_exchange: type[Exchange] = Exchange) -> None:
+    def __init__(
+        self, make_machine: type[Ownership] = Ownership, make_protocol: type[ReferenceProtocol] = ReferenceProtocol
+    ) -> None:
         self._make = make_machine
-        self._make_exchange = make_exchange
+        self._make_protocol = make_protocol
         self._known: dict[Any, Machine] = {}
         self._cores: dict[Any, int] = {}
 
     def start(self, own: Worker) -> Machine:
-        return self._intern(self._make_exchange(own, self._make(own)))
+        protocol = self._make_protocol(own)
+        protocol.ownership = self._make(own)
+        return self._intern(protocol)
 
     def step(self, machine: Machine, event: str, *args: Any) -> tuple[Machine, Any]:
         """What a machine becomes, and what it answers: what is left for its driver to do, or whether it went well."""
         known = machine.steps.get((event, *args))
         if known is None:
-            exchange = copied(machine.exchange)
-            result: list[LocalAction] | bool | None = _run(exchange, event, args)
-            known = machine.steps[(event, *args)] = (self._intern(exchange), result)
+            protocol = copied(machine.protocol)
+            result: list[LocalAction] | bool | None = _run(protocol, event, args)
+            known = machine.steps[(event, *args)] = (self._intern(protocol), result)
         return known
 
-    def _intern(self, exchange: Exchange) -> Machine:
-        machine, own = Machine(exchange), exchange.outbox._own
+    def _intern(self, protocol: ReferenceProtocol) -> Machine:
+        machine, own = Machine(protocol), protocol.outbox._own
         known = self._known.setdefault((own, machine.known, machine.sent, machine.ended), machine)
         known.number = self._cores.setdefault((own, known.known, known.kept_back), len(self._cores) + 1)
         return known

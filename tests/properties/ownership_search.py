@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.rref._ownership import Exchange, Ownership
+from gradwire.rref._ownership import Ownership, ReferenceProtocol
 from properties.ownership_items import Move, Violation
 from properties.ownership_world import World
 
@@ -59,12 +59,12 @@ def first_world(
     values: str,
     num_workers: int = 3,
     make_machine: type[Ownership] = Ownership,
-    make_exchange: type[Exchange] = Exchange,
+    make_protocol: type[ReferenceProtocol] = ReferenceProtocol,
 ) -> World:
     """Workers with values: "own" is one that worker 0 shares, "created" one that the last worker is making on worker 1,
     and "made" the same when it is there already.
     """
-    world = World(num_workers, make_machine, make_exchange)
+    world = World(num_workers, make_machine, make_protocol)
     if "own" in values:
         world.make(0)
     if "created" in values or "made" in values:

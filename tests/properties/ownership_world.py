@@ -1,4 +1,4 @@
-"""Workers with real `Exchange` machines, everything that is on its way between them, and who really holds what.
+"""Workers with real `ReferenceProtocol` machines, everything that is on its way between them, and who really holds what.
 
 A step is a move: a worker's code sends or drops a reference, something arrives, is repeated or lost, a worker ends, another
 one notices. `World.moves` lists what may happen next, `World.apply` does it and raises `Violation` if a rule is broken:
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.rref import _messages as act
-from gradwire.rref._ownership import Exchange, ForkPhase, Ownership
+from gradwire.rref._ownership import ForkPhase, Ownership, ReferenceProtocol
 from gradwire.rref.reliable import Batch
 from properties.ownership_items import (
     CHILDREN,
@@ -43,7 +43,7 @@ from properties.ownership_pool import Pool
 
 _MAX_ROUNDS = 60
 _EMPTY: frozenset[Any] = frozenset()
-_QUIET = (act.Answer, act.Accept, act.Confirm, act.EndSeen)
+_QUIET = (act.Answer, act.Accept, act.Confirm, act.AcknowledgeDeath)
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class World:
     Args:
         num_workers: How many there are.
         make_machine: What each of them runs; other than the real one to see whether a fault would be found.
-        make_exchange: The same for what surrounds it.
+        make_protocol: The same for what surrounds it.
     """
 
     def __init__(
         self,
         num_workers: int,
         make_machine: type[Ownership] = Ownership,
-        make_exchange: type[Exchange] = Exchange,
+        make_protocol: type[ReferenceProtocol] = ReferenceProtocol,
     ) -> None:
         # all of these are replaced, never changed: copies of a world share them
-        self._pool = Pool(make_machine, make_exchange)
+        self._pool = Pool(make_machine, make_protocol)
         self._machines = tuple(self._pool.start(worker(rank)) for rank in range(num_workers))
         self.owner: tuple[int, ...] = (-1,)  # by value; there is none with number 0
         self.status: tuple[Status, ...] = (Status.FREED,)
@@ -102,7 +102,7 @@ class World:
         return twin
 
     def machine(self, rank: int) -> Ownership:
-        return self._machines[rank].exchange.ownership
+        return self._machines[rank].protocol.ownership
 
     def key(self) -> int:
         """Equal for worlds that go on alike: what no message and no machine speaks of any more makes no difference."""
@@ -126,7 +126,7 @@ class World:
         found: Counter[tuple[Any, ...]] = Counter()
         for sender, to, number, messages, is_copy in [*self._written(), *self._copies()]:
             if to in self.alive and (sender in self.alive or (to, sender) not in self.noticed):
-                received = self._machines[to].exchange.outbox._channels.get(worker(sender))
+                received = self._machines[to].protocol.outbox._channels.get(worker(sender))
                 has_arrived = received is not None and (number <= received.up_to or number in received.beyond)
                 found[sender, to, messages, has_arrived, is_copy] += 1
         return found
@@ -218,13 +218,14 @@ class World:
 
     def notice(self, rank: int, dead: int) -> None:
         self._lose_worker(rank, dead)
-        self._tell(rank, "ended", worker(dead))
+        self._tell(rank, "incarnation_ended", worker(dead))
         self._clear()
 
     def cut(self, rank: int, other: int) -> None:
         """A worker takes a living one for dead. What it wrote before may arrive."""
         mine, its = self.machine(rank), self.machine(other)
-        self.excused |= set(mine._kept_for(worker(other)))
+        self.excused |= {*mine._listed.get(worker(other), ())}
+        self.excused |= {fork_id for fork_id, child in mine._children.items() if child.to == worker(other)}
         self.excused |= {fork_id for fork_id, fork in mine._forks.items() if fork.owner == worker(other)}
         self.excused |= {fork_id for fork_id, fork in its._forks.items() if fork.owner == worker(rank)}
         self.excused |= {
@@ -237,7 +238,7 @@ class World:
     def see(self, rank: int, other: int) -> None:
         """A worker is connected again with one that it took for dead."""
         self.noticed -= {(rank, other)}
-        self._act(rank, self._tell(rank, "seen", worker(other)))
+        self._act(rank, self._tell(rank, "worker_seen", worker(other)))
         self._acknowledge(rank, other)
         self._acknowledge(other, rank)
 
@@ -388,11 +389,11 @@ class World:
         return [text for rank in sorted(self.alive) if (text := self._leftover(rank))]
 
     def _leftover(self, rank: int) -> str:
-        machine, outbox = self.machine(rank), self._machines[rank].exchange.outbox
-        is_clean = not (any(machine.counts) or machine.mourned() or machine._listed or machine._num_expected)
+        machine, outbox = self.machine(rank), self._machines[rank].protocol.outbox
+        is_clean = not (any(machine.counts) or machine._deaths.retained or machine._listed or machine._num_expected)
         if is_clean and not outbox.num_open:
             return ""
-        return f"{machine!r} mourns {machine.mourned()}; {outbox!r}"
+        return f"{machine!r} retains {sorted(machine._deaths.retained)}; {outbox!r}"
 
     def _apply_all(self, *kinds: Any) -> None:
         for kind in kinds:
@@ -433,11 +434,11 @@ class World:
         """The sender learns what has arrived, if neither takes the other for dead; numbers begin anew where they can."""
         if (to, sender) in self.noticed or (sender, to) in self.noticed:
             return
-        received = self._machines[to].exchange.outbox._channels.get(worker(sender))
-        if received is None or worker(to) not in self._machines[sender].exchange.outbox._channels:
+        received = self._machines[to].protocol.outbox._channels.get(worker(sender))
+        if received is None or worker(to) not in self._machines[sender].protocol.outbox._channels:
             return
         self._tell(sender, "acknowledge", worker(to), received.up_to, tuple(sorted(received.beyond)))
-        sent = self._machines[sender].exchange.outbox._channels[worker(to)]
+        sent = self._machines[sender].protocol.outbox._channels[worker(to)]
         copies = {post for post in self._copies() if (post.sender, post.to) == (sender, to)}
         less = min(
             [received.up_to, *(number - 1 for number in sent.unacknowledged), *(post.number - 1 for post in copies)]
@@ -455,7 +456,7 @@ class World:
             for other in range(len(self._machines))
             if other not in (rank, dead) and (rank, other) not in self.noticed
         )
-        self._act(rank, self._tell(rank, "lost", worker(dead), others, "it is lost"))
+        self._act(rank, self._tell(rank, "worker_lost", worker(dead), others, "it is lost"))
 
     def _deliver_carry(self, item: Carry) -> None:
         owner = self.owner[item.rref_id]
@@ -492,7 +493,7 @@ class World:
     def _arrival(self, post: Post, may_come: bool) -> tuple[Any, ...]:
         batch = Batch(worker(post.sender), worker(post.to), post.number, 0, (), post.messages)
         gone = frozenset(other for rank, other in self.noticed if rank == post.to)
-        return "on_batch", batch, Around(may_come, gone)
+        return "batch_received", batch, Around(may_come, gone)
 
     def _act(self, rank: int, actions: Iterable[act.LocalAction]) -> None:
         for action in actions:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from gradwire.rref._messages import Accept, Action, Confirm, Delete, LocalAction, Worker
-from gradwire.rref._ownership import Exchange, Mourning, Ownership
+from gradwire.rref._ownership import DeadWorkers, Ownership, ReferenceProtocol
 from gradwire.rref.reliable import Batch, Outbox
 from properties.ownership_items import Carry, Violation
 from properties.ownership_search import Bounds, first_world, search
 from properties.ownership_world import World
 
 
-class NoMourning(Ownership):
-    """What the dead held is forgotten at once."""
+class ForgetsTheDeadAtOnce(Ownership):
+    """What the dead held does not wait for acknowledgements."""
 
-    def _end_mourning(self) -> list[Action]:
-        self._mourning._unseen.clear()
-        return super()._end_mourning()
+    def _forget_dead(self) -> list[Action]:
+        self._deaths._unacknowledged.clear()
+        return super()._forget_dead()
 
 
 class AcceptsBeforeItIsListed(Ownership):
@@ -56,29 +56,29 @@ class FirstNoCounts(Ownership):
         return super().answered(by, child, has_it, True)
 
 
-class SaysEndSeenTooEarly(Ownership):
-    """The end of a worker counts as seen although what it sent is not listed yet."""
+class AcknowledgesTooEarly(Ownership):
+    """A death is acknowledged although what it sent is not listed yet."""
 
-    def _tell_mourners(self, worker: Worker, *, is_gone: bool = False) -> list[Action]:
-        return [*self._mourning.tell(worker)] if is_gone or worker in self._mourning.ended else []
+    def _acknowledge_death(self, worker: Worker, *, is_gone: bool = False) -> list[Action]:
+        return [*self._deaths.acknowledge(worker)] if is_gone or worker in self._deaths.dead else []
 
 
 class ForgetsWhatItGotItself(Ownership):
-    """A mourning ends although what this worker itself got from the dead is not listed yet."""
+    """The dead are forgotten although what this worker itself got from the dead is not listed yet."""
 
-    def _end_mourning(self) -> list[Action]:
+    def _forget_dead(self) -> list[Action]:
         parents = {fork_id: fork.parent for fork_id, fork in self._forks.items()}
         for fork in self._forks.values():
             fork.parent = None
-        actions = super()._end_mourning()
+        actions = super()._forget_dead()
         for fork_id, fork in self._forks.items():
             fork.parent = parents[fork_id]
         return actions
 
 
-class _OldestQuestion(Mourning):
-    def asked(self, by: Worker, dead: Worker, round_: int) -> None:
-        self._mourners.setdefault(dead, {})[by] = round_
+class _OldestQuestion(DeadWorkers):
+    def reported(self, by: Worker, dead: Worker, round_: int) -> None:
+        self._reports.setdefault(dead, {})[by] = round_
 
 
 class AnswersTheLatestQuestion(Ownership):
@@ -86,34 +86,34 @@ class AnswersTheLatestQuestion(Ownership):
 
     def __init__(self, own: Worker) -> None:
         super().__init__(own)
-        self._mourning = _OldestQuestion()
+        self._deaths = _OldestQuestion()
 
 
 class BreaksSilently(Ownership):
     """An owner that is taken for dead is not told which forks are broken."""
 
-    def _break(self, fork_ids: Collection[int], reason: str) -> list[Action]:
+    def _break(self, fork_ids: Iterable[int], reason: str) -> list[Action]:
         return [action for action in super()._break(fork_ids, reason) if not isinstance(action, Delete)]
 
 
 class StrikesOffSilently(Ownership):
     """A holder that is taken for dead is not told which forks are struck off."""
 
-    def _end_mourning(self) -> list[Action]:
-        return [action for action in super()._end_mourning() if not isinstance(action, Confirm)]
+    def _forget_dead(self) -> list[Action]:
+        return [action for action in super()._forget_dead() if not isinstance(action, Confirm)]
 
 
 class _Forgetful(Outbox):
     def suspend(self, worker: Worker) -> None:
-        self.refute(worker)
+        self.drop(worker)
         super().suspend(worker)
 
 
-class ForgetsWhatItHasToSay(Exchange):
+class ForgetsWhatItHasToSay(ReferenceProtocol):
     """What was to be said to a worker that is taken for dead is dropped."""
 
-    def __init__(self, own: Worker, ownership: Ownership | None = None) -> None:
-        super().__init__(own, ownership)
+    def __init__(self, own: Worker) -> None:
+        super().__init__(own)
         self.outbox = _Forgetful(own)
 
 
@@ -123,34 +123,34 @@ class _Credulous(Outbox):
         return True
 
 
-class TakesRepeats(Exchange):
+class TakesRepeats(ReferenceProtocol):
     """Messages count each time that they arrive."""
 
-    def __init__(self, own: Worker, ownership: Ownership | None = None) -> None:
-        super().__init__(own, ownership)
+    def __init__(self, own: Worker) -> None:
+        super().__init__(own)
         self.outbox = _Credulous(own)
 
 
-class NeverResumes(Exchange):
+class NeverResumes(ReferenceProtocol):
     """A worker that was taken for dead stays so."""
 
-    def seen(self, worker: Worker) -> list[LocalAction]:
+    def worker_seen(self, worker: Worker) -> list[LocalAction]:
         return []
 
 
 _CREATED, _MADE, _OWN = "created", "made", "own"
 _MUTATIONS: list[tuple[type[Ownership], str, Bounds]] = [
-    (NoMourning, _OWN, Bounds(sends=2, crashes=1)),
+    (ForgetsTheDeadAtOnce, _OWN, Bounds(sends=2, crashes=1)),
     (AcceptsBeforeItIsListed, _OWN, Bounds(sends=2)),
     (NoPin, _OWN, Bounds(sends=2)),
     (NoMemory, _CREATED, Bounds(losses=1)),
     (FirstNoCounts, _OWN, Bounds(sends=1, asks=1)),
-    (SaysEndSeenTooEarly, _OWN, Bounds(sends=2, crashes=1)),
+    (AcknowledgesTooEarly, _OWN, Bounds(sends=2, crashes=1)),
     (ForgetsWhatItGotItself, _MADE, Bounds(sends=2, crashes=1)),
     (AnswersTheLatestQuestion, _OWN, Bounds(sends=1, crashes=1, cuts=1)),
     (BreaksSilently, _OWN, Bounds(sends=1, cuts=1)),
 ]
-_MUTATED_EXCHANGES: list[tuple[type[Exchange], int, Bounds]] = [
+_MUTATED_EXCHANGES: list[tuple[type[ReferenceProtocol], int, Bounds]] = [
     (ForgetsWhatItHasToSay, 2, Bounds(sends=1, cuts=1)),
     (TakesRepeats, 3, Bounds(sends=2, repeats=1)),
     (NeverResumes, 2, Bounds(sends=1, cuts=1)),
@@ -172,24 +172,24 @@ def test_search_notices_that_a_holder_is_struck_off_silently() -> None:
 @pytest.mark.parametrize(
     ("mutation", "num_workers", "bounds"), _MUTATED_EXCHANGES, ids=lambda item: getattr(item, "__name__", "")
 )
-def test_search_notices_in_the_exchange(mutation: type[Exchange], num_workers: int, bounds: Bounds) -> None:
+def test_search_notices_in_the_exchange(mutation: type[ReferenceProtocol], num_workers: int, bounds: Bounds) -> None:
     with pytest.raises(Violation):
-        search(first_world(_OWN, num_workers, make_exchange=mutation), bounds)
+        search(first_world(_OWN, num_workers, make_protocol=mutation), bounds)
 
 
-class _EachAlone(Mourning):
+class _EachAlone(DeadWorkers):
     """Of those that are dead already nobody is asked any more when another one dies."""
 
-    def lost(self, worker: Worker, others: Any, kept: dict[int, int], is_concerned: bool) -> Any:
-        return super().lost(worker, others, kept, bool(kept))
+    def add(self, worker: Worker, others: Any, held: dict[int, int], has_shared: bool) -> Any:
+        return super().add(worker, others, held, bool(held))
 
 
-class MournsEachAlone(Ownership):
+class CountsEachDeathAlone(Ownership):
     """The end of one that held nothing need not be seen."""
 
     def __init__(self, own: Worker) -> None:
         super().__init__(own)
-        self._mourning = _EachAlone()
+        self._deaths = _EachAlone()
 
 
 def world_with_two_dead(make_machine: type[Ownership]) -> World:
@@ -223,7 +223,7 @@ def test_end_of_one_that_held_nothing_is_to_be_seen_too() -> None:
     assert world.is_clean()
 
 
-def test_two_dead_notice_when_each_is_mourned_alone() -> None:
-    world = world_with_two_dead(MournsEachAlone)
+def test_search_notices_when_each_death_is_counted_alone() -> None:
+    world = world_with_two_dead(CountsEachDeathAlone)
     with pytest.raises(Violation, match="worker 3 holds"):
         everything_but_adoptions(world)

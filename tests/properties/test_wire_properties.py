@@ -17,8 +17,7 @@ from fuzz import fuzz_wire
 from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import DecodeError
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import serialization, tensors
 from gradwire.wire.exceptions import clean, describe_exception, rebuild_exception
 from gradwire.wire.framing import Frame, FrameDecoder, encode
 from gradwire.wire.messages import Call, Failure, TensorMeta
@@ -74,7 +73,7 @@ def some_tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 def to_frame(value: Any) -> bytes:
-    packed = objects.pack(value, "data", LIMITS)
+    packed = serialization.pack(value, "data", LIMITS)
     described = [tensors.describe(tensor, LIMITS) for tensor in packed.tensors]
     payload = packed.body + b"".join(samples.bytes_of(part) for _, parts in described for part in parts)
     metas = tuple(meta for meta, _ in described)
@@ -85,7 +84,7 @@ def from_frame(frame: Frame) -> Any:
     assert isinstance(frame.message, Call)
     buffers = iter(frame.buffers)
     arrived = [tensors.rebuild(meta, buffers) for meta in frame.message.tensors]
-    return objects.unpack(frame.message.codec, frame.body, arrived, "data", LIMITS)
+    return serialization.unpack(frame.message.codec, frame.body, arrived, "data", LIMITS)
 
 
 def feed_in_chunks(stream: bytes, sizes: list[int]) -> list[Frame]:
@@ -124,14 +123,17 @@ def test_damaged_frames_are_refused_or_decode_to_themselves(name: str, seed: int
     assert sum(outcome.values()) >= (1 if data else 0)
 
 
-@given(st.binary(max_size=300), st.sampled_from([objects.PLAIN, objects.EMPTY, objects.NONE, objects.PICKLE, 9]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([serialization.PLAIN, serialization.EMPTY, serialization.NONE, serialization.PICKLE, 9]),
+)
 def test_random_bodies_are_refused_or_are_values(body: bytes, codec: int) -> None:
     try:
-        value = objects.unpack(codec, body, [], "data", LIMITS)
+        value = serialization.unpack(codec, body, [], "data", LIMITS)
     except DecodeError:
         return
-    packed = objects.pack(value, "data", LIMITS)
-    assert repr(objects.unpack(packed.codec, packed.body, [], "data", LIMITS)) == repr(value)
+    packed = serialization.pack(value, "data", LIMITS)
+    assert repr(serialization.unpack(packed.codec, packed.body, [], "data", LIMITS)) == repr(value)
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gradwire.config import Limits
 from gradwire.rpc import Agent
 from gradwire.transports.handshake import CallerHandshake, Identity
 from gradwire.transports.stream import StreamConnection
@@ -47,7 +48,7 @@ def connect(
 
 def send_control(connection: StreamConnection, call_id: int, function: str, *args: Any, **notes: Any) -> None:
     """Send a control operation with any plain data and tensors."""
-    packed = objects.pack(args, "data", connection._options.limits)
+    packed = objects.pack(args, "data", Limits())
     message = Call(call_id, function, 0.0, packed.codec, len(packed.body), notes=notes)
     connection.send(message, packed.body, packed.tensors, time.monotonic() + 20)
 

@@ -216,12 +216,17 @@ def _serve(address: str) -> None:
         connection.send(_run(source, namespace))
 
 
-def _on_interrupt(_number: int, frame: FrameType | None) -> None:
-    """As Python's own inside of what the test sent; elsewhere it would cut what puppet and test say to each other."""
-    while frame is not None:
-        if frame.f_code.co_filename == _SOURCE:
-            raise KeyboardInterrupt
-        frame = frame.f_back
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """As gradwire's own inside of what the test sent; elsewhere it would cut what puppet and test say to each other."""
+    from gradwire import _interrupts
+
+    outer = frame
+    while outer is not None:
+        if outer.f_code.co_filename == _SOURCE:
+            _interrupts._on_interrupt(number, frame)
+            return
+        outer = outer.f_back
+    _interrupts._deferred_since = None
 
 
 def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:

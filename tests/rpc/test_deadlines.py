@@ -196,4 +196,4 @@ def test_no_timeout_leaves_a_watch_on_the_tables(pair: list[Agent]) -> None:
     for _ in range(300):
         pair[0].call("b", torch.add, (torch.ones(2), 1), None, 100.0)
     assert pair[0].statistics().num_pending == 0
-    assert len(pair[0].caller.local.calls) == 0
+    assert len(pair[0].client.loopback.calls) == 0

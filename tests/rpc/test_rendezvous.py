@@ -423,15 +423,15 @@ def test_programs_that_end_one_after_the_other_print_nothing(
 
 
 _SLOW_JOIN = """
-import gradwire.rpc.connection as incoming
-send = incoming.Incoming.reply
+from gradwire.rpc.connection import Connection
+send = Connection.reply
 def reply(self, request, value):
     if request.function == "~join":
         agent = self.server.agent
         wait_until(lambda: agent.is_closed)
         agent.wait_closed(0.3)  # as if this thread got no processor time
     send(self, request, value)
-incoming.Incoming.reply = reply
+Connection.reply = reply
 """
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.cluster._forkserver import close_idle_template
+from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.api import Cluster
-from gradwire.rref import context as delivery
+from gradwire.rref import context
 from rpc.fixtures import make_puppets, meeting, nursery, workers
 from rref.tasks import wait_clean
 
@@ -19,13 +19,13 @@ __all__ = ["make_puppets", "meeting", "nursery", "workers"]
 @pytest.fixture(scope="session", autouse=True)
 def _template_ends_with_the_session() -> Iterator[None]:
     yield
-    close_idle_template()
+    close_idle_fork_server()
 
 
 @pytest.fixture
 def asks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver asks for references of which it has heard nothing after a moment, not after seconds."""
-    monkeypatch.setattr(delivery, "_ASK_S", 0.5)
+    monkeypatch.setattr(context, "_ASK_S", 0.5)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import torch
 
 from gradwire import rpc
 from gradwire.rpc import RRef
-from gradwire.rref import context as references
+from gradwire.rref import context
+from gradwire.rref._ownership import Ownership
 from gradwire.testing import wait_until
 
 KEPT: dict[str, Any] = {}
@@ -22,7 +23,7 @@ gate = threading.Event()
 
 def counts() -> tuple[int, int, int, int]:
     """Values, forks, children and messages of this worker."""
-    found = references.here().statistics()
+    found = context.here().statistics()
     return found.num_values, found.num_forks, found.num_children, found.num_messages
 
 
@@ -198,3 +199,8 @@ def add_one_here(rref: RRef[torch.Tensor]) -> None:
 
 def add_one_there(rref: RRef[torch.Tensor]) -> None:
     rref.rpc_sync().add_(1)
+
+
+def num_remembered(ownership: Ownership) -> int:
+    """How many ids of forks and values that ended a worker remembers."""
+    return sum(len(ids.latest | ids.older) for ids in ownership._ended.values())

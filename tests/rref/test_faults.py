@@ -14,16 +14,13 @@ import gradwire as gw
 from gradwire import rpc
 from gradwire.cluster.api import Cluster, Worker
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
-from gradwire.rref import context as references
+from gradwire.rref import context
 from gradwire.testing import wait_until
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError
 from rref import tasks
 
-SETUP = (
-    "import torch\nfrom gradwire.rpc import RRef\nfrom gradwire.rref import context as references\n"
-    + "from rref import tasks"
-)
+SETUP = "import torch\nfrom gradwire.rpc import RRef\nfrom gradwire.rref import context\n" + "from rref import tasks"
 Workers = Callable[..., list[Puppet]]
 
 
@@ -110,10 +107,10 @@ def test_what_a_dead_user_passed_on_lives(cluster: Cluster, names: list[str]) ->
 def test_references_to_the_driver_end_with_their_user(cluster: Cluster, names: list[str]) -> None:
     rref = rpc.RRef(torch.ones(2))
     rpc.rpc_sync(names[1], tasks.keep, args=("a", rref))
-    assert references.here().holders() == {names[1]: 1}
+    assert context.here().holders() == {names[1]: 1}
     del rref
     kill(cluster.workers[1])
-    wait_until(lambda: references.here().statistics().num_values == 0, 10.0, "that the hold is dropped")
+    wait_until(lambda: context.here().statistics().num_values == 0, 10.0, "that the hold is dropped")
 
 
 @pytest.mark.usefixtures("asks_soon")
@@ -144,7 +141,7 @@ def test_a_maker_that_dies_before_its_call_arrives(cluster: Cluster, names: list
 def test_stopped_users_keep_what_they_have(cluster: Cluster, names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.make, args=(2.0,))
     rpc.rpc_sync(names[1], tasks.keep, args=("a", rref))
-    wait_until(lambda: not references.here().statistics().num_children, 20.0, "that its arrival is known")
+    wait_until(lambda: not context.here().statistics().num_children, 20.0, "that its arrival is known")
     pid = cluster.workers[1].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -161,12 +158,12 @@ def test_stopped_users_keep_what_they_have(cluster: Cluster, names: list[str]) -
 def test_a_cut_connection_loses_no_message(make_agents: Callable[..., list[rpc.Agent]]) -> None:
     """What was not acknowledged when the control lane was cut is sent again."""
     a, b = make_agents(2)
-    known_a, known_b = references.of(a), references.of(b)
+    known_a, known_b = context.of(a), context.of(b)
     rref = gw.rref.api.create(known_a, "b", tasks.make, (1.0,), None, -1.0)
     assert rref.to_here().tolist() == [1.0] * 3
     peer = a.peers.peer("b")
     for lane in list(peer.lanes.values()):
-        lane.connection.close()
+        lane.stream.close()
     del rref
     wait_until(lambda: known_b.statistics().num_values == 0, 10.0, "that the deletion arrives all the same")
     wait_until(lambda: known_a.statistics().num_messages == 0, 10.0, "that it is acknowledged")
@@ -181,7 +178,7 @@ def test_shutdown_frees_everything_and_waits_for_nobody_in_vain(workers: Workers
         puppet.do(f"held.to_here(); rpc.rpc_sync({other!r}, tasks.keep, args=('a', own))")
     started = time.monotonic()
     for puppet in puppets:
-        puppet.start("known = references.here(); rpc.shutdown(); known.statistics().num_forks")
+        puppet.start("known = context.here(); rpc.shutdown(); known.statistics().num_forks")
     assert [puppet.result() for puppet in puppets] == [0, 0]
     assert time.monotonic() - started < 10
     with pytest.raises(PuppetError, match="deleted"):
@@ -193,8 +190,8 @@ def test_shutdown_names_the_holder_that_does_not_let_go(workers: Workers) -> Non
     for puppet in (first, second):
         puppet.do(SETUP)
     first.do("own = RRef([1]); rpc.rpc_sync('w1', tasks.keep, args=('a', own))")
-    second.do("references.here().agent.farewells.clear()")  # a worker that leaves its references be
-    first.start("references._FAREWELL_S = 0.5\nrpc.shutdown()")
+    second.do("context.here().agent.farewells.clear()")  # a worker that leaves its references be
+    first.start("context._LEAVE_S = 0.5\nrpc.shutdown()")
     second.do("rpc._wait_all_workers(20)")
     with pytest.raises(PuppetError, match=r"others still had references to its values: w1 \(1\)"):
         first.result()

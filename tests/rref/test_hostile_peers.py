@@ -11,18 +11,16 @@ import pytest
 
 from gradwire import rpc
 from gradwire.errors import DecodeError, RRefError, WorkerLost
-from gradwire.rpc.pending_calls import CallHolder
-from gradwire.rref import _ownership as _holdings
-from gradwire.rref import context as references
-from gradwire.rref import owner as operations
-from gradwire.rref._messages import Adopt, Ask, Confirm, Delete, Message, Mourn, Worker
+from gradwire.rref import _ownership, context
+from gradwire.rref._messages import Adopt, Ask, Confirm, Delete, Message, ReportDeath, Worker
 from gradwire.rref.api import RRef, create
-from gradwire.rref.owner import NOTE, Creates
+from gradwire.rref.owner import FETCH, INVOKE, NOTE, Creates
 from gradwire.rref.reliable import MAX_MESSAGES, Batch
 from gradwire.rref.values import Owned
 from gradwire.testing import wait_until
 from gradwire.types import COUNTER_BITS
 from gradwire.wire import plain as _registry
+from rref import tasks
 
 MakeAgents = Callable[..., list[rpc.Agent]]
 kept: list[RRef[Any]] = []
@@ -39,7 +37,7 @@ def number() -> int:
 
 
 def own(agent: rpc.Agent) -> Worker:
-    return references.of(agent).own
+    return context.of(agent).own
 
 
 def invented(agent: rpc.Agent, count: int) -> int:
@@ -48,7 +46,7 @@ def invented(agent: rpc.Agent, count: int) -> int:
 
 
 def share(agent: rpc.Agent, value: Any) -> RRef[Any]:
-    known = references.of(agent)
+    known = context.of(agent)
     owned = Owned(known.new_id())
     owned.set(value)
     return RRef._of(known, owned)
@@ -78,10 +76,11 @@ class Forger:
         attacker = own(self._attacker)
 
         def is_taken() -> bool:
-            channel = references.of(self._victim)._decisions.outbox._channels.get(attacker)
+            channel = context.of(self._victim)._outbox._channels.get(attacker)
             return channel is not None and channel.up_to >= self._count
 
         wait_until(is_taken, 30.0, "that the batches are read")
+        context.of(self._victim).holders()  # waits for the lock: until the last batch is handled
 
 
 def replaced(batch: Batch, name: str, value: Any) -> Batch:
@@ -105,8 +104,8 @@ def wait_served(agent: rpc.Agent) -> None:
 
 
 def test_flood_of_adoptions_is_bounded(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_holdings, "_MAX_EXPECTED", 100)
-    monkeypatch.setattr(_holdings, "_MAX_HELD", 1000)
+    monkeypatch.setattr(_ownership, "_MAX_EXPECTED", 100)
+    monkeypatch.setattr(_ownership, "_MAX_HELD", 1000)
     a, b = make_agents(2, trust="data")
     rref = share(a, 1)
     b.call("a", "test_hostile_peers.number")
@@ -115,8 +114,8 @@ def test_flood_of_adoptions_is_bounded(make_agents: MakeAgents, monkeypatch: pyt
     forger.flood(lambda item: Adopt(own(a), invented(b, item), invented(b, 1 << 20 | item), own(b)), 20_000)
     forger.flood(lambda item: Adopt(own(a), rref._state.rref_id, invented(b, 1 << 21 | item), None), 20_000)
     forger.wait_taken()
-    assert references.of(a).statistics().num_values <= 101
-    assert references.of(a).holders()["b"] <= 1000
+    assert context.of(a).statistics().num_values <= 101
+    assert context.of(a).holders()["b"] <= 1000
     assert b.call("a", "test_hostile_peers.number") == 7
     kept.pop().close()
 
@@ -129,17 +128,17 @@ def test_adoption_in_the_name_of_an_invented_maker_makes_nothing(make_agents: Ma
         *(Adopt(own(a), invented(b, item), invented(b, 100 + item), maker) for item, maker in enumerate(makers))
     )
     forger.wait_taken()
-    assert references.of(a).statistics().num_values == 0
+    assert context.of(a).statistics().num_values == 0
 
 
 def test_flood_of_invented_dead_workers_leaves_nothing(make_agents: MakeAgents) -> None:
     a, b = make_agents(2, trust="data")
     forger = Forger(b, a)
-    mourning = references.of(a)._decisions.ownership._mourning
-    before = [len(table) for table in vars(mourning).values()]
-    forger.flood(lambda item: Mourn(own(a), (item % 1000, item), 1), 40_000)
+    deaths = context.of(a)._ownership._deaths
+    before = [len(table) for table in vars(deaths).values()]
+    forger.flood(lambda item: ReportDeath(own(a), (item % 1000, item), 1), 40_000)
     forger.wait_taken()
-    assert [len(table) for table in vars(mourning).values()] == before
+    assert [len(table) for table in vars(deaths).values()] == before
     assert b.call("a", "test_hostile_peers.number") == 7
 
 
@@ -149,7 +148,7 @@ def test_flood_of_deletions_holds_up_no_other_worker(make_agents: MakeAgents) ->
     forger.flood(lambda item: Delete(own(a), invented(b, item), invented(b, item), True), 200_000)
     assert c.call("a", "test_hostile_peers.number") == 7
     forger.wait_taken()
-    assert references.of(a)._decisions.ownership.num_remembered <= _holdings._MEMORY
+    assert tasks.num_remembered(context.of(a)._ownership) <= _ownership._MEMORY
 
 
 def test_questions_of_a_worker_that_takes_no_answers_end_its_connection(
@@ -159,7 +158,7 @@ def test_questions_of_a_worker_that_takes_no_answers_end_its_connection(
     a, b = make_agents(2, trust="data")
     forger = Forger(b, a)
     b.notices.register("rref", lambda *_: None, Any)  # acknowledges nothing
-    outbox = references.of(a)._decisions.outbox
+    outbox = context.of(a)._outbox
     for _ in range(10):
         forger.send(*(Ask(own(a), invented(b, item), False) for item in range(500)))
 
@@ -181,10 +180,10 @@ def test_words_in_the_name_of_another_worker_end_the_connection(make_agents: Mak
     rref = share(a, 1)
     a.call("c", keep, (rref,))
     forger = Forger(b, a)
-    fork = next(iter(references.of(a)._decisions.ownership._values[rref._state.rref_id].holders))
+    fork = next(iter(context.of(a)._ownership._values[rref._state.rref_id].holders))
     forger.send(Delete(own(a), rref._state.rref_id, fork, False), sender=own(c))
     wait_served(b)
-    assert references.of(a).holders() == {"c": 1}
+    assert context.of(a).holders() == {"c": 1}
     kept.pop().close()
 
 
@@ -194,26 +193,26 @@ def test_words_of_a_life_that_is_not_connected_are_ignored(make_agents: MakeAgen
     for life in range(50):
         forger.send(Ask(own(a), 5, True), sender=(own(b)[0], life), number=1)
     assert b.call("a", "test_hostile_peers.number") == 7
-    assert {worker for worker in references.of(a)._decisions.outbox._channels if worker[0] == b.info.id} <= {own(b)}
+    assert {worker for worker in context.of(a)._outbox._channels if worker[0] == b.info.id} <= {own(b)}
 
 
 def test_only_owner_and_holder_have_a_say(make_agents: MakeAgents) -> None:
     """`Confirm` not from the owner; `Delete`, also before it has arrived, of a reference that another worker has."""
     a, b, _ = make_agents(3, trust="data")
-    rref = create(references.of(a), "c", number, (), None, -1.0)
+    rref = create(context.of(a), "c", number, (), None, -1.0)
     wait_until(rref.confirmed_by_owner, 10.0, "that c has answered")
     theirs = share(a, 1)
     a.call("c", keep, (theirs,))
     forger = Forger(b, a)
-    fork = next(iter(references.of(a)._decisions.ownership._values[theirs._state.rref_id].holders))
+    fork = next(iter(context.of(a)._ownership._values[theirs._state.rref_id].holders))
     forger.send(
         Confirm(own(a), rref._state.fork_id, False),
         Delete(own(a), theirs._state.rref_id, fork, True),
         Delete(own(a), invented(a, 5), fork, True),
     )
     forger.wait_taken()
-    assert rref._ask(operations.FETCH, (), -1.0) == 7
-    assert references.of(a).holders() == {"c": 1}
+    assert rref._ask(FETCH, (), -1.0) == 7
+    assert context.of(a).holders() == {"c": 1}
     assert kept[-1].to_here() == 1
     kept.pop().close()
     assert b.info.name == "b"
@@ -235,7 +234,7 @@ def test_only_owner_and_holder_have_a_say(make_agents: MakeAgents) -> None:
         ("messages", (Ask((0, 1), 5, True),) * (MAX_MESSAGES + 1)),
         ("messages", ((0, (0, 1), -1, 5, None),)),
         ("messages", ((99, (0, 1)),)),
-        ("messages", (Mourn((0, 1), (-1, 1), 1),)),
+        ("messages", (ReportDeath((0, 1), (-1, 1), 1),)),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -252,8 +251,9 @@ def test_batches_that_are_not_valid_end_only_their_connection(make_agents: MakeA
 def start_making(b: rpc.Agent, note: Any) -> Any:
     """What a call that comes with a forged note ends with."""
     found: list[Any] = []
-    holder = CallHolder(notes={NOTE: note}, on_done=found.append, is_watched=True)
-    b.caller.start("a", "test_hostile_peers.number", (), None, 10.0, holder)
+    b.client.start(
+        "a", "test_hostile_peers.number", (), None, 10.0, on_done=found.append, notes={NOTE: note}, is_watched=True
+    )
     wait_until(lambda: bool(found), 10.0, "an answer")
     return found[0].error
 
@@ -274,8 +274,8 @@ def test_a_value_cannot_be_made_under_the_id_of_another(make_agents: MakeAgents)
     for note in notes:
         assert isinstance(start_making(b, note), DecodeError), note
     with pytest.raises(RRefError):
-        b.call("a", operations.FETCH, (rref_id, None))
-    assert references.of(a).holders() == {"c": 1}
+        b.call("a", FETCH, (rref_id, None))
+    assert context.of(a).holders() == {"c": 1}
     kept.pop().close()
 
 
@@ -284,7 +284,7 @@ def test_notes_that_are_not_valid_fail_their_call(make_agents: MakeAgents, note:
     a, b = make_agents(2, trust="data")
     error = start_making(b, note)
     assert isinstance(error, DecodeError)
-    assert references.of(a).statistics().num_values == 0
+    assert context.of(a).statistics().num_values == 0
 
 
 def test_the_same_value_is_not_made_twice(make_agents: MakeAgents) -> None:
@@ -292,7 +292,7 @@ def test_the_same_value_is_not_made_twice(make_agents: MakeAgents) -> None:
     life = own(b)[1]
     assert start_making(b, Creates(invented(b, 1), invented(b, 2), life)) is None
     assert isinstance(start_making(b, Creates(invented(b, 1), invented(b, 3), life)), RRefError)
-    assert references.of(a).holders() == {"b": 1}
+    assert context.of(a).holders() == {"b": 1}
 
 
 _FIELDS = {
@@ -319,20 +319,20 @@ def test_references_that_are_not_valid_fail_their_call(
     with pytest.raises(DecodeError):
         b.call("a", keep, (rref,))
     assert not kept
-    assert references.of(a).statistics().num_forks == 0
+    assert context.of(a).statistics().num_forks == 0
 
 
 def test_invented_owners_leave_nothing(make_agents: MakeAgents) -> None:
     a, b, c = make_agents(3, trust="data")
     b.call("a", "test_hostile_peers.number")
-    known = references.of(a)
-    mourning = known._decisions.ownership._mourning
-    before = [len(table) for table in vars(mourning).values()]
+    known = context.of(a)
+    deaths = known._ownership._deaths
+    before = [len(table) for table in vars(deaths).values()]
     for life in range(20):
-        known.arrive(invented(c, life), invented(b, life), (c.info.id, life), own(b), None)
-    known._delivery.flush()
+        known.receive(invented(c, life), invented(b, life), (c.info.id, life), own(b), None)
+    known._flush()
     wait_until(lambda: known.statistics().num_pending == 0, 10.0, "that the owner is found out")
-    assert [len(table) for table in vars(mourning).values()] == before
+    assert [len(table) for table in vars(deaths).values()] == before
 
 
 @pytest.mark.parametrize("more", [(5, (), {}), ("sum", 5, {}), ("sum", (), []), ("sum", (), None)], ids=str)
@@ -340,6 +340,6 @@ def test_method_calls_that_are_not_valid_are_refused(make_agents: MakeAgents, mo
     a, b = make_agents(2, trust="data")
     rref = share(a, 1)
     a.call("b", keep, (rref,))
-    with pytest.raises(DecodeError, match="not the call of a method"):
-        b.call("a", operations.INVOKE, (rref._state.rref_id, None, *more))
+    with pytest.raises(DecodeError, match="not a method call"):
+        b.call("a", INVOKE, (rref._state.rref_id, None, *more))
     kept.pop().close()

@@ -17,7 +17,7 @@ from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.codec import Passage
-from gradwire.rref import context as references
+from gradwire.rref import context
 from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
 from rref import tasks
@@ -77,7 +77,7 @@ def test_a_reference_that_comes_back_while_the_one_before_goes(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finalizer lets other threads run: none of them may get what is about to end."""
-    known = references.here()
+    known = context.here()
     in_finalizer, may_end = threading.Event(), threading.Event()
     on_dropped = known.on_dropped
 
@@ -122,7 +122,7 @@ def test_arguments_that_cannot_be_sent_leave_nothing(names: list[str]) -> None:
         rpc.rpc_sync(names[1], tasks.fetch_all, args=([rref, threading.Lock()],))
     with pytest.raises(RpcError, match="nobody"):
         rpc.rpc_sync("nobody", tasks.fetch, args=(rref,))
-    assert references.here().statistics().num_children == 0
+    assert context.here().statistics().num_children == 0
 
 
 @pytest.mark.usefixtures("asks_soon")
@@ -138,7 +138,7 @@ def test_a_call_that_nobody_waits_for_any_more(names: list[str]) -> None:
     for future in blocked:
         assert future.wait() > 0
     del future, futures
-    wait_until(lambda: references.here().statistics().num_children == 0, 30.0, "that they are asked for")
+    wait_until(lambda: context.here().statistics().num_children == 0, 30.0, "that they are asked for")
 
 
 @pytest.mark.slow
@@ -192,30 +192,30 @@ def test_a_large_value_is_freed_soon(cluster: Cluster, names: list[str]) -> None
 def test_a_reference_that_comes_back_while_the_old_one_ends(make_agents: Callable[..., list[rpc.Agent]]) -> None:
     """The end of the old one is noticed after the new one has arrived, and before it is in anybody's hands."""
     a, b = make_agents(2)
-    known = references.of(a)
+    known = context.of(a)
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
     rref_id = rref._state.rref_id
-    fork_id, _ = known.depart(rref._state, "b", Passage())
-    state = known.arrive(rref_id, fork_id, known.own, references.of(b).own, None)
+    fork_id, _ = known.fork_for(rref._state, "b", Passage())
+    state = known.receive(rref_id, fork_id, known.own, context.of(b).own, None)
     del rref
     known.take_dropped()
     again = RRef._of(known, state)
-    known._decisions.do(known._decisions.ownership.delete_received(references.of(b).own, rref_id, fork_id, False))
+    known._apply(known._ownership.delete_received(context.of(b).own, rref_id, fork_id, False))
     assert again.local_value() == [1]
     del again, state
 
 
 def test_two_that_come_back_at_once_are_counted_each(make_agents: Callable[..., list[rpc.Agent]]) -> None:
     a, b = make_agents(2)
-    known, other = references.of(a), references.of(b).own
+    known, other = context.of(a), context.of(b).own
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
-    rref_id, (fork_id, _) = rref._state.rref_id, known.depart(rref._state, "b", Passage())
-    states = [known.arrive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
+    rref_id, (fork_id, _) = rref._state.rref_id, known.fork_for(rref._state, "b", Passage())
+    states = [known.receive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
     first, second = (RRef._of(known, state) for state in states)
     del rref, second
-    known._decisions.do(known._decisions.ownership.delete_received(other, rref_id, fork_id, False))
+    known._apply(known._ownership.delete_received(other, rref_id, fork_id, False))
     known.take_dropped()
     assert first.local_value() == [1]
     del first, states
@@ -248,7 +248,7 @@ def make_many(count: int) -> list[RRef[int]]:
 
 def check_that_all_are_freed_at_once(a: Agent, b: Agent, count: int) -> None:
     """Calls go on meanwhile, and nothing is left to be said."""
-    first, second = references.of(a), references.of(b)
+    first, second = context.of(a), context.of(b)
     held = a.call("b", make_many, (count,), timeout_s=60.0)
     assert len(held) == count
     assert second.statistics().num_values == count

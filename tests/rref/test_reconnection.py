@@ -14,7 +14,7 @@ import pytest
 
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
 from gradwire.rpc.agent import Agent, start_worker
-from gradwire.rref import context as references
+from gradwire.rref import context
 from gradwire.rref.api import RRef, create
 from gradwire.testing import wait_until
 from gradwire.types import WorkerAddress
@@ -26,18 +26,18 @@ MakeAgents = Callable[..., list[Agent]]
 
 def reset_connections(agent: Agent) -> None:
     """Ends all connections of a worker without a word, as a firewall would."""
-    streams = [lane.connection for lane in agent.peers.lanes()] + agent.server.connections()
+    streams = [lane.stream for lane in agent.peers.lanes()] + agent.server.connections()
     for stream in streams:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(stream.fileno())) as twin:
             twin.shutdown(socket.SHUT_RDWR)
 
 
 def make_there(agent: Agent, name: str, value: float = 1.0) -> RRef[Any]:
-    return create(references.of(agent), name, tasks.make, (value,), None, -1.0)
+    return create(context.of(agent), name, tasks.make, (value,), None, -1.0)
 
 
 def share(agent: Agent, value: Any) -> RRef[Any]:
-    known = references.of(agent)
+    known = context.of(agent)
     owned = known.make_here()
     owned.set(value)
     return RRef._of(known, owned)
@@ -61,7 +61,7 @@ class Ends:
 
 def wait_nothing_left(*agents: Agent) -> None:
     def left() -> list[Any]:
-        counts = [references.of(agent).statistics() for agent in agents]
+        counts = [context.of(agent).statistics() for agent in agents]
         return [
             found for found in counts if found.num_values + found.num_forks + found.num_children + found.num_messages
         ]
@@ -116,7 +116,7 @@ def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAg
     """Its call was cancelled by its deadline, and what says so was under way when the connection ended."""
     a, b = make_agents(2)
     tasks.gate.clear()
-    known = references.of(a)
+    known = context.of(a)
     rref = create(known, "b", tasks.wait_gate, (), None, 0.1)
     wait_until(lambda: rref._state.is_done, 10.0, "that the call is given up")
     ends = Ends(a, b)
@@ -144,9 +144,9 @@ def test_one_that_is_struck_off_meanwhile_is_told(make_agents: MakeAgents, meet:
     rref = share(a, [1])
     a.call("b", tasks.keep, ("x", rref))
     held = tasks.KEPT.pop("x")
-    wait_until(lambda: not references.of(a).statistics().num_children, 10.0, "that its arrival is known")
-    references.of(a)._delivery._lose(references.of(b).own, "test", is_told=False)
-    wait_until(lambda: not references.of(a).holders(), 10.0, "that b is struck off")
+    wait_until(lambda: not context.of(a).statistics().num_children, 10.0, "that its arrival is known")
+    context.of(a)._lose(context.of(b).own, "test")
+    wait_until(lambda: not context.of(a).holders(), 10.0, "that b is struck off")
     assert "broken" not in repr(held)
     meet(a)
     wait_until(lambda: "broken" in repr(held), 10.0, "that b knows")
@@ -231,14 +231,14 @@ def test_nothing_is_kept_for_an_earlier_life_of_a_worker_that_was_restarted(make
     a, b = make_agents(2)
     held = [make_there(b, "a") for _ in range(3)] + [make_there(a, "b")]
     assert [rref.to_here().tolist() for rref in held] == [[1.0] * 3] * 4
-    known, earlier = references.of(a)._decisions, (b.info.id, b.address.incarnation)
+    known, earlier = context.of(a), (b.info.id, b.address.incarnation)
     ends = Ends(a)
     reset_connections(b)
     b.close()
     ends.wait(("a", "b"))
-    wait_until(lambda: known.ownership.num_remembered > 0, 10.0, "that what b held is struck off")
-    assert earlier in known.outbox._channels
+    wait_until(lambda: tasks.num_remembered(known._ownership) > 0, 10.0, "that what b held is struck off")
+    assert earlier in known._outbox._channels
     with contextlib.closing(start_worker(b.info, b.config, a.directory, after=earlier[1])) as again:
         again.call("a", tasks.make, (1.0,))
-        assert earlier not in known.outbox._channels
-        assert known.ownership.num_remembered == 0
+        assert earlier not in known._outbox._channels
+        assert tasks.num_remembered(known._ownership) == 0

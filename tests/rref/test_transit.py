@@ -11,12 +11,11 @@ import pytest
 
 from gradwire.config import Limits
 from gradwire.rpc.agent import Agent
-from gradwire.rref import context as delivery
-from gradwire.rref import context as references
-from gradwire.rref import owner as operations
+from gradwire.rref import context
 from gradwire.rref._messages import Action
 from gradwire.rref._ownership import Ownership
 from gradwire.rref.api import RRef, create
+from gradwire.rref.owner import FETCH
 from gradwire.testing import local_agents, wait_until
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.messages import Reply
@@ -50,7 +49,7 @@ def make_box() -> Box:
 
 
 def value_of(agent: Agent, value: Any) -> RRef[Any]:
-    known = references.of(agent)
+    known = context.of(agent)
     owned = known.make_here()
     owned.set(value)
     return RRef._of(known, owned)
@@ -58,12 +57,12 @@ def value_of(agent: Agent, value: Any) -> RRef[Any]:
 
 def ask_now(agent: Agent) -> None:
     """As if nothing had been heard for a long time of what this worker has sent."""
-    references.of(agent)._delivery._flush_later()
+    context.of(agent)._on_timer()
 
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    monkeypatch.setattr(delivery, "_ASK_S", 0.0)
+    monkeypatch.setattr(context, "_ASK_S", 0.0)
     gate.clear()
     yield
     gate.set()
@@ -85,14 +84,14 @@ def test_a_call_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         first = a.submit("b", wait_gate)
         second = threading.Thread(target=lambda: a.call("b", keep, (rref,)))
         second.start()
-        wait_until(lambda: bool(references.of(a)._decisions.passages), WAIT_S, "that the reference is packed")
+        wait_until(lambda: bool(context.of(a)._transits), WAIT_S, "that the reference is packed")
         ask_now(a)
         ask_now(a)
         assert asked == []
         gate.set()
         first.wait()
         second.join()
-        assert kept["rref"]._ask(operations.FETCH, (), WAIT_S) == [1]
+        assert kept["rref"]._ask(FETCH, (), WAIT_S) == [1]
         assert b.info.name == "b"
         kept.clear()
 
@@ -126,14 +125,14 @@ def test_an_answer_that_is_long_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(answers)
         may_arrive.set()
         caller.join()
-        assert found.pop()._ask(operations.FETCH, (), WAIT_S) == [2]
+        assert found.pop()._ask(FETCH, (), WAIT_S) == [2]
         kept.clear()
 
 
 def test_a_value_for_oneself_that_is_dropped_before_it_is_made() -> None:
     """The function runs all the same, and what it returns is kept by nobody."""
     with local_agents(1, num_worker_threads=1) as (a,):
-        known = references.of(a)
+        known = context.of(a)
         busy = a.submit("a", wait_gate)
         create(known, "a", make_box, (), None, -1)
         wait_until(lambda: known.statistics().num_values == 0, WAIT_S, "that the reference is dropped")
@@ -141,4 +140,4 @@ def test_a_value_for_oneself_that_is_dropped_before_it_is_made() -> None:
         busy.wait()
         wait_until(lambda: bool(made), WAIT_S, "that the function runs")
         wait_until(lambda: made[0]() is None, WAIT_S, "that nothing keeps the value")
-        assert not known._decisions.owned
+        assert not known._owned

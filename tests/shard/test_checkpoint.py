@@ -15,7 +15,7 @@ from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, Chec
 from gradwire.shard import ShardedTensor
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = ["group", "workers"]
+BACKENDS = ["group", "workers"]
 DTYPES = [torch.float64, torch.bfloat16, torch.complex128, torch.int16]
 
 
@@ -107,10 +107,10 @@ def test_from_any_number_to_any_other(
     assert checkpoint.verify(tmp_path).num_tensors > number
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_in_one_process(worlds: Worlds, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_one_process(worlds: Worlds, backend: str, tmp_path: Path) -> None:
     """Plain tensors and modules take what was sharded, and sharded ones what was not."""
-    worlds.check(engine, 4, save_all, str(tmp_path / "sharded"))
+    worlds.check(backend, 4, save_all, str(tmp_path / "sharded"))
     found = checkpoint.read(tmp_path / "sharded")
     assert torch.equal(found["tensors"][3], whole(3))
     assert torch.equal(found["kinds"]["torch.bfloat16"], whole(90, torch.bfloat16))
@@ -119,7 +119,7 @@ def test_in_one_process(worlds: Worlds, engine: str, tmp_path: Path) -> None:
     assert torch.equal(plain.weight, whole(50))
     assert torch.equal(tensor, whole(50))
     checkpoint.save(tmp_path / "plain", {"modules": [plain], "tensors": [whole(0)], "kinds": {}, "plain": 1})
-    worlds.check(engine, 3, load_plain, str(tmp_path / "plain"))
+    worlds.check(backend, 3, load_plain, str(tmp_path / "plain"))
 
 
 def load_plain(world: World, folder: str) -> None:
@@ -179,9 +179,9 @@ def check_refusals(world: World, folder: str) -> None:
     assert torch.equal(converted.full_tensor(), whole(0).float())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_refusals_change_nothing(worlds: Worlds, engine: str, tmp_path: Path) -> None:
-    assert set(worlds.check(engine, 3, check_refusals, str(tmp_path))) == {None}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refusals_change_nothing(worlds: Worlds, backend: str, tmp_path: Path) -> None:
+    assert set(worlds.check(backend, 3, check_refusals, str(tmp_path))) == {None}
 
 
 def load_damaged(world: World, folder: str) -> str:
@@ -196,13 +196,13 @@ def save_one(world: World, folder: str) -> None:
     checkpoint.save(folder, {"a": world.shard(whole(0), world.chunks())}, progress=False)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_damage_is_found_by_everybody(worlds: Worlds, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_damage_is_found_by_everybody(worlds: Worlds, backend: str, tmp_path: Path) -> None:
     """One rank reads the bad bytes, and all raise."""
-    worlds.check(engine, 2, save_one, str(tmp_path))
+    worlds.check(backend, 2, save_one, str(tmp_path))
     file = sorted(tmp_path.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
-    for text in worlds.check(engine, 2, load_damaged, str(tmp_path)):
+    for text in worlds.check(backend, 2, load_damaged, str(tmp_path)):
         assert file.name in text
 
 

@@ -14,7 +14,7 @@ from gradwire.optim import DistributedOptimizer
 from gradwire.shard import ShardedOptimizer, ShardedTensor
 from shard.worlds import GroupWorld, WorkerWorld, World, Worlds
 
-ENGINES = ["group", "workers"]
+BACKENDS = ["group", "workers"]
 START = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5)
 FACTORS = torch.linspace(0.1, 2, 35, dtype=torch.float64).view(7, 5)
 
@@ -81,9 +81,9 @@ def test_training_goes_on(
     assert set(worlds.check(loader, num_loaders, go_on, str(tmp_path), expected)) == {None}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_into_an_optimizer_of_one_process(worlds: Worlds, engine: str, tmp_path: Path) -> None:
-    worlds.check(engine, 3, save_training, str(tmp_path))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_into_an_optimizer_of_one_process(worlds: Worlds, backend: str, tmp_path: Path) -> None:
+    worlds.check(backend, 3, save_training, str(tmp_path))
     weight, state = one_process(2)
     found = checkpoint.read(tmp_path)
     torch.testing.assert_close(found["weight"], weight, rtol=1e-12, atol=1e-12)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradwire.shard import ShardedTensor
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 NUM_ROWS, WIDTH = 11, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -59,10 +59,10 @@ def check_embedding(world: World, options: list[dict[str, Any]]) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_embedding(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_embedding, OPTIONS)) == {5 * len(OPTIONS)}
+def test_embedding(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_embedding, OPTIONS)) == {5 * len(OPTIONS)}
 
 
 def check_gradients_of_all(world: World, sparse: bool) -> list[bool]:
@@ -72,11 +72,11 @@ def check_gradients_of_all(world: World, sparse: bool) -> list[bool]:
     return [gradient is not None for gradient in world.part_gradients(sharded)]
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_reach_shards_that_nobody_asked(worlds: Worlds, engine: str, sparse: bool) -> None:
+def test_gradients_reach_shards_that_nobody_asked(worlds: Worlds, backend: str, sparse: bool) -> None:
     """They are zero there; optimizers with momentum or decay change such shards, too, as they would the whole table."""
-    for found in worlds.check(engine, 4, check_gradients_of_all, sparse):
+    for found in worlds.check(backend, 4, check_gradients_of_all, sparse):
         assert found == [True] * 4
 
 
@@ -104,9 +104,9 @@ def check_module(world: World) -> None:
     close(one.detach(), module(torch.tensor([4]))[0].detach())
 
 
-@ENGINES
-def test_module(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_module)
+@BACKENDS
+def test_module(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_module)
 
 
 def check_one_bad_rank(world: World) -> str:
@@ -121,8 +121,8 @@ def check_one_bad_rank(world: World) -> str:
 def test_an_index_out_of_range_on_one_rank(worlds: Worlds) -> None:
     """Nobody is left waiting, and the ranks can go on."""
     said = worlds.check("group", 3, check_one_bad_rank)
-    assert said[0] == "IndexError index out of range in self: 14 is no row of a table that has 11"
-    assert all(text.startswith("RuntimeError rank 0 could not go on") for text in said[1:])
+    assert said[0] == "IndexError index out of range in self: 14 is not a row of a table with 11 rows"
+    assert all(text.startswith("RuntimeError failed on rank 0, ") for text in said[1:])
     assert worlds.check("workers", 3, check_one_bad_rank)[0].startswith("IndexError index out of range in self: 14")
 
 
@@ -142,10 +142,10 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
-def test_misuse(worlds: Worlds, engine: str) -> None:
-    for said in worlds.check(engine, 2, check_misuse):
-        assert "-1 is no row" in said[0]
+@BACKENDS
+def test_misuse(worlds: Worlds, backend: str) -> None:
+    for said in worlds.check(backend, 2, check_misuse):
+        assert "-1 is not a row" in said[0]
         assert "Long, Int" in said[1]
         assert "Padding_idx must be within" in said[2]
         assert "plain tensor" in said[3]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gradwire.shard import ShardedTensor
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 NUM_ROWS, WIDTH, NUM_BAGS = 11, 6, 9
 COMMON: list[dict[str, Any]] = [
@@ -91,12 +91,12 @@ def check_bags(world: World, mode: str, options: list[dict[str, Any]]) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_modes(worlds: Worlds, engine: str, mode: str) -> None:
+def test_modes(worlds: Worlds, backend: str, mode: str) -> None:
     options = COMMON if mode == "max" else COMMON + DENSE_OR_SPARSE
     num_places = {"sum": 4, "mean": 3, "max": 2}[mode]
-    assert set(worlds.check(engine, num_places, check_bags, mode, options)) == {5 * len(options)}
+    assert set(worlds.check(backend, num_places, check_bags, mode, options)) == {5 * len(options)}
 
 
 def check_weights(world: World, sparse: bool) -> int:
@@ -127,10 +127,10 @@ def check_weights(world: World, sparse: bool) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("sparse", [False, True])
-def test_weights_of_samples(worlds: Worlds, engine: str, sparse: bool) -> None:
-    assert set(worlds.check(engine, 3, check_weights, sparse)) == {5}
+def test_weights_of_samples(worlds: Worlds, backend: str, sparse: bool) -> None:
+    assert set(worlds.check(backend, 3, check_weights, sparse)) == {5}
 
 
 def check_forms_of_input(world: World) -> None:
@@ -154,9 +154,9 @@ def check_forms_of_input(world: World) -> None:
         assert torch.equal(nothing, torch.zeros(3, WIDTH, dtype=torch.float64))
 
 
-@ENGINES
-def test_forms_of_input(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_forms_of_input)
+@BACKENDS
+def test_forms_of_input(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_forms_of_input)
 
 
 def check_one_idle_rank(world: World) -> None:
@@ -173,9 +173,9 @@ def check_one_idle_rank(world: World) -> None:
     close(world.full_gradient(sharded), expected)
 
 
-@ENGINES
-def test_a_rank_without_bags(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_one_idle_rank)
+@BACKENDS
+def test_a_rank_without_bags(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_one_idle_rank)
 
 
 def check_one_bad_rank(world: World) -> list[str]:
@@ -194,7 +194,7 @@ def check_one_bad_rank(world: World) -> list[str]:
 def test_offsets_that_are_wrong_on_one_rank(worlds: Worlds) -> None:
     first, second, third = worlds.check("group", 3, check_one_bad_rank)
     assert first == third
-    assert all(text.startswith("rank 1 could not go on") for text in first)
+    assert all(text.startswith("failed on rank 1, ") for text in first)
     assert all(text.startswith("offsets") for text in second)
 
 
@@ -207,9 +207,9 @@ def check_module(world: World) -> None:
     close(world.join(module(world.own(ids))), expected)
 
 
-@ENGINES
-def test_module(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_module)
+@BACKENDS
+def test_module(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_module)
 
 
 def check_misuse(world: World) -> list[str]:
@@ -239,11 +239,11 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
-def test_misuse(worlds: Worlds, engine: str) -> None:
-    parts = ["12 is no row", "only supported for mode='sum'", "same shape", "1D Tensor", "has to be None", "dimension 3",
+@BACKENDS
+def test_misuse(worlds: Worlds, backend: str) -> None:
+    parts = ["12 is not a row", "only supported for mode='sum'", "same shape", "1D Tensor", "has to be None", "dimension 3",
              "sum, mean or max", "sparse", "frequency", "offsets[0]", "offsets[-1]", "decrease", "padding_idx",
              "Long, Int"]  # fmt: skip
-    for said in worlds.check(engine, 2, check_misuse):
+    for said in worlds.check(backend, 2, check_misuse):
         for message, part in zip(said, parts, strict=True):
             assert part in message

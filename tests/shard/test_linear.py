@@ -16,7 +16,7 @@ from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from shard.worlds import WorkerWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 PLACES = pytest.mark.parametrize("num_places", [1, 2, 3, 4])
 
 
@@ -76,20 +76,20 @@ def check_linear(world: World, lead: tuple[int, ...], with_bias: bool) -> int:
     return num_plain
 
 
-@ENGINES
+@BACKENDS
 @PLACES
-def test_linear_of_own_rows(worlds: Worlds, engine: str, num_places: int) -> None:
+def test_linear_of_own_rows(worlds: Worlds, backend: str, num_places: int) -> None:
     """With rows of the weight at each place the result is divided; with columns or blocks it is everybody's own.
 
     One place is no exception: chunks of rows are, however many there are. One enumerated shard is not cut at all.
     """
     num_plain = 4 if num_places == 1 else 3
-    assert set(worlds.check(engine, num_places, check_linear, (9,), True)) == {num_plain}
+    assert set(worlds.check(backend, num_places, check_linear, (9,), True)) == {num_plain}
 
 
-@ENGINES
-def test_linear_with_more_dimensions(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_linear, (8, 2, 3), False)) == {3}
+@BACKENDS
+def test_linear_with_more_dimensions(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_linear, (8, 2, 3), False)) == {3}
 
 
 def check_linear_of_sharded(world: World) -> int:
@@ -117,10 +117,10 @@ def check_linear_of_sharded(world: World) -> int:
     return num_checked
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [1, 2, 4])
-def test_linear_of_a_sharded_tensor(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_linear_of_sharded)) == {30}
+def test_linear_of_a_sharded_tensor(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_linear_of_sharded)) == {30}
 
 
 def check_few_rows(world: World) -> None:
@@ -135,9 +135,9 @@ def check_few_rows(world: World) -> None:
         close(world.join(world.gradient(x)), weight.sum(0, keepdim=True))
 
 
-@ENGINES
-def test_fewer_rows_than_places(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 4, check_few_rows)
+@BACKENDS
+def test_fewer_rows_than_places(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 4, check_few_rows)
 
 
 def check_dtypes(world: World) -> list[str]:
@@ -159,9 +159,9 @@ def check_dtypes(world: World) -> list[str]:
     return seen
 
 
-@ENGINES
-def test_dtypes(worlds: Worlds, engine: str) -> None:
-    seen = worlds.check(engine, 2, check_dtypes)[0]
+@BACKENDS
+def test_dtypes(worlds: Worlds, backend: str) -> None:
+    seen = worlds.check(backend, 2, check_dtypes)[0]
     assert seen[:10] == ["torch.bfloat16"] * 5 + ["torch.complex128"] * 5
     assert set(seen[10:]) <= {"torch.bfloat16"}
 
@@ -192,9 +192,9 @@ def check_matmul(world: World) -> int:
     return num_checked
 
 
-@ENGINES
-def test_matmul(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_matmul)) == {35}
+@BACKENDS
+def test_matmul(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_matmul)) == {35}
 
 
 def check_transposed_gradient(world: World) -> None:
@@ -211,9 +211,9 @@ def check_transposed_gradient(world: World) -> None:
         close(world.full_gradient(w), factors.t())
 
 
-@ENGINES
-def test_transposing(worlds: Worlds, engine: str) -> None:
-    assert None in worlds.check(engine, 3, check_transposed_gradient)
+@BACKENDS
+def test_transposing(worlds: Worlds, backend: str) -> None:
+    assert None in worlds.check(backend, 3, check_transposed_gradient)
 
 
 # -- misuse ------------------------------------------------------------------------------------------------------------
@@ -240,9 +240,9 @@ def check_misuse(world: World) -> list[str]:
     return said
 
 
-@ENGINES
-def test_misuse(worlds: Worlds, engine: str) -> None:
-    said = worlds.check(engine, 2, check_misuse)[0]
+@BACKENDS
+def test_misuse(worlds: Worlds, backend: str) -> None:
+    said = worlds.check(backend, 2, check_misuse)[0]
     parts = ["shapes cannot be multiplied (3x5 and 6x4)", "same dtype", "unsqueeze(0)", "3D tensor", "baddbmm", "out=",
              "mm needs", "only the bias", "out of range"]  # fmt: skip
     for message, part in zip(said, parts, strict=True):
@@ -356,9 +356,9 @@ def check_mlp(world: World) -> tuple[list[float], list[float]]:
     return losses, expected
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [1, 2, 4])
-def test_two_layers_train_as_in_one_process(worlds: Worlds, engine: str, num_places: int) -> None:
-    for losses, expected in worlds.check(engine, num_places, check_mlp):
+def test_two_layers_train_as_in_one_process(worlds: Worlds, backend: str, num_places: int) -> None:
+    for losses, expected in worlds.check(backend, num_places, check_mlp):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert losses[-1] < losses[0]

@@ -29,7 +29,7 @@ from gradwire.shard import (
 from gradwire.shard import creation as scattering
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
 class Block(nn.Module):
@@ -120,11 +120,11 @@ def check_pieces(world: World) -> None:
         scattering.ROUND_BYTES, scattering._MIN_PIECE_BYTES = before
 
 
-@ENGINES
-def test_parameters_by_any_spec(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 4, check_parameters)) == {15}
-    worlds.check(engine, 3, check_frozen_ones_and_buffers)
-    worlds.check(engine, 3, check_pieces)
+@BACKENDS
+def test_parameters_by_any_spec(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 4, check_parameters)) == {15}
+    worlds.check(backend, 3, check_frozen_ones_and_buffers)
+    worlds.check(backend, 3, check_pieces)
 
 
 class Halves(ShardingSpec):
@@ -152,9 +152,9 @@ def check_specs_of_others(world: World) -> None:
     assert torch.equal(full(model.scale), want.scale)
 
 
-@ENGINES
-def test_specs_that_others_wrote(worlds: Worlds, engine: str) -> None:
-    assert worlds.check(engine, 2, check_specs_of_others)
+@BACKENDS
+def test_specs_that_others_wrote(worlds: Worlds, backend: str) -> None:
+    assert worlds.check(backend, 2, check_specs_of_others)
 
 
 NUM_MIB = 48
@@ -215,9 +215,9 @@ def check_module(world: World) -> None:
     assert torch.equal(model.blocks[1](x), 2 * plain.blocks[1].down(hidden))
 
 
-@ENGINES
-def test_modules_by_a_plan(worlds: Worlds, engine: str) -> None:
-    assert worlds.check(engine, 3, check_module)
+@BACKENDS
+def test_modules_by_a_plan(worlds: Worlds, backend: str) -> None:
+    assert worlds.check(backend, 3, check_module)
 
 
 class SharedParts(nn.Module):
@@ -299,10 +299,10 @@ def check_refusals(world: World) -> int:
     return len(cases)
 
 
-@ENGINES
-def test_a_module_that_is_refused_is_as_it_was(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_refusals)) == {17}
-    assert worlds.check(engine, 2, check_shared_submodule)
+@BACKENDS
+def test_a_module_that_is_refused_is_as_it_was(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_refusals)) == {17}
+    assert worlds.check(backend, 2, check_shared_submodule)
 
 
 class FailsOnOneRank(Sharder):
@@ -322,7 +322,7 @@ def check_ranks_that_differ(world: World) -> None:
     refused(model, lambda: api._shard_tensor(torch.ones(4), others), ValueError, "match with sharding_spec")
     refused(model, lambda: api._shard_tensor(torch.ones(4 + odd), rows), ValueError, "match with s")
     refused(
-        model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=9), ValueError, "is no rank of the group"
+        model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=9), ValueError, "is not a rank of the group"
     )
     for missing in ("emb.weight", "head.wait"):  # the same error for all, if only one rank cannot
         plan = ShardingPlan({"emb.weight": rows, ("head.wait" if odd else missing): rows})

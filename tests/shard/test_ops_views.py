@@ -11,7 +11,7 @@ import torch
 from gradwire.shard import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from shard.worlds import World, Worlds
 
-ENGINES = pytest.mark.parametrize("engine", ["group", "workers"])
+BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 View = Callable[[Any], Any]
 
 # They fit every layout: no shard ends in the middle of a new dimension.
@@ -64,9 +64,9 @@ def check_any_layout(world: World) -> int:
     return check_views(world, ANY_LAYOUT, [7, 5], world.specs(7, 5))
 
 
-@ENGINES
-def test_parts_and_dimensions_of_length_one_of_any_layout(worlds: Worlds, engine: str) -> None:
-    assert min(worlds.check(engine, 3, check_any_layout)) == 5 * len(ANY_LAYOUT)
+@BACKENDS
+def test_parts_and_dimensions_of_length_one_of_any_layout(worlds: Worlds, backend: str) -> None:
+    assert min(worlds.check(backend, 3, check_any_layout)) == 5 * len(ANY_LAYOUT)
 
 
 def check_other_shapes(world: World) -> int:
@@ -85,9 +85,9 @@ def check_other_shapes(world: World) -> int:
     return num_checked + check_views(world, columns, [16, 3, 2], [world.chunks(1), world.chunks(2)])
 
 
-@ENGINES
-def test_other_shapes_where_every_shard_stays_a_box(worlds: Worlds, engine: str) -> None:
-    assert min(worlds.check(engine, 4, check_other_shapes)) == 18
+@BACKENDS
+def test_other_shapes_where_every_shard_stays_a_box(worlds: Worlds, backend: str) -> None:
+    assert min(worlds.check(backend, 4, check_other_shapes)) == 18
 
 
 def check_specs(world: World) -> list[Any]:
@@ -124,9 +124,9 @@ def check_rows(world: World) -> None:
     torch.testing.assert_close(world.join(found), batch @ first.t() * 2 @ second.t())
 
 
-@ENGINES
-def test_rows_are_whose_they_were(worlds: Worlds, engine: str) -> None:
-    worlds.check(engine, 4, check_rows)
+@BACKENDS
+def test_rows_are_whose_they_were(worlds: Worlds, backend: str) -> None:
+    worlds.check(backend, 4, check_rows)
 
 
 # -- batched products --------------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ def check_bmm(world: World) -> int:
     return len(pairs)
 
 
-@ENGINES
+@BACKENDS
 @pytest.mark.parametrize("num_places", [2, 4])
-def test_batched_products_of_any_two_operands(worlds: Worlds, engine: str, num_places: int) -> None:
-    assert min(worlds.check(engine, num_places, check_bmm)) == 8
+def test_batched_products_of_any_two_operands(worlds: Worlds, backend: str, num_places: int) -> None:
+    assert min(worlds.check(backend, num_places, check_bmm)) == 8
 
 
 def check_bmm_errors(world: World) -> bool:

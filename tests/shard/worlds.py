@@ -215,9 +215,9 @@ class Worlds:
         self.cluster = cluster
         self.ranks = Ranks(cluster)
 
-    def check(self, engine: str, num_places: int, check: Check, *args: Any) -> list[Any]:
+    def check(self, backend: str, num_places: int, check: Check, *args: Any) -> list[Any]:
         """Runs a check in one world; returns what it returned, on every rank or once."""
-        if engine == "group":
+        if backend == "group":
             return self.ranks.run(_check_rank, check, args, num_ranks=num_places)
         torch.manual_seed(0)
         with gw.autograd.context() as context:

@@ -1,6 +1,6 @@
 """A backward pass over simulated workers: the real state machines, a made-up engine, a scheduler that is out for trouble.
 
-Each worker drives a real `BackwardState`, the root a real `Termination`; everything between them is simulated, so that one
+Each worker drives a real `BackwardState`, which decides about commit and abort, too; all else is simulated, so that one
 seed is one exact course of events. The scheduler delivers messages in any order and several times, lets engine runs and
 forward calls overlap, ends workers at any moment, tells the others of it at different times (before or after the last
 messages of the dead, some of which are lost), and lets nodes fail.
@@ -18,11 +18,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.autograd._backward_state import Mode, PassSnapshot, is_stalled
+from gradwire.autograd._backward_state import Mode, PassPhase, PassSnapshot, is_stalled
 from simulation.messages import Lost, Message, Propagate
 from simulation.programs import RandomProgram
 from simulation.recording import Node, Recording, Steps
-from simulation.workers import Phase, Violation, Worker
+from simulation.workers import Violation, Worker
 
 MAX_STEPS = 20_000
 _PATIENCE = 0.05  # how often something that shall be late happens although other things could
@@ -218,7 +218,7 @@ class Simulation:
 
     def _judge(self) -> Outcome:
         alive = [worker for worker in self.workers if worker.is_alive]
-        unfinished = [worker.rank for worker in alive if worker.phase is Phase.JOINED]
+        unfinished = [worker.rank for worker in alive if worker.is_running]
         if unfinished:
             return self._judge_stall(unfinished)
         expected = self.program.gradients_in_one_process()
@@ -226,7 +226,7 @@ class Simulation:
             self._judge_worker(worker, worker.visible, expected[worker.rank])
         if not self._root.is_alive:
             return Outcome.ROOT_LOST
-        if self._root.phase is Phase.COMMITTED:
+        if self._root.phase is PassPhase.COMMITTED:
             return Outcome.COMMITTED
         if not (self._has_failed or len(alive) < len(self.workers)):
             raise Violation("the pass failed for no reason")
@@ -234,12 +234,12 @@ class Simulation:
 
     def _judge_worker(self, worker: Worker, found: dict[Node, int], expected: dict[Node, int]) -> None:
         """All or nothing: the right gradients where the root has committed, none where it has not."""
-        has_gradients = worker.phase is Phase.COMMITTED
+        has_gradients = worker.phase is PassPhase.COMMITTED
         if has_gradients and found != expected:
             raise Violation(f"worker {worker.rank} has {found}, not {expected}")
-        takes_part = worker.phase is not Phase.OUT or bool(expected)
-        if self._root.is_alive and takes_part and has_gradients != (self._root.phase is Phase.COMMITTED):
-            raise Violation(f"the pass is {self._root.phase.value} at its root, {worker.phase.value} on {worker.rank}")
+        takes_part = worker.phase is not None or bool(expected)
+        if self._root.is_alive and takes_part and has_gradients != (self._root.phase is PassPhase.COMMITTED):
+            raise Violation(f"the pass is {self._root.phase} at its root, {worker.phase} on {worker.rank}")
         for leaf, gradients in worker.gradients.items():
             if leaf.has_hooks and len(gradients) > 1:
                 raise Violation(f"hooks of {leaf} were shown {gradients}, not the sum")

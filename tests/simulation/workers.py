@@ -1,8 +1,7 @@
-"""A simulated worker: the real `BackwardState` and `Termination`, driven the way `DistEngine` drives them."""
+"""A simulated worker: the real `BackwardState`, driven the way `DistEngine` drives them."""
 
 from __future__ import annotations
 
-import enum
 import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -11,32 +10,29 @@ from typing import Protocol
 import msgspec
 
 from gradwire.autograd._backward_state import (
+    Abort as AbortAction,
+)
+from gradwire.autograd._backward_state import (
     Action,
     BackwardState,
     Component,
     ComponentPhase,
     Introduction,
     Mode,
+    PassPhase,
     PassSnapshot,
     Report,
     Route,
     RunComponent,
     Tell,
-    Termination,
     WaitingSend,
+)
+from gradwire.autograd._backward_state import (
+    Commit as CommitAction,
 )
 from simulation.local_engine import AbstractGraph, Gradients, LocalRun, NodeFailed
 from simulation.messages import Abort, Commit, Done, Lost, Message, Propagate
 from simulation.recording import Node, Recording
-
-
-class Phase(enum.Enum):
-    """Where the pass is on a worker."""
-
-    OUT = "has not heard of it"
-    JOINED = "joined"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
 
 
 class Violation(AssertionError):
@@ -65,7 +61,6 @@ class Worker:
         self._program = world.program
         self.rank = rank
         self.is_alive = True
-        self.phase = Phase.OUT
         self.lost: set[int] = set()
         self.runs: dict[int, LocalRun] = {}
         self.gradients: dict[Node, list[int]] = {}  # what the runs found, one entry each
@@ -74,10 +69,10 @@ class Worker:
         self.num_withdrawn = 0  # answers that came nevertheless
         self._received: set[tuple[int, int]] = set()  # a message that comes twice counts once
         self._state: BackwardState | None = None
+        self._is_barred = False  # whether its end was heard of before its beginning
         self._sends: dict[int, Node] = {}
         self._arrived: dict[int, Gradients] = {}
         self._introduced: set[int] = set()
-        self._termination = Termination(rank) if self.is_root else None
         others = [other for other in range(len(self._program.records)) if other != rank]
         self._far = set(world.rng.sample(others, world.rng.choice((0, 0, len(others) // 2))))
 
@@ -85,6 +80,18 @@ class Worker:
     def is_root(self) -> bool:
         """Whether it called backward."""
         return self.rank == self._program.root
+
+    @property
+    def phase(self) -> PassPhase | None:
+        """Where the pass is here; None before it was heard of."""
+        if self._is_barred:
+            return PassPhase.ABORTED
+        return self._state.phase if self._state is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has joined the pass, and that is not over here."""
+        return self._state is not None and not self._state.is_over
 
     @property
     def state(self) -> BackwardState:
@@ -108,8 +115,8 @@ class Worker:
             self._graph.reached_by,
             set(self.lost),
             self._graph.untouched,
+            self._program.root,
         )
-        self.phase = Phase.JOINED
         self._perform(self._state.begin(set(heard)))
 
     def _perform(self, actions: Iterable[Action]) -> None:
@@ -118,8 +125,12 @@ class Worker:
                 self._post(action.peer, dict.fromkeys(action.message_ids), action.via)
             elif isinstance(action, RunComponent):
                 self._start_run(action)
-            else:
+            elif isinstance(action, Report):
                 self._report(action)
+            elif isinstance(action, CommitAction):
+                self._commit(action)
+            else:
+                self._fail()
 
     def _start_run(self, action: RunComponent) -> None:
         if action.index in self.runs:
@@ -137,7 +148,7 @@ class Worker:
 
     def steps(self) -> list[Callable[[], None]]:
         """What its engine could do next."""
-        if self.phase is not Phase.JOINED:
+        if not self.is_running:
             return []
         return [functools.partial(self._step, index, run) for index, run in self._movable()]
 
@@ -165,14 +176,14 @@ class Worker:
     def _fire(self, recv: int, gradients: Gradients) -> None:
         """The engine reached a recv."""
         has_gradient = any(gradient is not None for gradient in gradients)
-        if self.state.has_fired(recv):
+        firing = self.state.recv_fired(recv)
+        if firing is None:
             if has_gradient:
                 raise Violation(f"recv {recv} on worker {self.rank} was answered with nothing, but has a gradient")
             return
         peer = next(item.peer for item in self._program.records[self.rank].exchanges if item.message_id == recv)
-        routes = self.state.recv_fired(recv)
-        if routes is not None:
-            self._fire_shortly(peer, routes, gradients)
+        if firing.routes is not None:
+            self._fire_shortly(peer, firing.routes, gradients)
             return
         self._answer(peer, recv, gradients if has_gradient else None)
 
@@ -224,20 +235,21 @@ class Worker:
         elif isinstance(message, Commit):
             self._on_commit()
         else:
-            self._drop(None if self.is_root else sender)
+            self._on_abort(sender)
 
     def _on_propagate(self, sender: int, message: Propagate) -> None:
-        if self._program.root in self.lost or self.phase in (Phase.COMMITTED, Phase.ABORTED):
+        if self._program.root in self.lost or self._is_barred or (self._state is not None and self._state.is_over):
             return
-        if self.phase is Phase.OUT:
+        if self._state is None:
             self.join({sender})
         self._received.add((sender, message.number))
         settled: dict[int, bool] = {}
         via = sender if message.via is None else message.via
         for send, gradients in message.answers.items():
-            if gradients is not None and not self.state.knows_send(send, via):
+            is_awaited = self.state.awaits(send, via)
+            if gradients is not None and is_awaited is None:
                 raise Violation(f"worker {self.rank} got a gradient for send {send}, which it does not know")
-            if self.state.knows_send(send, via) and not self.state.is_settled(send):
+            if is_awaited:
                 self.num_withdrawn += send not in self.state.unsettled
                 settled[send] = gradients is not None
                 if gradients is not None:
@@ -253,13 +265,14 @@ class Worker:
 
     def _on_lost(self, worker: int) -> None:
         self.lost.add(worker)
-        if self.phase is not Phase.JOINED:
+        if not self.is_running:
             return
         if worker == self._program.root:
-            self._drop()
+            self._end(self.state.abort(is_final=True))
             return
         actions = self.state.worker_lost(worker)
-        if actions is None or (self._termination is not None and worker in self._termination.participants):
+        termination = self.state.termination
+        if actions is None or (termination is not None and worker in termination.participants):
             self._fail()
         else:
             self._perform(actions)
@@ -267,56 +280,47 @@ class Worker:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def _report(self, report: Report) -> None:
+        self.state.done_here()
         if self.is_root:
-            self._on_done(self.rank, Done(report))
+            self._perform(self.state.report_received(self.rank, report))
         else:
             self._world.send(self.rank, self._program.root, Done(report))
 
     def _on_done(self, sender: int, message: Done) -> None:
-        assert self._termination is not None
-        if self.phase is Phase.ABORTED:
+        if self.state.phase is PassPhase.ABORTED:
             self._world.send(self.rank, sender, Abort())  # it may have joined only after the others were told
-        elif self.phase is Phase.JOINED:
-            is_complete = self._termination.reported(sender, message.report.peers, message.report.absent)
-            if self._termination.mistaken:
-                self._drop()
-            elif is_complete:
-                self._commit()
+        elif not self.state.is_over:
+            self._perform(self.state.report_received(sender, message.report))
 
-    def _commit(self) -> None:
-        assert self._termination is not None
-        self.phase = Phase.COMMITTED
-        for worker in sorted(self._termination.participants - {self.rank}):
+    def _commit(self, action: CommitAction) -> None:
+        self.state.commit()
+        for worker in sorted(action.peers):
             self._world.send(self.rank, worker, Commit())
 
     def _on_commit(self) -> None:
-        if self.phase is Phase.JOINED:
-            self.phase = Phase.COMMITTED
+        if self.is_running:
+            self.state.commit()
 
     def _fail(self) -> None:
-        """Something went wrong here. Who has reported leaves it to the root, which may have committed meanwhile."""
-        if self.state.has_reported and not self.is_root:
-            self._world.send(self.rank, self._program.root, Abort())
-        else:
-            self._drop()
+        """Something went wrong here."""
+        self._end(self.state.abort())
 
-    def _drop(self, told: int | None = None) -> None:
-        """Ends the pass here without gradients, and tells everybody who might have to do with it."""
-        if self.phase in (Phase.COMMITTED, Phase.ABORTED):
+    def _on_abort(self, sender: int) -> None:
+        """A pass that is not here cannot be begun any more."""
+        if self._state is None:
+            self._is_barred = True
             return
-        self.phase = Phase.ABORTED
-        self.runs = {}
-        for worker in sorted(self._others() - {self.rank, told}):
-            self._world.send(self.rank, worker, Abort())
+        self._end(self._state.abort(sender))
+        if self.is_root and self._state.is_over:  # one that has reported waits for this word
+            is_committed = self._state.phase is PassPhase.COMMITTED
+            self._world.send(self.rank, sender, Commit() if is_committed else Abort())
 
-    def _others(self) -> set[int]:
-        """Everybody who might have to do with the pass, as far as is known here."""
-        others = {self._program.root}
-        if self._state is not None:
-            others |= set(self._state.peers)
-        if self._termination is not None:
-            others |= self._termination.participants
-        return others
+    def _end(self, action: AbortAction | None) -> None:
+        if action is not None:
+            if action.ends:
+                self.runs = {}
+            for worker in action.peers:
+                self._world.send(self.rank, worker, Abort())
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -328,7 +332,7 @@ class Worker:
     @property
     def visible(self) -> dict[Node, int]:
         """The gradients that a user could read here."""
-        if self.phase is not Phase.COMMITTED:
+        if self.phase is not PassPhase.COMMITTED:
             return {}
         return {leaf: sum(found) for leaf, found in self.gradients.items()}
 
@@ -338,7 +342,7 @@ class Worker:
 
     def snapshot(self) -> PassSnapshot:
         """The answer to the stall probe."""
-        if self.phase is not Phase.JOINED:
+        if not self.is_running:
             return PassSnapshot(str(self.rank))
         waiting = tuple(WaitingSend(send, str(self.rank), "", "", "") for send in self.state.unsettled)
         return PassSnapshot(

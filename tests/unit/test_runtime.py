@@ -49,7 +49,7 @@ def outcome() -> dict[str, Any]:
     """What a fresh process finds under the names that this one, which has imported everything, knows."""
     runtime.import_all()
     names = [
-        [name for name in table if name.startswith("gradwire.")] for table in (functions._exposed, _registry.BY_NAME)
+        [name for name in table if name.startswith("gradwire.")] for table in (functions.exposed, _registry.BY_NAME)
     ]
     assert {"gradwire.optim.make", "gradwire.checkpoint.write", "gradwire.nn.make"} <= set(names[0])
     assert {"gradwire.ShardedTensor", "gradwire.RemoteModule", "gradwire.RRef"} <= set(names[1])

@@ -18,9 +18,8 @@ from gradwire.autograd.api import (
     grad,
     is_available,
 )
-from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.context import AutogradStatistics, DistAutogradContext
 from gradwire.autograd.explanation import Explanation
-from gradwire.autograd.worker import AutogradStatistics
 
 __all__ = [
     "AutogradStatistics",

@@ -19,13 +19,20 @@ The rules (``docs/autograd.md`` argues why they end):
 Every wait points forward in the order in which messages were made, so no circle of waits can close.
 
 FAST mode leaves out introductions and answers without gradient.
+
+How a pass ends, by two-phase commit:
+
+- Every participant reports to the root when everything there is done, with the workers it exchanged messages with. When all
+  workers that reports name have reported (`Termination`), the root commits, and tells the others.
+- Whatever fails before that aborts the pass: on the worker where it failed, and from there on every worker that it knows.
+- A worker that has reported cannot abort: the root may have committed. It asks the root, and waits for the root's word.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,7 +40,7 @@ from gradwire.types import Id, Rank
 
 
 class Mode(enum.Enum):
-    """How a pass treats what no gradient reaches."""
+    """How a pass treats messages that no gradient reaches."""
 
     SMART = "smart"
     FAST = "fast"
@@ -116,7 +123,52 @@ class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     absent: tuple[Rank, ...] = ()
 
 
-Action = Tell | RunComponent | Report
+class Commit(msgspec.Struct, frozen=True):
+    """On the root: every participant has reported, so the pass counts.
+
+    Attributes:
+        peers: Ranks of the workers that wait for that word.
+    """
+
+    peers: tuple[int, ...]
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """The pass fails: tell these workers.
+
+    Attributes:
+        peers: Ranks of the workers to tell.
+        ends: Whether it is over here; otherwise the root decides.
+    """
+
+    peers: tuple[int, ...]
+    ends: bool = True
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """On the root: a report shows that the pass cannot be right.
+
+    Attributes:
+        lost: Rank of a lost worker that had a part in the pass; or None.
+        abort: What a worker that was named only now had to say.
+        error: Why the gradients could not be added up.
+    """
+
+    lost: int | None = None
+    abort: Any = None
+    error: Any = None
+
+
+Action = Tell | RunComponent | Report | Commit | Fail
+
+
+class PassPhase(enum.Enum):
+    """Where a pass is on this worker."""
+
+    RUNNING = "running"
+    DONE = "done here, not yet everywhere"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
 
 
 class ComponentPhase(enum.Enum):
@@ -125,6 +177,23 @@ class ComponentPhase(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
+
+
+class Firing(msgspec.Struct, frozen=True):
+    """A recv that the local engine reached for the first time.
+
+    Attributes:
+        routes: If there is a shortcut, where to; for what goes to this worker itself, `came_back` is next.
+        is_last: Whether nothing but the report will be sent from now on; something may still run.
+        is_lost: Whether the pass goes on without the sender: a gradient for it fails the pass.
+    """
+
+    routes: tuple[Route, ...] | None
+    is_last: bool
+    is_lost: bool
+
+
+_MOST_EARLY = 64  # workers whose abort is kept until another one names them
 
 
 class BackwardState:
@@ -138,6 +207,12 @@ class BackwardState:
         reached_by: Which recvs of a component can be reached from these sends (and from the roots, if it has them).
         lost: Workers that were gone before the pass began.
         untouched: Sends of nothing but tensors that came from others, alone in their components; with their origins.
+        root: Rank of the worker that called backward; this one if not given.
+
+    Attributes:
+        phase: Where the pass is here.
+        is_over: Whether it is decided here.
+        termination: On the root: the reports.
     """
 
     def __init__(
@@ -149,9 +224,15 @@ class BackwardState:
         reached_by: Callable[[int, Collection[int]], Collection[int]],
         lost: Collection[int] = (),
         untouched: Mapping[int, tuple[Origin, ...]] | None = None,
+        root: int | None = None,
     ) -> None:
         self._own = own
+        self._root = own if root is None else root
         self._mode = mode
+        self.phase = PassPhase.RUNNING
+        self.is_over = False
+        self.termination = Termination(own) if self._root == own else None
+        self._early: dict[int, Any] = {}  # on the root: aborts of workers that no other worker has named yet
         self._untouched = untouched or {}
         self._offered: dict[int, tuple[Origin, ...]] = {}  # shortcuts, by send; nothing is waited for there
         self._skipped: set[int] = set()  # recvs that are not answered for that reason
@@ -169,7 +250,10 @@ class BackwardState:
         self._unfired = dict.fromkeys(self._recvs)
         self._phases = [ComponentPhase.WAITING] * len(components)
         self._nothing: dict[int, set[int]] = {}  # by component: sends settled without a gradient
-        self._component_of = {send: index for index, item in enumerate(components) for send in item.sends}
+        self._component_of: dict[int, int] = {}
+        for index, component in enumerate(components):
+            for send in component.sends:
+                self._component_of[send] = index
         self._num_open = len(components)
         self._told: set[int] = set()
         self._heard: set[int] = set()
@@ -192,11 +276,15 @@ class BackwardState:
             for peer in self._peers_to_wake(heard):
                 self._told.add(peer)
                 actions.append(Tell(peer))
-            missed = [send for send, peer in self._sends.items() if peer == self._own and send not in self._recvs]
+            missed: dict[int, bool] = {}
+            for send, peer in self._sends.items():
+                if peer == self._own and send not in self._recvs:
+                    missed[send] = False
             if missed:
-                self._settle(dict.fromkeys(missed, False), actions)
-            for peer in sorted(self._lost):
-                self._do_without(peer, actions)
+                self._settle(missed, actions)
+            if self._lost:
+                for peer in sorted(self._lost):
+                    self._do_without(peer, actions)
         for index, component in enumerate(self._components):
             if component.has_roots:
                 self._review(index, actions)
@@ -209,30 +297,39 @@ class BackwardState:
         actions: list[Action] = []
         self._heard.add(peer)
         if introduction is not None:
-            has = set(introduction.has)
-            missed = {send: False for send, to in self._sends.items() if to == peer and send not in has}
-            unknown = tuple([send for send in introduction.expects if send not in self._recvs])
+            known, missed, unknown = set(introduction.has), {}, []
+            for send, to in self._sends.items():
+                if to == peer and send not in known:
+                    missed[send] = False
+            for send in introduction.expects:
+                if send not in self._recvs:
+                    unknown.append(send)
             if unknown:
                 self._told.add(peer)
-                actions.append(Tell(peer, unknown))
-            settled = {**missed, **settled}
+                actions.append(Tell(peer, tuple(unknown)))
+            if missed:
+                settled = {**missed, **settled}
             for recv, routes in introduction.shortcuts:
                 if recv in self._unfired and self._recvs[recv] == peer:
                     self._taken[recv] = routes
-        self._settle(settled, actions)
+        if settled:
+            self._settle(settled, actions)
         return self._and_report(actions)
 
-    def recv_fired(self, recv: int) -> tuple[Route, ...] | None:
-        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is being sent.
+    def recv_fired(self, recv: int) -> Firing | None:
+        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is about to be sent.
 
         Returns:
-            If there is a shortcut, where to; for what goes to this worker itself, `came_back` is next.
+            None if it has fired before.
         """
-        routes = self._taken.get(recv)
-        if self._unfired.pop(recv, recv) is None:
-            goals = [self._recvs[recv]] if routes is None else [route[0] for route in routes]
-            self._told.update(goal for goal in goals if goal not in self._lost)
-        return routes
+        if self._unfired.pop(recv, recv) is not None:
+            return None
+        routes, sender = self._taken.get(recv), self._recvs[recv]
+        for goal in (sender,) if routes is None else [route[0] for route in routes]:
+            if goal not in self._lost:
+                self._told.add(goal)
+        is_last = not (self._unsettled or self._unfired or self._offered)
+        return Firing(routes, is_last, sender in self._lost)
 
     def came_back(self, settled: Mapping[int, bool]) -> list[Action]:
         """A recv with a shortcut has fired: for each send here that it leads to, whether there is a gradient."""
@@ -260,41 +357,109 @@ class BackwardState:
         self._do_without(peer, actions)
         return self._and_report(actions)
 
+    # -- two-phase commit ------------------------------------------------------------------------------------------
+
+    def done_here(self) -> None:
+        """This worker is about to report."""
+        if self.phase is PassPhase.RUNNING:
+            self.phase = PassPhase.DONE
+
+    def report_received(self, worker: int, report: Report) -> list[Action]:
+        """On the root: a participant, or the root itself, has reported."""
+        if self.is_over or self.termination is None:
+            return []
+        is_complete = self.termination.reported(worker, report.peers, report.absent)
+        if self._early:
+            for rank, abort in self._early.items():
+                if self.termination.is_named(rank):
+                    return [Fail(abort=abort)]
+        if is_complete:
+            return [Commit(tuple(self._followers()))]
+        mistaken = self.termination.mistaken
+        return [Fail(lost=min(mistaken))] if mistaken else []
+
+    def commit(self) -> None:
+        """The pass counts, and its gradients have been added up here."""
+        self.phase, self.is_over = PassPhase.COMMITTED, True
+
+    def abort(self, sender: int | None = None, *, is_final: bool = False) -> Abort | None:
+        """Something failed here, or a worker said that the pass has failed.
+
+        Args:
+            sender: Rank of the worker that said so; None if it failed here.
+            is_final: Whether it ends here even if this worker has reported: no word of the root can come any more.
+
+        Returns:
+            What to do about it; None if nothing.
+        """
+        if self.is_over:
+            return None
+        has_reported = self.phase is PassPhase.DONE and self._root != self._own
+        if has_reported and not is_final and sender != self._root:
+            return Abort((self._root,), ends=False) if sender is None else None
+        self.phase, self.is_over = PassPhase.ABORTED, True
+        others = self._others()  # the root may not know all of them, even if this worker has reported
+        if sender is not None and self._root != self._own:
+            others.discard(sender)
+        return Abort(tuple(sorted(others)))
+
+    def may_abort(self, sender: int, abort: Any) -> bool:
+        """Whether a worker has a part in the pass, as far as is known here.
+
+        The root may not know yet that the worker takes part: then its abort is kept until another participant names it. One
+        that has not reported passes the abort on to workers that can tell the root.
+        """
+        if sender in self._told or sender in self._heard:
+            return True
+        if self.termination is None:
+            return False
+        if self.termination.is_named(sender):
+            return True
+        if len(self._early) < _MOST_EARLY:
+            self._early[sender] = abort
+        return False
+
+    def _others(self) -> set[int]:
+        """Every worker that has to do with the pass, as far as is known here."""
+        return ({self._root} | self._told | self._heard | self._followers()) - {self._own}
+
+    def _followers(self) -> set[int]:
+        """On the root: the workers that wait for its word, whether or not another worker has named them."""
+        if self.termination is None:
+            return set()
+        return {*self.termination.participants, *self._early} - {self._own}
+
     # -- questions -----------------------------------------------------------------------------------------------
 
     def introduction_to(self, peer: int) -> Introduction | None:
         """What to put on the first message to a worker; None in FAST mode and for this worker itself."""
         if self._mode is Mode.FAST or peer == self._own:
             return None
-        has = tuple([recv for recv, sender in self._recvs.items() if sender == peer])
-        expects = tuple([send for send, to in self._sends.items() if to == peer])
-        shortcuts = [
-            (send, tuple([(self._recvs[origin[0]], *origin) for origin in origins]))
-            for send, origins in self._offered.items()
-            if self._sends[send] == peer
-        ]
-        return Introduction(has, expects, tuple(shortcuts))
+        has, expects, shortcuts = [], [], []
+        for recv, sender in self._recvs.items():
+            if sender == peer:
+                has.append(recv)
+        for send, to in self._sends.items():
+            if to == peer:
+                expects.append(send)
+        for send, origins in self._offered.items():
+            if self._sends[send] == peer:
+                shortcuts.append((send, tuple([(self._recvs[origin[0]], *origin) for origin in origins])))
+        return Introduction(tuple(has), tuple(expects), tuple(shortcuts))
 
-    def has_fired(self, recv: int) -> bool:
-        """Whether a recv of this pass has fired, or is not part of it."""
-        return recv not in self._unfired
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether no message is to come any more, and none to be sent but the report; something may still run."""
-        return not (self._unsettled or self._unfired or self._offered)
+    def awaits(self, send: int, peer: int) -> bool | None:
+        """Whether an answer of that worker for a send would be news; None if the pass has no such send to it."""
+        if self._sends.get(send) != peer:
+            return None
+        return send in self._unsettled or send in self._offered
 
     def has_lost(self, peer: int) -> bool:
-        """Whether a worker is done without: nothing is asked of it, and what it has to say was settled."""
+        """Whether the pass goes on without a worker: what it has to say was settled."""
         return peer in self._lost
 
     def is_settled(self, send: int) -> bool:
         """Whether a send of this pass needs no message any more, and one that came would be no news."""
         return send not in self._unsettled and send not in self._offered
-
-    def knows_send(self, send: int, peer: int) -> bool:
-        """Whether that send, to that worker, is part of the pass."""
-        return self._sends.get(send) == peer
 
     @property
     def unsettled(self) -> tuple[int, ...]:
@@ -323,15 +488,17 @@ class BackwardState:
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _peers_to_wake(self, heard: Collection[int]) -> list[int]:
-        """Workers that might not learn of the pass, or of what was recorded here, without us."""
-        skipped = {self._recvs[recv] for recv in self._skipped}
-        known = {self._own, *self._told, *self._lost, *(set(heard) - skipped)}
-        waiting = dict.fromkeys([peer for peer in (*self._sends.values(), *skipped) if peer not in known])
-        return [peer for peer in waiting if self._has_last_word(self._youngest[peer])]
-
-    def _has_last_word(self, youngest: Exchange) -> bool:
-        """Whether this worker has nothing to answer to another that is younger than what it sent there."""
-        return youngest.is_send or youngest.message_id in self._skipped
+        """Workers that might not learn of the pass, or of what was recorded here, without this one."""
+        found: dict[int, None] = {}
+        skipped = {self._recvs[recv] for recv in self._skipped} if self._skipped else ()
+        for peer in (*self._sends.values(), *skipped):
+            is_known = peer == self._own or peer in self._told or peer in self._lost
+            if not is_known and (peer in skipped or peer not in heard) and peer not in found:
+                youngest = self._youngest[peer]
+                # Else this worker has something to answer there that is younger than what it sent.
+                if youngest.is_send or youngest.message_id in self._skipped:
+                    found[peer] = None
+        return list(found)
 
     def _offer_shortcuts(self, heard: Collection[int]) -> None:
         """Those who have what only passed through here need not ask this worker, unless they may have done so."""
@@ -403,7 +570,10 @@ class BackwardState:
             return
         self._phases[index] = ComponentPhase.DONE
         self._num_open -= 1
-        self._answer_nothing(self._components[index].recvs, actions)
+        for recv in self._components[index].recvs:
+            if recv in self._unfired:
+                self._answer_nothing(self._components[index].recvs, actions)
+                break
 
     def _answer_nothing(self, recvs: Iterable[int], actions: list[Action]) -> None:
         """Fires recvs that no gradient will reach."""
@@ -449,21 +619,18 @@ class Termination:
         self._absent: dict[int, set[int]] = {}  # whom they took to have no part
 
     def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
-        """A participant is done; whether everybody is, and the pass is right. Repeats do no harm."""
+        """A participant is done; return whether every one is, and the pass is right. Repeats do no harm."""
         if absent:
             self._absent.setdefault(worker, set()).update(absent)
         if worker not in self._peers:
             self._peers[worker] = frozenset(peers)
-            self._reachable = self._reach()
-        return not self.missing and not self.mistaken
-
-    def _reach(self) -> set[int]:
-        found, todo = {self._root}, [self._root]
-        while todo:
-            new = self._peers.get(todo.pop(), frozenset()) - found
-            found |= new
-            todo += new
-        return found
+            found, todo = {self._root}, [self._root]
+            while todo:
+                new = self._peers.get(todo.pop(), _NO_RANKS) - found
+                found |= new
+                todo += new
+            self._reachable = found
+        return not self.missing and not (self._absent and self.mistaken)
 
     def is_named(self, worker: int) -> bool:
         """Whether another worker has named that one in its report."""
@@ -471,20 +638,23 @@ class Termination:
 
     @property
     def participants(self) -> frozenset[int]:
-        """Everybody who may take part and must be told of the end: those, too, that cannot be reached yet."""
+        """Every worker that may take part and must be told of the end: those, too, that cannot be reached yet."""
         return frozenset(self._reachable.union(self._peers, *self._peers.values()))
 
     @property
     def mistaken(self) -> set[int]:
-        """Lost workers that somebody took to have no part, while others had to do with them: the pass must fail."""
+        """Lost workers that one worker took to have no part, while others had to do with them: the pass must fail."""
         if not self._absent:
             return set()
         return self._reachable & set().union(*(self._absent.get(worker, ()) for worker in self._reachable))
 
     @property
     def missing(self) -> set[int]:
-        """Those who have not reported yet."""
+        """The workers that have not reported yet."""
         return self._reachable - self._peers.keys()
+
+
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 class WaitingSend(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 It learns which recvs and leaves the sources (roots and sends) reach, and which sources must run together because they
 share an interior node. A leaf that two sources share does not tie them together, unless it has hooks: those must see the
-sum of the pass, once. Hooks that look at ``.grad`` are not meant: they run at the end (`accumulators`).
+sum of the pass, once. Hooks that look at ``.grad`` are not meant: they run at the end (`local_engine.run_accumulators`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire._torch import leaf_hooks, sequence_number, set_sequence_number
 from gradwire.autograd._backward_state import Component, Origin
 from gradwire.autograd.functions import AccumulateGrad, RecvNode
 
@@ -24,12 +25,9 @@ class Recv(Protocol):
     """A message that arrived, as the graph sees it."""
 
     @property
-    def is_watched(self) -> bool:
-        """Whether hooks want to see its gradients here."""
-
+    def is_watched(self) -> bool: ...  # whether hooks want to see its gradients here
     @property
-    def num_tensors(self) -> int:
-        """How many of its tensors were recorded."""
+    def num_tensors(self) -> int: ...
 
 
 _ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made
@@ -46,51 +44,60 @@ class LocalGraph:
     Attributes:
         components: Sources that must run together, with the recvs they reach.
         leaves: For each component, the leaf tensors it reaches.
+        has_leaves: Whether any component reaches one.
         direct: For each component that is one send with nothing to compute behind it, where its tensors came from, in the
             order of the message; None for all others.
+        untouched: Sends of nothing but tensors that came from others, of which nothing else was made; with their origins.
     """
 
     def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Mapping[int, Recv]) -> None:
-        self._starts: list[list[Node]] = [list(roots), *([node] for node in sends.values())]
+        self._starts: list[Sequence[Node]] = [roots]
+        for node in sends.values():
+            self._starts.append((node,))
         self._send_ids = list(sends)
         self._context_recvs = context_recvs
         self._owner: dict[Node, int] = {}
-        self._parent = list(range(len(self._starts)))
-        self._leaves: list[dict[int, torch.Tensor]] = [{} for _ in self._starts]
-        self._recvs: list[list[int]] = [[] for _ in self._starts]
-        for source in range(len(self._starts)):
-            self._walk(source)
+        self._parent: list[int] = list(range(len(self._starts)))
+        self._leaves: list[dict[int, torch.Tensor]] = []
+        self._recvs: list[list[int]] = []
+        self._walk()
         self.components: list[Component] = []
         self.leaves: list[list[torch.Tensor]] = []
+        self.has_leaves = False
         self.direct: list[list[Target] | None] = []
+        self.untouched: dict[int, tuple[Origin, ...]] = {}
         self._component_of: dict[int, int] = {}  # by the first of its sources
         self._collect()
 
-    def _walk(self, source: int) -> None:
-        owner, leaves = self._owner, self._leaves[source]
-        stack = list(self._starts[source])
-        while stack:
-            node = stack.pop()
-            known = owner.get(node)
-            if known is not None:
-                if known != source:
-                    self._join(known, source)
-                continue
-            kind = type(node)
-            if kind is AccumulateGrad:
-                leaf = node.variable
-                leaves[id(leaf)] = leaf
-                if has_hooks(leaf):
-                    owner[node] = source
-                continue
-            owner[node] = source
-            if kind is RecvNode:
-                if node.message_id in self._context_recvs:
-                    self._recvs[source].append(node.message_id)
-                continue
-            for following, _ in node.next_functions:
-                if following is not None:
-                    stack.append(following)
+    def _walk(self) -> None:
+        owner = self._owner
+        for source, start in enumerate(self._starts):
+            leaves: dict[int, torch.Tensor] = {}
+            recvs: list[int] = []
+            self._leaves.append(leaves)
+            self._recvs.append(recvs)
+            stack = list(start)
+            while stack:
+                node = stack.pop()
+                if node in owner:
+                    if owner[node] != source:
+                        self._join(owner[node], source)
+                    continue
+                kind = type(node)
+                if kind is AccumulateGrad:
+                    leaf = node.variable
+                    leaves[id(leaf)] = leaf
+                    if leaf_hooks(leaf):
+                        owner[node] = source
+                    continue
+                owner[node] = source
+                if kind is RecvNode:
+                    if node.message_id in self._context_recvs:
+                        recvs.append(node.message_id)
+                    continue
+                for following, _ in node.next_functions:
+                    if following is not None:
+                        stack.append(following)
 
     def _find(self, source: int) -> int:
         while self._parent[source] != source:
@@ -104,44 +111,41 @@ class LocalGraph:
 
     def _collect(self) -> None:
         groups: dict[int, list[int]] = {}
-        for source in range(0 if self._starts[_ROOTS] else 1, len(self._starts)):
-            groups.setdefault(self._find(source), []).append(source)
+        for source, parent in enumerate(self._parent):
+            if source != _ROOTS or self._starts[_ROOTS]:
+                head = source if parent == source else self._find(source)
+                groups.setdefault(head, []).append(source)
         for head, sources in groups.items():
             self._component_of[head] = len(self.components)
-            leaves, recvs = self._leaves[head], self._recvs[head]
-            for source in sources[1:]:
-                leaves.update(self._leaves[source])
-                recvs += self._recvs[source]
-            has_roots = head == _ROOTS
-            sends = tuple([self._send_ids[source - 1] for source in (sources[1:] if has_roots else sources)])
-            self.components.append(Component(sends, frozenset(recvs), has_roots))
+            leaves, recvs, sends = self._leaves[head], self._recvs[head], []
+            for source in sources:
+                if source != head:
+                    leaves.update(self._leaves[source])
+                    recvs += self._recvs[source]
+                if source != _ROOTS:
+                    sends.append(self._send_ids[source - 1])
+            self.components.append(Component(tuple(sends), frozenset(recvs), head == _ROOTS))
             self.leaves.append(list(leaves.values()))
-            is_one_send = len(sources) == 1 and not has_roots
-            self.direct.append(self._targets_of(self._starts[head][0]) if is_one_send else None)
+            self.has_leaves = self.has_leaves or bool(leaves)
+            is_one_send = len(sources) == 1 and head != _ROOTS
+            self.direct.append(self._targets_of(sends[0], self._starts[head][0]) if is_one_send else None)
 
-    def _targets_of(self, send: Node) -> list[Target] | None:
+    def _targets_of(self, send: int, node: Node) -> list[Target] | None:
         """Where a send's tensors came from, if that is nothing but leaves and other messages, and no hook wants to look."""
         found: list[Target] = []
-        for node, number in send.next_functions:
-            kind = type(node)
-            if kind is AccumulateGrad and not has_hooks(node.variable):
-                found.append(node.variable)
+        origins: list[Origin] = []
+        for following, number in node.next_functions:
+            kind = type(following)
+            if kind is AccumulateGrad and not leaf_hooks(following.variable):
+                found.append(following.variable)
                 continue
-            recv = self._context_recvs.get(node.message_id) if kind is RecvNode else None
+            recv = self._context_recvs.get(following.message_id) if kind is RecvNode else None
             if recv is None or recv.is_watched:
                 return None
-            found.append((node.message_id, number))
-        return found
-
-    @property
-    def untouched(self) -> dict[int, tuple[Origin, ...]]:
-        """Sends of nothing but tensors that came from others, of which nothing else was made; with their origins."""
-        found = {}
-        for component, targets in zip(self.components, self.direct, strict=True):
-            came = [target for target in targets or () if isinstance(target, tuple)]
-            if targets is not None and len(came) == len(targets):
-                origins = [(recv, number, self._context_recvs[recv].num_tensors) for recv, number in came]
-                found[component.sends[0]] = tuple(origins)
+            found.append((following.message_id, number))
+            origins.append((following.message_id, number, recv.num_tensors))
+        if len(origins) == len(found):
+            self.untouched[send] = tuple(origins)
         return found
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -182,10 +186,5 @@ class LocalGraph:
         Numbers count from 0 in every thread, so few nodes have it.
         """
         for node in self._owner:
-            if node._sequence_nr() == 0:
-                node._set_sequence_nr(1)
-
-
-def has_hooks(leaf: torch.Tensor) -> bool:
-    """Whether hooks want to see the gradient of a leaf before it is accumulated."""
-    return bool(leaf._backward_hooks)
+            if sequence_number(node) == 0:
+                set_sequence_number(node, 1)

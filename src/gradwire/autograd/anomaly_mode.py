@@ -23,7 +23,7 @@ _MARK = "Traceback of forward call"
 
 
 def enabled(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Anomaly mode is on inside, if wanted."""
+    """Switch anomaly mode on inside, if wanted."""
     return _enabled() if is_wanted else _NOTHING
 
 
@@ -46,7 +46,7 @@ def _enabled() -> Iterator[None]:
 
 
 def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Surrounds a run of the local engine: what torch says about a failure becomes part of the error.
+    """Surround a run of the local engine: what torch says about a failure becomes part of the error.
 
     Raises:
         AnomalyFound: Something failed inside, and torch knows where its forward was called.
@@ -57,7 +57,7 @@ def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _detecting() -> Iterator[None]:
-    with _enabled(), _listening() as texts:
+    with _enabled(), _catching() as texts:
         try:
             yield
         except Exception as error:
@@ -66,14 +66,12 @@ def _detecting() -> Iterator[None]:
             raise
 
 
-class _Heard(threading.local):
-    """Where the warnings of this thread go; None while nobody here listens."""
-
-    texts: list[str] | None = None
+class _Caught(threading.local):
+    texts: list[str] | None = None  # where the warnings of this thread go; None while they are shown
 
 
-class _Ear:
-    """Hears what torch warns of, for each thread apart.
+class _WarningCatcher:
+    """Catches what torch warns of, for each thread apart.
 
     `warnings.catch_warnings` is for one thread alone: two that leave it in another order than they came leave a list behind
     that swallows the warnings of the whole process.
@@ -85,7 +83,7 @@ class _Ear:
         self._filter: Any = None
 
     def open(self) -> None:
-        """One more listens; under the lock."""
+        """One more thread catches; under the lock."""
         self._num_users += 1
         if self._num_users == 1:
             self._show_before, warnings.showwarning = warnings.showwarning, self._show
@@ -93,40 +91,40 @@ class _Ear:
             self._filter = warnings.filters[0]
 
     def close(self) -> None:
-        """One fewer; under the lock."""
+        """One thread fewer; under the lock."""
         self._num_users -= 1
         if self._num_users:
             return
-        if warnings.showwarning == self._show:  # else somebody put another in its place, or took it away
+        if warnings.showwarning == self._show:  # else the program put another in its place, or took it away
             warnings.showwarning = self._show_before
         if self._filter in warnings.filters:
             cast(list[Any], warnings.filters).remove(self._filter)
             getattr(warnings, "_filters_mutated", lambda: None)()
 
     def _show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        if _heard.texts is not None and _MARK in str(message):
-            _heard.texts.append(str(message))
+        if _caught.texts is not None and _MARK in str(message):
+            _caught.texts.append(str(message))
         else:
             self._show_before(message, *args, **kwargs)
 
 
-_heard = _Heard()
-_ear = _Ear()  # guarded by _lock
+_caught = _Caught()
+_catcher = _WarningCatcher()  # guarded by _lock
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
+def _catching() -> Iterator[list[str]]:
     texts: list[str] = []
-    outer = _heard.texts
+    outer = _caught.texts
     with _lock:
-        _ear.open()
-    _heard.texts = texts
+        _catcher.open()
+    _caught.texts = texts
     try:
         yield texts
     finally:
-        _heard.texts = outer
+        _caught.texts = outer
         with _lock:
-            _ear.close()
+            _catcher.close()
 
 
 class AnomalyFound(RuntimeError):

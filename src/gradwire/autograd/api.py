@@ -9,23 +9,23 @@ with gradwire.autograd.context() as ctx:
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gradwire.autograd import current_context as ambient
-from gradwire.autograd import worker
-from gradwire.autograd.backward_pass import FollowsBackward, FollowUp, check_roots
-from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.context import EXTENSION, DistAutogradContext
+from gradwire.autograd.current_context import current_context, current_context_id, leave
 from gradwire.autograd.explanation import Explanation
-from gradwire.autograd.messages import PassOptions
+from gradwire.autograd.messages import DEFAULT_OPTIONS, DEFAULT_TIMEOUT_S, PassOptions
 from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
+from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
+from gradwire.rpc.connection import current_request
 
-DEFAULT_TIMEOUT_S = 600.0
-"""How long a backward pass may take."""
+if TYPE_CHECKING:
+    from gradwire.autograd.backward_pass import FollowsBackward, FollowUp
+    from gradwire.autograd.engine import DistEngine
 
 ModeName = Literal["smart", "fast"]
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -34,6 +34,18 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 def is_available() -> bool:
     """Whether distributed autograd can be used on this platform."""
     return rpc_is_available()
+
+
+def current_engine() -> DistEngine:
+    """Return the engine of the worker whose call the current thread serves, or of this process.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+    """
+    request = current_request()
+    agent = request.source.server.agent if request is not None else current_agent()
+    engine: DistEngine = agent.extensions[EXTENSION]
+    return engine
 
 
 class ContextId(int):
@@ -58,34 +70,32 @@ class ContextId(int):
 class context:
     """A forward and a backward pass, with everything that other workers do for them.
 
-    Calls made inside, by this thread and by whatever it starts, are recorded; gradients gather in the context on every
-    worker, apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is freed on
-    every worker it has touched. Contexts nest.
+    Calls made inside, by this thread and by threads and tasks that it starts, are recorded; gradients gather in the context
+    on every worker, apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is
+    freed on every worker it has touched. Contexts nest.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
 
-    def __init__(self) -> None:
-        self._id: ContextId | None = None
-        self._token: contextvars.Token[int] | None = None
+    _id = ContextId(0)
+    _token: contextvars.Token[int] | None = None
 
     def __enter__(self) -> ContextId:
         if self._token is not None:
             raise AutogradError("a context can be entered once; make another with gradwire.autograd.context()")
-        self._here = worker.here()
-        self._id = ContextId(self._here.container.new_context().context_id)
-        ambient.carry_into_threads()
-        self._token = ambient.enter(int(self._id))
+        self._engine = current_engine()
+        made = self._engine.container.new_context()
+        self._token = current_context.set(made.context_id)
+        self._id = ContextId(made.context_id)
         return self._id
 
     def __exit__(self, *_: object) -> None:
-        assert self._id is not None
         assert self._token is not None
         try:
-            ambient.leave(self._token)
+            leave(self._token)
         finally:
-            self._here.release(self._id)
+            self._engine.release(self._id)
 
 
 def backward(
@@ -100,7 +110,7 @@ def backward(
     timeout: float = DEFAULT_TIMEOUT_S,
     optimizer: FollowsBackward | None = None,
 ) -> None:
-    """Computes gradients of the roots, through calls to other workers, and adds them to the context on each of them.
+    """Compute gradients of the roots, through calls to other workers, and adds them to the context on each of them.
 
     Nothing is added anywhere unless the whole pass succeeds. ``.grad`` is left alone.
 
@@ -124,12 +134,9 @@ def backward(
         UnsettledSend: FAST mode: a message got no gradient.
         OptimizerStepFailed: The gradients are there, but some workers did not step.
     """
-    here = worker.here()
-    found = check_roots(roots, gradients, inputs)
-    if optimizer is not None:
-        found = dataclasses.replace(found, follow_up=_follow_up_of(optimizer, context_id))
+    follow_up = _follow_up_of(optimizer, context_id) if optimizer is not None else None
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    here.engine.backward(here.container.retrieve(context_id), found, options)
+    current_engine().backward(context_id, options, roots, gradients, inputs, follow_up=follow_up)
 
 
 def _follow_up_of(optimizer: Any, context_id: int) -> FollowUp:
@@ -153,7 +160,7 @@ def grad(
     mode: ModeName = "smart",
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of outputs with respect to inputs, both on this worker, through calls to others; the context keeps none.
+    """Return gradients of outputs with respect to inputs, both on this worker; the context keeps none.
 
     Args:
         context_id: What `context` gave.
@@ -171,12 +178,10 @@ def grad(
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: Something failed on this or another worker, or the time was over.
     """
-    here = worker.here()
-    found = check_roots(outputs, grad_outputs, inputs, joins_context=False)
-    assert found.inputs is not None
+    wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    table = here.engine.backward(here.container.retrieve(context_id), found, options)
-    results = tuple(table.get(tensor) for tensor in found.inputs)
+    table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
+    results = tuple(table.get(tensor) for tensor in wanted)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)
         raise AutogradError(f"the outputs do not depend on input {number}; pass allow_unused=True to get None for it")
@@ -188,75 +193,76 @@ def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout:
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
     if not (isinstance(timeout, int | float) and timeout > 0):
         raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return PassOptions(
-        mode == "fast", bool(retain), bool(create), skips_leaves, torch.is_anomaly_enabled(), float(timeout)
-    )
+    detects_anomalies = torch.is_anomaly_enabled()
+    is_special = retain or create or skips_leaves or detects_anomalies or mode != "smart"
+    if timeout == DEFAULT_TIMEOUT_S and not is_special:
+        return DEFAULT_OPTIONS
+    return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, float(timeout))
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that have gathered in a context on this worker, by leaf tensor.
+    """Return the gradients that have gathered in a context on this worker, by leaf tensor.
 
     Raises:
         UnknownContext: The context was released, or this worker has no part in it.
-        RpcTimeout: A pass is done here, and whoever began it does not say whether it counts.
+        RpcTimeout: A pass is done here, and the worker that began it does not say whether it counts.
     """
-    here = worker.here()
-    return here.gradients_of(here.container.retrieve(context_id), DEFAULT_TIMEOUT_S)
+    return current_engine().container.retrieve(context_id).wait_gradients(DEFAULT_TIMEOUT_S)
 
 
 def explain(context_id: int) -> Explanation:
-    """Who waits for whom in a context, across workers: print it, or take its `as_json`.
+    """Find out which worker waits for which in a context: print the result, or take its `as_json`.
 
     May be called from another thread while a backward pass is under way.
 
     Raises:
         UnknownContext: The context was released, or this worker has no part in it.
     """
-    here = worker.here()
-    return here.engine.prober.explain(here.container.retrieve(context_id))
+    engine = current_engine()
+    return engine.prober.explain(engine.container.retrieve(context_id))
 
 
-# -- what PyTorch offers for looking inside -------------------------------------------------------------------------------
+# -- PyTorch's functions for looking inside -------------------------------------------------------------------------------
 
 
 def _new_context() -> DistAutogradContext:
-    """Makes a context and enters it, until `_release_context`."""
-    made = worker.here().container.new_context()
-    ambient.carry_into_threads()
-    ambient.enter(made.context_id)
+    """Make a context and enter it, until `_release_context`."""
+    made = current_engine().container.new_context()
+    current_context.set(made.context_id)
     return made
 
 
 def _release_context(context_id: int) -> None:
-    worker.here().container.retrieve(context_id)
-    worker.here().release(context_id)
-    if ambient.current_context_id() == context_id:
-        ambient.enter(0)
+    engine = current_engine()
+    engine.container.retrieve(context_id)
+    engine.release(context_id)
+    if current_context_id() == context_id:
+        current_context.set(0)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    return worker.here().container.retrieve(context_id)
+    return current_engine().container.retrieve(context_id)
 
 
 def _is_valid_context(context_id: int) -> None:
-    worker.here().container.retrieve(context_id)
+    current_engine().container.retrieve(context_id)
 
 
 def _current_context() -> DistAutogradContext:
-    context_id = ambient.current_context_id()
+    context_id = current_context_id()
     if not context_id:
         raise NoActiveContext(
             "Current thread doesn't have a valid autograd context. Wrap the code in `with gradwire.autograd.context()`"
         )
-    return worker.here().container.retrieve(context_id)
+    return current_engine().container.retrieve(context_id)
 
 
 def _get_max_id() -> int:
-    return worker.here().container.max_id
+    return current_engine().container.max_id
 
 
 def _get_debug_info() -> dict[str, str]:
-    numbers = worker.here().statistics()
+    numbers = current_engine().statistics()
     return {
         "num_current_backward_passes": str(numbers.num_passes_under_way),
         "num_autograd_contexts": str(numbers.num_contexts),

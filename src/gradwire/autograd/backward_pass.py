@@ -1,11 +1,11 @@
-"""One backward pass on one worker: what came for it, what it has found, and who waits.
+"""One backward pass on one worker: what came for it, what it has found, and the threads that wait for it.
 
-`BackwardState` decides, `DistEngine` sends and receives, `EngineRun` computes; here is what they share.
+`BackwardState` decides and `DistEngine` acts. In between, each event of a pass is one method here: it takes the lock, asks
+the state, and returns what is to be done.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -14,25 +14,36 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.autograd._backward_state import (
+    Abort,
     Action,
     BackwardState,
+    Commit,
     ComponentPhase,
+    Fail,
+    Firing,
+    Introduction,
     Mode,
+    PassPhase,
     PassSnapshot,
-    Termination,
+    Report,
+    Route,
     WaitingSend,
 )
 from gradwire.autograd._graph import LocalGraph
-from gradwire.autograd.context import DistAutogradContext, RecordedRecv, RecordedSend
+from gradwire.autograd.context import RESULT, DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
-from gradwire.autograd.local_engine import Answers, GradientTable, PassDropped, add_gradient, run_accumulators
-from gradwire.autograd.messages import AbortPass, CommitPass, PassOptions
+from gradwire.autograd.local_engine import Found, run_accumulators
+from gradwire.autograd.messages import NO_ID, AbortPass, CommitPass, GradientItem, PassOptions, PropagateGradients
 from gradwire.errors import AutogradError
-from gradwire.rpc.connection import while_waiting
+from gradwire.params.grads import GradientTable, add_gradient
+from gradwire.types import COUNTER_BITS, WorkerInfo
 
 if TYPE_CHECKING:
-    from gradwire.autograd.stall_detector import Watch
+    from gradwire.autograd.stall_detector import StallDetector
+
+_MOST_TENSORS = 1 << 20  # in one message, whatever others say
 
 
 class FollowUp(Protocol):
@@ -40,10 +51,10 @@ class FollowUp(Protocol):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Workers that it is going to tell something: they hear of the commit from it."""
+        """Workers that it is going to tell something: they learn of the commit from it."""
 
     def run(self, commit: CommitPass, ranks: Set[int]) -> None:
-        """The pass is committed: does what follows, and tells those workers of the commit.
+        """The pass is committed: do what follows, and tell those workers of the commit.
 
         If it raises, they are told of it once more; what has joined a context stays there.
         """
@@ -53,7 +64,7 @@ class FollowsBackward(Protocol):
     """What `backward` can be given to go on with: an optimizer."""
 
     def follow_backward(self, context_id: int) -> FollowUp:
-        """What is to follow a pass in that context."""
+        """Return what is to follow a pass in that context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,13 @@ class Roots:
     follow_up: FollowUp | None = None
 
 
-def check_roots(roots: Any, gradients: Any, inputs: Any, *, joins_context: bool = True) -> Roots:
-    """The roots of a pass, with a gradient for each.
+NO_ROOTS = Roots()
+
+
+def check_roots(
+    roots: Any, gradients: Any, inputs: Any, joins_context: bool = True, follow_up: FollowUp | None = None
+) -> Roots:
+    """Return the roots of a pass, with a gradient for each.
 
     Raises:
         AutogradError: A root cannot be one; says why.
@@ -88,7 +104,8 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, *, joins_context: bool 
     if len(given) != len(tensors):
         raise AutogradError(f"{len(given)} gradients were given for {len(tensors)} roots")
     found = []
-    for number, (tensor, gradient) in enumerate(zip(tensors, given, strict=True)):
+    for number, tensor in enumerate(tensors):
+        gradient = given[number]
         if not isinstance(tensor, torch.Tensor):
             raise AutogradError(f"root {number} is a {type(tensor).__name__}, not a tensor")
         if not tensor.requires_grad:
@@ -110,35 +127,35 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, *, joins_context: bool 
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
         raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
-    return Roots(tensors, tuple(found), wanted, joins_context)
+    return Roots(tensors, tuple(found), wanted, joins_context, follow_up)
 
 
-class PassPhase(enum.Enum):
-    """Where a pass is on this worker."""
-
-    RUNNING = "running"
-    DONE = "done here, not yet everywhere"
-    COMMITTING = "done everywhere, and some may know already"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-
-_NO_ROOTS = Roots()
+class PassDropped(Exception):
+    """The pass was decided while something was still done for it; ends that quietly."""
 
 
 class BackwardPass:
-    """One pass on one worker. `join` first; the engine holds `lock` meanwhile.
+    """One pass on one worker, begun.
 
     Args:
         own: This worker's rank.
         pass_id: Carries the root's rank.
-        context: Whose pass it is; its lock is held by the caller.
+        context: Whose pass it is; `DistAutogradContext.begin_pass` holds its lock.
         options: What the root asked for.
-        answer: Called with a recv that was reached, its gradients, whether the report is all that will follow, and via whom
-            its tensors came, if it is another worker's.
-        perform_soon: Called with what follows in the middle of a run that may wait for it.
-        make_watch: Makes what looks after the pass while somebody waits.
         roots: On the root only.
+        lost: Ranks of workers that are gone.
+        heard: Ranks of the workers whose message made this one join; it is taken next.
+
+    Attributes:
+        state: Decides.
+        begun: What is to be done first; `take` returns it, too.
+        gradients: Of leaves, as far as they are found.
+        totals: Leaves whose gradient is that of the context, earlier passes included.
+        last_answer: An answer to the root that waits for the report, to travel with it.
+        last_peer: Whom the last message went to; the next may well come from there.
+        error: Why it failed, on the root.
+        charged: The worker that began it here, and how many bytes of its budget that takes until the end.
+        detector: Made by a thread that waits.
     """
 
     def __init__(
@@ -147,235 +164,453 @@ class BackwardPass:
         pass_id: int,
         context: DistAutogradContext,
         options: PassOptions,
-        answer: Callable[[BackwardPass, RecordedRecv, Gradients, bool, int | None], None],
-        perform_soon: Callable[[BackwardPass, Sequence[Action]], None],
-        make_watch: Callable[[BackwardPass], Watch],
-        roots: Roots | None = None,
+        roots: Roots = NO_ROOTS,
+        lost: Collection[int] = (),
+        heard: Collection[int] = (),
     ) -> None:
         self.own = own
         self.pass_id = pass_id
+        self.root = pass_id >> COUNTER_BITS
         self.context = context
         self.options = options
-        self.answer = answer
-        self.perform_soon = perform_soon
-        self.roots = roots or _NO_ROOTS
-        self.lock = threading.Lock()  # guards everything below
-        self._moved: threading.Condition | None = None  # made by who waits, for its gate or for the end
-        self.phase = PassPhase.RUNNING
-        self.is_over = False
+        self.roots = roots
         self.deadline = time.monotonic() + options.timeout_s
-        self.sends: dict[int, RecordedSend] = dict(context.sends)
-        self.recvs: dict[int, RecordedRecv] = dict(context.recvs)
-        self._exchanges = list(context.exchanges)
-        self.introduced: set[int] = set()
-        self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
+        self.charged: tuple[int, int] | None = None
+        self._lock = threading.Lock()  # guards everything below
+        self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
+        self.sends, self.recvs = dict(context.sends), dict(context.recvs)
+        self._introduced: set[int] = set()
+        self.last_peer: int | None = None
         self.gradients: GradientTable = {}
-        self.totals: set[torch.Tensor] = set()  # leaves whose gradient is that of the context, earlier passes included
+        self.totals: set[torch.Tensor] = set()
         self._arrived: dict[int, Gradients] = {}
-        self.last_answer: Answers | None = None  # waits for the report, to travel with it
-        self.early: dict[int, AbortPass] = {}  # on the root: what workers say that nobody has named yet
-        self.on_over: Callable[[], None] = lambda: None
-        self.num_sent = self.num_received = 0  # messages of the pass, for the stall probe
-        self.gates: set[int] = set()  # sends that a run stands still for
-        self.termination = Termination(own) if roots is not None else None
+        self.last_answer: Answers | None = None
+        self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
+        self._gates: set[int] = set()  # sends that a run stands still for
         self.error: BaseException | None = None
-        self.graph: LocalGraph
-        self.state: BackwardState
-        self._make_watch = make_watch
-        self._watch: Watch | None = None  # made when somebody waits
+        self.detector: StallDetector | None = None
+        nodes, sends = [], {}
+        for tensor in roots.tensors:
+            nodes.append(tensor.grad_fn)
+        for message_id, send in self.sends.items():
+            sends[message_id] = send.output.grad_fn
+        graph = self.graph = LocalGraph(nodes, sends, self.recvs)
+        # What is asked for may be what passes through; and a recorded pass records what passes through.
+        is_asked = roots.inputs is not None or options.create_graph
+        self.state = BackwardState(
+            own,
+            Mode.FAST if options.is_fast else Mode.SMART,
+            list(context.exchanges),
+            graph.components,
+            graph.reached_by,
+            lost,
+            None if is_asked else graph.untouched,
+            self.root,
+        )
+        self.begun = self.state.begin(heard)
 
     def __repr__(self) -> str:
-        return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {getattr(self, 'state', 'not joined')}>"
+        return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {self.state}>"
+
+    @property
+    def phase(self) -> PassPhase:
+        """Where the pass is on this worker."""
+        return self.state.phase
 
     @property
     def is_root(self) -> bool:
         """Whether backward was called here."""
-        return self.termination is not None
-
-    @property
-    def joins_context(self) -> bool:
-        """Whether its gradients join the context."""
-        return self.roots.joins_context
-
-    @property
-    def follow_up(self) -> FollowUp | None:
-        """What follows the pass, if that is known here."""
-        return self.roots.follow_up
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may still fail."""
-        return self.phase in (PassPhase.RUNNING, PassPhase.DONE)
+        return self.root == self.own
 
     @property
     def is_undecided(self) -> bool:
         """Whether it is done here, but maybe not everywhere."""
-        return self.phase in (PassPhase.DONE, PassPhase.COMMITTING)
+        return self.state.phase is PassPhase.DONE
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether `join` was called."""
-        return hasattr(self, "state")
+    # -- messages ------------------------------------------------------------------------------------------------------
 
-    def join(self, heard: Collection[int], lost: Collection[int]) -> list[Action]:
-        """Walks the local graph and begins; under `lock`."""
-        nodes = [tensor.grad_fn for tensor in self.roots.tensors]
-        sends = {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
-        self.graph = LocalGraph(nodes, sends, self.recvs)
-        self.has_leaves = any(self.graph.leaves)
-        mode = Mode.FAST if self.options.is_fast else Mode.SMART
-        # What is asked for may be what passes through; and a recorded pass records what passes through.
-        is_asked = self.roots.inputs is not None or self.options.create_graph
-        untouched = None if is_asked else self.graph.untouched
-        graph, exchanges = self.graph, self._exchanges
-        self.state = BackwardState(self.own, mode, exchanges, graph.components, graph.reached_by, lost, untouched)
-        return self.state.begin(heard)
+    def take(
+        self, sender: WorkerInfo, message: PropagateGradients, introduction: Introduction | None, tensors: list[Any]
+    ) -> list[Action]:
+        """A message of the pass arrived.
 
-    def accept(self, message_id: int, receiver: int, gradients: Gradients | None) -> bool:
-        """Takes what came for a send to that worker; False if it is no news. Under `lock`.
+        Args:
+            sender: Of the message.
+            message: The message.
+            introduction: Of the message, with the shortcuts that can be taken.
+            tensors: Gradients that came with it.
 
         Raises:
-            AutogradError: Gradients that cannot be for that send.
+            AutogradError: It brings gradients that cannot be for what this worker has sent.
         """
-        if not self.state.knows_send(message_id, receiver):
-            if gradients is None:
-                return False  # made after this worker joined, so it has no part in the loss
+        answers = unpack_answers(self.context, sender, message.items, tensors)
+        with self._lock:
+            if self.state.is_over:
+                return []
+            actions, self.begun = self.begun, []
+            self._num_received += 1
+            settled = {}
+            for item in message.items:
+                gradients = answers[item.message_id]
+                if self._accept(item.message_id, sender.id if item.via is None else item.via, gradients):
+                    settled[item.message_id] = gradients is not None
+            actions += self.state.message_received(sender.id, introduction, settled)
+            if self._gates:
+                self._wake()
+        return actions
+
+    def _accept(self, message_id: int, receiver: int, gradients: Gradients | None) -> bool:
+        """Take what came for a send to that worker; False if it is no news. Under the lock."""
+        is_awaited = self.state.awaits(message_id, receiver)
+        if is_awaited is None and gradients is not None:
             raise AutogradError(
                 f"a gradient came for message {message_id:#x}, which this worker has not sent to worker {receiver} in this "
                 f"context; was this worker restarted?"
             )
-        if self.state.is_settled(message_id):
+        if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
             return False
         if gradients is not None:
             self.sends[message_id].check(gradients)
             self._arrived[message_id] = gradients
         return True
 
-    # -- for runs of the local engine -----------------------------------------------------------------------------------
+    def introduce(self, peer: int) -> Introduction | None:
+        """A message is about to go to a worker; return what the first one says.
 
-    def add(self, found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds to the gradients of leaves."""
-        with self.lock:
-            for leaf, gradient in found:
-                add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
+        Raises:
+            PassDropped: The pass is over.
+        """
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            self._num_sent += 1
+            if peer != self.own:
+                self.last_peer = peer
+            if peer in self._introduced:
+                return None
+            self._introduced.add(peer)
+            return self.state.introduction_to(peer)
 
-    def inputs_of(self, index: int) -> list[torch.Tensor]:
-        """What a run of a component shall give gradients of."""
-        wanted, leaves = self.roots.inputs, self.graph.leaves[index]
-        if wanted is not None:
-            return self.graph.inputs_in(index, wanted)
-        return [] if self.options.skips_leaves else leaves
+    def has_moved_on(self, peer: int) -> bool:
+        """Whether it is over, or another worker was written to since."""
+        return self.state.is_over or self.last_peer != peer
 
-    def take_last_answer(self) -> Answers | None:
-        """What waits for the report, once."""
-        with self.lock:
-            answer, self.last_answer = self.last_answer, None
-        return answer
+    def lose_worker(self, rank: int) -> list[Action] | None:
+        """A worker died or left; None if the pass must fail for it."""
+        with self._lock:
+            if self.state.is_over:
+                return []
+            actions = None if self.root == rank else self.state.worker_lost(rank)
+            if self.state.termination is not None and rank in self.state.termination.participants:
+                actions = None
+            self._wake()
+        return actions
+
+    # -- runs of the local engine ---------------------------------------------------------------------------------------
+
+    def inputs_of(self, index: int) -> Sequence[torch.Tensor]:
+        """Return what a run of a component shall give gradients of."""
+        if self.roots.inputs is not None:
+            return self.graph.inputs_in(index, self.roots.inputs)
+        return () if self.options.skips_leaves else self.graph.leaves[index]
 
     def gradients_of(self, message_id: int) -> Gradients:
-        """What came for a send; all None if it was settled with nothing."""
-        with self.lock:
-            if self.is_over:
+        """Return what came for a send; all None if it was settled with nothing.
+
+        Raises:
+            PassDropped: The pass is over.
+        """
+        with self._lock:
+            if self.state.is_over:
                 raise PassDropped
             found = self._arrived.get(message_id)
         return found if found is not None else self.sends[message_id].no_gradients
 
-    def wait_settled(self, message_id: int) -> None:
-        """The local engine stands still until a send is settled."""
-        with self.lock:
-            if not self.is_over and self.state.is_settled(message_id):
-                return
-            self.gates.add(message_id)
-        try:
-            if not self._wait_until(lambda: self.state.is_settled(message_id)):
+    def fire(self, message_id: int) -> Firing | None:
+        """The local engine reached a recv; None if it did before.
+
+        Raises:
+            PassDropped: The pass is over.
+        """
+        with self._lock:
+            if self.state.is_over:
                 raise PassDropped
-        finally:
-            with self.lock:
-                self.gates.discard(message_id)
+            return self.state.recv_fired(message_id)
 
-    def wake_gates(self) -> None:
-        """Something was settled; under `lock`. Nobody is woken for nothing: that costs more than a small run."""
-        if self.gates:
-            self.wake()
+    def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
+        """A recv has fired with a shortcut to sends of this worker, which another one passed back to it.
 
-    def wake(self) -> None:
-        """Something happened that threads here wait for; under `lock`."""
+        Raises:
+            PassDropped: The pass is over.
+        """
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            settled = {send: answer is not None for send, answer in answers.items() if self._accept(send, via, answer)}
+            actions = self.state.came_back(settled)
+            self._wake()
+        return actions
+
+    def finish(self, index: int, found: Found) -> list[Action]:
+        """A component was run, and gave these gradients of leaves.
+
+        Raises:
+            PassDropped: The pass is over.
+        """
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            for leaf, gradient in found:
+                add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
+            actions = self.state.component_finished(index)
+            if self._gates:  # a message to oneself that has no gradient is settled without one
+                self._wake()
+        return actions
+
+    def run_hooks(self) -> Answers | None:
+        """Everything here is done: hooks see the totals, and this worker may report.
+
+        Returns:
+            An answer to the root that waits for the report.
+
+        Raises:
+            PassDropped: The pass is over.
+            Exception: What a hook raised.
+        """
+        if self.roots.joins_context and self.gradients:
+            self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            self.state.done_here()
+            answer, self.last_answer = self.last_answer, None
+        return answer
+
+    def take_last_answer(self) -> Answers | None:
+        """Return what waits for the report, once."""
+        with self._lock:
+            answer, self.last_answer = self.last_answer, None
+        return answer
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def report_received(self, worker: int, report: Report) -> list[Action]:
+        """On the root: a worker has reported. The last report commits the pass, at once."""
+        with self._lock:
+            actions = self.state.report_received(worker, report)
+            if actions and type(actions[0]) is Commit:
+                try:
+                    self._commit()
+                except Exception as error:  # out of memory, say; no worker was told yet
+                    return [Fail(error=error)]
+            return actions
+
+    def participants(self) -> set[int]:
+        """On the root: the ranks of the other workers that take part, as far as is known."""
+        with self._lock:
+            termination = self.state.termination
+            return set(termination.participants) - {self.own} if termination is not None else set()
+
+    def commit_received(self) -> bool:
+        """The root said that the pass counts: its gradients join the context. False if it was decided before."""
+        with self._lock:
+            if self.state.is_over:
+                return False
+            self._commit()
+        return True
+
+    def _commit(self) -> None:
+        self.context.end_pass(self, is_committed=True)  # if that fails, nothing has changed
+        self.state.commit()
+        self._forget()
+
+    def abort(self, error: BaseException, sender: int | None = None, *, is_final: bool = False) -> Abort | None:
+        """The pass failed; see `BackwardState.abort`."""
+        with self._lock:
+            abort = self.state.abort(sender, is_final=is_final)
+            if abort is not None and abort.ends:
+                self.error = error if self.root == self.own else None
+                self.context.end_pass(self, is_committed=False)
+                self._forget()
+        return abort
+
+    def may_abort(self, sender: int, message: AbortPass) -> bool:
+        """Whether a worker may end the pass; see `BackwardState.may_abort`."""
+        with self._lock:
+            return self.state.may_abort(sender, message)
+
+    def _forget(self) -> None:
+        """The pass is over. The root's gradients stay for the caller of backward. Under the lock."""
+        self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
+        if self.root != self.own:
+            self._arrived.clear()
+            self.last_answer = None
+            self.gradients, self.totals = {}, set()
         if self._moved is not None:
             self._moved.notify_all()
 
-    def wait_over(self) -> None:
-        """Blocks until the pass is decided."""
-        self._wait_until(lambda: False)
+    # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def _wait_until(self, is_true: Callable[[], bool]) -> bool:
-        """Blocks, and looks after the pass meanwhile; False if the pass is over. The condition is asked under `lock`."""
-        with while_waiting():
-            while True:
-                with self.lock:
-                    watch = self._watch = self._watch or self._make_watch(self)
-                while not (self.is_over or is_true()) and watch.help(lambda: self.is_over or is_true()):
-                    pass
-                with self.lock:
-                    if not self.is_over and not is_true():
-                        self._moved = self._moved or threading.Condition(self.lock)
-                        self._moved.wait(watch.pause_s())
-                    if self.is_over:
-                        self._watch = None  # it holds the pass: the two would stay until the garbage collector comes
-                        return False
-                    if is_true():
-                        return True
-                watch.look()
+    def wait(self, send: int | None, seconds: float) -> bool:
+        """Wait until a send is settled, or the pass over; False if it is neither after so long: then wait again."""
+        with self._lock:
+            if not self._may_go_on(send):
+                self._moved = self._moved or threading.Condition(self._lock)
+                if send is not None:
+                    self._gates.add(send)
+                _interrupts.wait(self._moved, seconds)
+                if not self._may_go_on(send):
+                    return False
+                if send is not None:
+                    self._gates.discard(send)
+            return True
 
-    # -- end -----------------------------------------------------------------------------------------------------
+    def _may_go_on(self, send: int | None) -> bool:
+        return self.state.is_over or (send is not None and self.state.is_settled(send))
 
-    def followers(self) -> set[int]:
-        """On the root: those who wait for its word, whether or not anybody has named them; under `lock`."""
-        if self.termination is None:
-            return set()
-        return {*self.termination.participants, *self.early} - {self.own}
-
-    def run_hooks(self) -> None:
-        """Everything here is done: hooks see the totals. What they raise fails the pass."""
-        if self.roots.joins_context:
-            self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
-
-    def forget(self) -> None:
-        """Drops what the pass held; under `lock`."""
-        self._arrived.clear()
-        self.last_answer = None
-        self.roots = _NO_ROOTS
-        self._watch = self.error = None  # both lead back to the pass
-        self.gradients, self.totals = {}, set()
-        if self.is_joined:
-            del self.graph
-
-    # -- what it waits for --------------------------------------------------------------------------------------------
-
-    @property
-    def _num_running(self) -> int:
-        """Runs that do not stand still; one that has not begun yet, or whose gate is open, waits only for its thread."""
-        num_standing = sum(not self.state.is_settled(gate) for gate in self.gates)
-        return self.state.phases.count(ComponentPhase.RUNNING) - num_standing
+    def _wake(self) -> None:
+        """Something happened that threads here wait for. Under the lock."""
+        if self._moved is not None:
+            self._moved.notify_all()
 
     def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
-        """The answer to the stall probe."""
-        with self.lock:
-            if not self.is_joined:
-                return PassSnapshot(worker)
+        """Return the answer to the stall probe."""
+        with self._lock:
             waiting = []
             for message_id in self.state.unsettled:
                 send = self.sends[message_id]
-                is_gate = message_id in self.gates
+                is_gate = message_id in self._gates
                 waiting.append(
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
+            # A run that has not begun yet, or whose gate is open, waits only for its thread.
+            num_standing = sum(not self.state.is_settled(gate) for gate in self._gates)
             return PassSnapshot(
                 worker,
-                not self.is_over,
+                not self.state.is_over,
                 self.state.has_reported,
-                self._num_running,
-                self.num_sent,
-                self.num_received,
+                self.state.phases.count(ComponentPhase.RUNNING) - num_standing,
+                self._num_sent,
+                self._num_received,
                 tuple(waiting),
                 self.state.peers,
             )
+
+
+# -- answers: what goes back for messages of the forward pass ---------------------------------------------------------------
+
+Answers = tuple[tuple[GradientItem, ...], list[torch.Tensor]]
+"""What goes back for messages, and the gradients beside it."""
+
+
+def pack_answer(
+    context: DistAutogradContext,
+    recv: RecordedRecv,
+    gradients: Gradients,
+    recorded_id: int = NO_ID,
+    via: int | None = None,
+) -> Answers:
+    """Return the gradients of a recv, if any are defined; recorded as a send of their own under that id, if given."""
+    present: list[torch.Tensor] = []
+    defined = []
+    for gradient in gradients:
+        defined.append(gradient is not None)
+        if gradient is not None:
+            present.append(gradient)
+    if not present:
+        return (GradientItem(recv.message_id, via=via),), present
+    recorded: tuple[int, ...] = ()
+    if recorded_id != NO_ID:
+        recorded = tuple(number for number, gradient in enumerate(present) if gradient.requires_grad)
+        if recorded:
+            chosen = [present[number] for number in recorded]
+            context.record_send(recorded_id, recv.peer, f"the gradient of {recv.function}", chosen, RESULT)
+        else:
+            recorded_id = NO_ID
+    for number, gradient in enumerate(present):
+        if gradient.requires_grad:
+            present[number] = gradient.detach()
+    return (GradientItem(recv.message_id, tuple(defined), recorded_id, recorded, via),), present
+
+
+def unpack_answers(
+    context: DistAutogradContext, sender: WorkerInfo, items: tuple[GradientItem, ...], tensors: list[torch.Tensor]
+) -> dict[int, Gradients | None]:
+    """Return the answers of a message, each with its own tensors.
+
+    Raises:
+        AutogradError: There are not as many as it says.
+    """
+    answers: dict[int, Gradients | None] = {}
+    position = 0
+    for item in items:
+        if item.defined is None:
+            answers[item.message_id] = None
+            continue
+        mine = tensors[position : position + sum(item.defined)]
+        if len(mine) < sum(item.defined):
+            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
+        position += len(mine)
+        if item.recorded_id != NO_ID:
+            mine = _record_gradients(context, sender, item, mine)
+        if len(mine) == len(item.defined):
+            answers[item.message_id] = mine
+        else:
+            following = iter(mine)
+            answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
+    if position < len(tensors):
+        raise AutogradError(
+            f"a message of {sender.name} carries {len(tensors) - position} gradients more than it names"
+        )
+    return answers
+
+
+def _record_gradients(
+    context: DistAutogradContext, sender: WorkerInfo, item: GradientItem, gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """With `create_graph`: gradients that arrive are part of the graph, too."""
+    if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
+        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
+    chosen = [gradients[number] for number in item.recorded]
+    outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
+    gradients = list(gradients)
+    for number, output in zip(item.recorded, outputs, strict=True):
+        gradients[number] = output
+    return gradients
+
+
+def sum_by_origin(
+    targets: Iterable[torch.Tensor | tuple[int, int]], gradients: Gradients, is_recorded: bool = False
+) -> dict[int, dict[int, torch.Tensor]]:
+    """Return the gradients of tensors that came in messages, by the message and the tensor's number there.
+
+    Other tensors among the targets are left out.
+    """
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for target, gradient in zip(targets, gradients, strict=True):
+        if gradient is not None and isinstance(target, tuple):
+            message_id, number = target
+            add_gradient(found.setdefault(message_id, {}), number, gradient, is_recorded)
+    return found
+
+
+def follow_routes(
+    recv: RecordedRecv, routes: Sequence[Route], gradients: Gradients
+) -> dict[tuple[int, int], list[torch.Tensor | None] | None]:
+    """Return the gradients of a recv, by the worker and the message that its tensors came from; None where there are none.
+
+    Raises:
+        AutogradError: The routes are not those of that message.
+    """
+    if len(routes) != len(gradients):
+        raise AutogradError(f"worker {recv.peer} offered a shortcut that does not fit message {recv.message_id:#x}")
+    sums = sum_by_origin([route[1:3] for route in routes], gradients)
+    answers: dict[tuple[int, int], list[torch.Tensor | None] | None] = {}
+    for worker, message_id, _, num_tensors in routes:
+        found = sums.get(message_id)
+        if found and (num_tensors > _MOST_TENSORS or not all(0 <= number < num_tensors for number in found)):
+            raise AutogradError(
+                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} has not"
+            )
+        answers[worker, message_id] = [found.get(number) for number in range(num_tensors)] if found else None
+    return answers

@@ -1,57 +1,72 @@
-"""One context on one worker: the messages recorded in it, its passes and its gradients."""
+"""The contexts of one worker: the messages recorded in each, its passes and its gradients."""
 
 from __future__ import annotations
 
 import collections
-import functools
+import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 import torch
 
+from gradwire import _interrupts
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.config import Limits
-from gradwire.errors import AutogradError, LimitExceeded, UnknownContext
+from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownContext
+from gradwire.params.grads import GradientTable, add_gradient
+from gradwire.rpc.connection import while_waiting
 from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
+from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import BackwardPass
     from gradwire.params.rwlock import Group
 
-    pass
 
+EXTENSION = "autograd"
+"""Under which name a worker has its `DistEngine`."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_SLICE_S = 0.2  # how long to wait before looking again whether the time is over
 
 
 class CallSite(msgspec.Struct, frozen=True):
-    """A line of the user's code, formatted only when somebody asks."""
+    """A line of the user's code, formatted only when it is shown."""
 
-    code: CodeType | None
+    file: str
     line: int
+    function: str
 
     def __str__(self) -> str:
-        if self.code is None:
-            return "its result"
-        return f"{os.path.basename(self.code.co_filename)}:{self.line}, in {self.code.co_name}"
+        return f"{self.file.rpartition(os.sep)[2]}:{self.line}, in {self.function}" if self.file else "its result"
 
 
-RESULT = CallSite(None, 0)
-"""What a function returned was sent by no line of anybody's code."""
+RESULT = CallSite("", 0, "")
+"""Stands for what a function returned: no line of the user's code sent it."""
+
+_is_ours: dict[str, bool] = {}  # by file; at most one entry for each file whose code has called gradwire
 
 
 def find_call_site() -> CallSite:
-    """The innermost line outside of this package."""
+    """Return the innermost line outside of this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file not in _is_ours:
+            _is_ours[file] = file.startswith(_PACKAGE)
+        if not _is_ours[file]:
+            return CallSite(file, frame.f_lineno, code.co_name)
         frame = frame.f_back
-    return CallSite(frame.f_code, frame.f_lineno) if frame is not None else RESULT
+    return RESULT
 
 
 class RecordedSend:
@@ -74,7 +89,9 @@ class RecordedSend:
         self.peer = peer
         self.function = function
         self.site = site
-        self._metadata = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._metadata: list[tuple[torch.Size, torch.dtype]] = []
+        for tensor in tensors:
+            self._metadata.append((tensor.shape, tensor.dtype))
         self.output = make_send(message_id, tensors)
 
     @property
@@ -83,7 +100,7 @@ class RecordedSend:
         return (None,) * len(self._metadata)
 
     def check(self, gradients: Gradients) -> None:
-        """Refuses gradients that cannot be those of the tensors that were sent.
+        """Refuse gradients that cannot be those of the tensors that were sent.
 
         Raises:
             AutogradError: Their number, a shape or a dtype is wrong, or none is defined.
@@ -91,16 +108,17 @@ class RecordedSend:
         if len(gradients) != len(self._metadata):
             raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
         is_any_defined = False
-        for number, (gradient, (shape, dtype)) in enumerate(zip(gradients, self._metadata, strict=True)):
+        for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             is_any_defined = True
+            shape, dtype = self._metadata[number]
             if gradient.shape != shape:
                 raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
                 raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
         if not is_any_defined:
-            raise self._refuse("all are undefined; that there is none must be said as such")
+            raise self._refuse("all are undefined, which must be sent as no gradient at all")
 
     def _refuse(self, reason: str) -> AutogradError:
         return AutogradError(
@@ -132,7 +150,7 @@ class RecordedRecv(msgspec.Struct, frozen=True):
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody wants to see the gradients of the received tensors here: hooks, or `Tensor.retain_grad`."""
+        """Whether hooks or `Tensor.retain_grad` want to see the gradients of the received tensors here."""
         if self.node.is_watched:
             return True
         return any((tensor := output()) is not None and tensor.retains_grad for output in self.outputs)
@@ -142,24 +160,25 @@ class DistAutogradContext:
     """What one worker keeps for one context.
 
     Attributes:
-        gradients: By leaf tensor; what committed passes have gathered.
+        gradients: By leaf tensor; what committed passes have gathered. Replaced, never changed.
         passes: Those that are not over.
         known_workers: Ranks of the workers this one exchanged messages with inside the context.
+        released: Where the context was released; None while it is open.
         turns: Groups of shared parameters that it has had a turn with.
     """
 
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
-        self.lock = threading.Lock()  # guards everything below
-        self._changed: threading.Condition | None = None  # made by who waits; told when a pass or the context is over
+        self._lock = threading.Lock()  # guards changes of everything below
+        self._changed: threading.Condition | None = None  # made by a thread that waits until a pass or this is over
         self.sends: dict[int, RecordedSend] = {}
         self.recvs: dict[int, RecordedRecv] = {}
         self.exchanges: list[RecordedSend | RecordedRecv] = []  # in the order in which they were made
         self.known_workers: set[int] = set()
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: GradientTable = {}
         self.passes: dict[int, BackwardPass] = {}
         self.ended_passes: dict[int, bool] = {}  # whether they were committed; their late messages are ignored
-        self.released: str | None = None  # where it was released
+        self.released: str | None = None
         self._at_end: list[Callable[[], None]] = []
         self.turns: set[Group] = set()
         self.charges: dict[int, int] | None = {}  # guarded by `Quotas`: bytes by the worker that made them necessary
@@ -173,9 +192,9 @@ class DistAutogradContext:
     def record_send(
         self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
     ) -> None:
-        """Records tensors that leave in a message; the site is the caller's line unless given."""
+        """Record tensors that leave in a message; the site is the caller's line unless given."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
-        with self.lock:
+        with self._lock:
             self.sends[message_id] = send
             self.exchanges.append(send)
             self.known_workers.add(peer)
@@ -183,23 +202,23 @@ class DistAutogradContext:
     def record_recv(
         self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Records tensors that arrived in a message; returns those to use in their place."""
+        """Record tensors that arrived in a message; return the tensors to use in their place."""
         outputs = make_recv(self.context_id, message_id, tensors)
         recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn, tuple(map(weakref.ref, outputs)))
-        with self.lock:
+        with self._lock:
             self.recvs[message_id] = recv
             self.exchanges.append(recv)
             self.known_workers.add(peer)
         return outputs
 
     def touch(self, peer: int) -> bool:
-        """A message of the context goes to or comes from a worker, which must hear of the context's end, too.
+        """A message of the context goes to or comes from a worker, which must be told of the context's end, too.
 
         Returns:
-            False if the context is over: nobody would tell that worker any more.
+            False if the context is over: that worker would not be told any more.
         """
         if peer not in self.known_workers:
-            with self.lock:
+            with self._lock:
                 if self.released:
                     return False
                 self.known_workers.add(peer)
@@ -209,9 +228,88 @@ class DistAutogradContext:
         """Whether a worker has a part in the context, as far as is known here: it made it, or exchanged messages in it."""
         return worker in self.known_workers or worker == creator_of(self.context_id)
 
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, pass_id: int, make: Callable[[], BackwardPass]) -> BackwardPass | None:
+        """Return the pass of that id, made here and now if it is new; None if it is over, or the context is.
+
+        Args:
+            pass_id: The pass.
+            make: Makes it, while nothing else can be recorded in the context.
+        """
+        with self._lock:
+            if self.released or pass_id in self.ended_passes:
+                return None
+            current = self.passes.get(pass_id)
+            if current is None:
+                current = self.passes[pass_id] = make()
+            return current
+
+    def bar_pass(self, pass_id: int, charge: Callable[[], None]) -> bool:
+        """Remember that a pass is over that was not begun here; False if it was.
+
+        Args:
+            pass_id: The pass.
+            charge: Called if that takes memory; what it raises prevents it.
+        """
+        with self._lock:
+            if pass_id in self.passes:
+                return False
+            if pass_id not in self.ended_passes:
+                charge()
+                self.ended_passes[pass_id] = False
+            return True
+
+    def end_pass(self, current: BackwardPass, is_committed: bool) -> None:
+        """A pass is decided: its gradients join those of the context, all or none.
+
+        Raises:
+            Exception: They could not be added up; nothing has changed.
+        """
+        with self._lock:
+            if is_committed and current.roots.joins_context and not self.released and current.gradients:
+                joined = dict(self.gradients)
+                for leaf in current.totals:
+                    joined.pop(leaf, None)
+                for leaf, gradient in current.gradients.items():
+                    add_gradient(joined, leaf, gradient, current.options.create_graph)
+                self.gradients = joined
+            self.ended_passes[current.pass_id] = is_committed
+            self.passes.pop(current.pass_id, None)
+            if self._changed is not None:
+                self._changed.notify_all()
+
+    @property
+    def has_undecided_pass(self) -> bool:
+        """Whether a pass is done here and its root has not said yet whether it counts."""
+        return any(item.is_undecided for item in list(self.passes.values()))
+
+    def wait_gradients(self, timeout_s: float) -> GradientTable:
+        """Return what committed passes have gathered here. Wait for a pass that is done here but not yet decided.
+
+        Raises:
+            RpcTimeout: It was not decided in time.
+            UnknownContext: The context was released meanwhile.
+        """
+        if self.passes and self.has_undecided_pass:
+            deadline = time.monotonic() + timeout_s
+            with while_waiting(), self._lock:
+                self._changed = self._changed or threading.Condition(self._lock)
+                while self.has_undecided_pass:
+                    if time.monotonic() > deadline:
+                        raise RpcTimeout(
+                            f"a backward pass of context {self.context_id} is done here, but its root has not said in "
+                            f"{timeout_s:g} s whether it counts"
+                        )
+                    _interrupts.wait(self._changed, _SLICE_S)
+        self.check_alive()
+        return dict(self.gradients)
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Calls back when the context is released; at once if it is."""
-        with self.lock:
+        """Call back when the context is released; at once if it is."""
+        with self._lock:
             if self.released is None:
                 self._at_end.append(callback)
                 return
@@ -219,38 +317,24 @@ class DistAutogradContext:
 
     def on_released(self, where: str) -> None:
         """The context is over."""
-        with self.lock:
+        with self._lock:
             self.released = where
-            self.wake()
+            if self._changed is not None:
+                self._changed.notify_all()
             callbacks, self._at_end = self._at_end, []
         for callback in callbacks:
             callback()
 
-    def wait_changed(self, seconds: float) -> None:
-        """Waits until a pass is decided, or the context released, or so long; under `lock`."""
-        self._changed = self._changed or threading.Condition(self.lock)
-        self._changed.wait(seconds)
-
-    def wake(self) -> None:
-        """A pass was decided; under `lock`."""
-        if self._changed is not None:
-            self._changed.notify_all()
-
     def check_alive(self) -> None:
-        """Raises if the context is over.
+        """Raise an error if the context is over.
 
         Raises:
             UnknownContext: It was released; says where.
         """
         if self.released:
             raise UnknownContext(
-                f"Could not find autograd context with id: {self.context_id}. It was released {self.released}"
+                f"Could not find autograd context with id: {self.context_id}. It was released {clean(self.released)}"
             )
-
-    @property
-    def has_undecided_pass(self) -> bool:
-        """Whether a pass is done here and its root has not said yet whether it counts."""
-        return any(item.is_undecided for item in list(self.passes.values()))
 
     # -- PyTorch's names -----------------------------------------------------------------------------------------
 
@@ -258,16 +342,28 @@ class DistAutogradContext:
         return self.context_id
 
     def _send_functions(self) -> Mapping[int, Any]:
-        with self.lock:
+        with self._lock:
             return {message_id: send.output.grad_fn for message_id, send in self.sends.items()}
 
     def _recv_functions(self) -> Mapping[int, Any]:
-        with self.lock:
+        with self._lock:
             return {message_id: recv.node for message_id, recv in self.recvs.items()}
 
     def _known_worker_ids(self) -> set[int]:
-        with self.lock:
+        with self._lock:
             return set(self.known_workers)
+
+
+@dataclass(frozen=True, slots=True)
+class AutogradStatistics:
+    """A snapshot of one worker's distributed autograd."""
+
+    num_contexts: int
+    num_passes_under_way: int
+    num_passes: int
+    num_sends: int
+    num_recvs: int
+    num_refused: int
 
 
 CONTEXT_BYTES: Final = 4096
@@ -291,7 +387,7 @@ class Quotas:
         self._own = own
         self._limit = limit_bytes
         self._lock = threading.Lock()  # guards the table below and the `charges` of all contexts
-        self._used: dict[int, int] = {}
+        self._used: dict[int, int] = {}  # by rank; at most one entry for each worker
 
     def charge(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
         """Count memory that a worker's message is about to take, until the context is released.
@@ -314,45 +410,30 @@ class Quotas:
             self._used[worker] = used
             context.charges[worker] = context.charges.get(worker, 0) + num_bytes
 
-    def charge_pass(self, worker: int, context: DistAutogradContext) -> Callable[[], None]:
-        """Count a pass that a worker begins here; returns what to call at its end.
-
-        Raises:
-            LimitExceeded: The worker has used up its budget.
-        """
-        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
-        self.charge(worker, context, num_bytes + ENDED_PASS_BYTES)
-        return functools.partial(self.refund, worker, context, num_bytes)
-
-    def refund(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
+    def refund(self, context: DistAutogradContext, worker: int, num_bytes: int) -> None:
         """Give back part of what was charged, because it ended before its context."""
         if worker == self._own:
             return
         with self._lock:
             if context.charges is not None:
                 context.charges[worker] -= num_bytes
-                self._give_back(worker, num_bytes)
+                self._used[worker] -= num_bytes
 
     def settle(self, context: DistAutogradContext) -> None:
         """Give back all that was charged for a context, which was released."""
         with self._lock:
             charges, context.charges = context.charges, None
-            for worker, num_bytes in (charges or {}).items():
-                self._give_back(worker, num_bytes)
+            if charges:
+                for worker, num_bytes in charges.items():
+                    self._used[worker] -= num_bytes
 
     def used_by(self, worker: int) -> int:
         """Return how many bytes of its budget a worker has used."""
         with self._lock:
             return self._used.get(worker, 0)
 
-    def _give_back(self, worker: int, num_bytes: int) -> None:
-        self._used[worker] -= num_bytes
-        if not self._used[worker]:
-            del self._used[worker]
-
 
 MAX_WORKER = (1 << 16) - 1
-_NUM_SHARDS = 16
 _MEMORY = 16_384  # of each worker: contexts it released that are remembered, so that a late message does not revive one
 
 
@@ -371,40 +452,18 @@ class IdSource:
         if not 0 <= worker <= MAX_WORKER:
             raise AutogradError(f"the rank of a worker must be between 0 and {MAX_WORKER}, not {worker}")
         self._base = worker << COUNTER_BITS
-        self._next = max(1, first)
-        self._lock = threading.Lock()  # guards _next
+        self._counter = itertools.count(max(1, first))  # safe in threads: each number is given out once
 
     def next(self) -> int:
-        """An id never given out before.
+        """Return an id never given out before.
 
         Raises:
             AutogradError: There are none left.
         """
-        with self._lock:
-            counter, self._next = self._next, self._next + 1
+        counter = next(self._counter)
         if counter > MAX_COUNTER:
             raise AutogradError("We have run out of autograd context and message ids: all 48 bits are used up")
         return self._base | counter
-
-
-class _Shard:
-    """Some of the contexts."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # guards everything below
-        self.contexts: dict[int, DistAutogradContext] = {}
-        self.released: dict[int, str] = {}
-        self._released_by: dict[int, collections.deque[int]] = {}
-
-    def remember(self, context_id: int, where: str, worker: int) -> None:
-        """Remember that a context is over; under `lock`. What one worker says pushes out its own oldest words alone."""
-        if context_id in self.released:
-            return
-        latest = self._released_by.setdefault(worker, collections.deque())
-        latest.append(context_id)
-        self.released[context_id] = where
-        if len(latest) > _MEMORY // _NUM_SHARDS:
-            del self.released[latest.popleft()]
 
 
 class DistAutogradContainer:
@@ -414,51 +473,53 @@ class DistAutogradContainer:
         worker: Its rank.
         incarnation: Of the worker.
         limits: What it keeps for other workers.
+
+    Attributes:
+        find: Returns the context of an id, or None if it is not here.
+        new_message_id: Returns an id for a message or a pass.
     """
 
     def __init__(self, worker: int, incarnation: int, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
         self.worker = worker
         self.quotas = Quotas(worker, limits.autograd_bytes)
-        self._message_ids = IdSource(worker, first_counter(incarnation))
-        self._shards = [_Shard() for _ in range(_NUM_SHARDS)]
-        self.new_message_id = self._message_ids.next
+        self.new_message_id = IdSource(worker, first_counter(incarnation)).next
+        self._lock = threading.Lock()  # guards changes of everything below
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self.find: Callable[[int], DistAutogradContext | None] = self._contexts.get
+        self._released: dict[int, str] = {}  # where
+        self._released_by: dict[int, collections.deque[int]] = {}  # by rank: the latest contexts that it released
 
     def __repr__(self) -> str:
         return f"<DistAutogradContainer of worker {self.worker}, {len(self)} contexts>"
 
     def __len__(self) -> int:
-        return sum(len(shard.contexts) for shard in self._shards)
+        return len(self._contexts)
 
     def __iter__(self) -> Iterator[DistAutogradContext]:
-        for shard in self._shards:
-            with shard.lock:
-                found = list(shard.contexts.values())
-            yield from found
+        with self._lock:
+            return iter(list(self._contexts.values()))
+
+    @property
+    def num_remembered(self) -> int:
+        """How many contexts are known to be over."""
+        return len(self._released)
 
     @property
     def max_id(self) -> int:
         """The highest id that this worker can give out."""
         return (self.worker << COUNTER_BITS) | MAX_COUNTER
 
-    def _shard(self, context_id: int) -> _Shard:
-        return self._shards[context_id % _NUM_SHARDS]
-
     def new_context(self) -> DistAutogradContext:
-        """Makes a context."""
+        """Make a context."""
         while True:
-            context = DistAutogradContext(make_secret_id(self.worker))
-            shard = self._shard(context.context_id)
-            with shard.lock:
-                if context.context_id not in shard.released and context.context_id not in shard.contexts:
-                    shard.contexts[context.context_id] = context
+            context_id = make_secret_id(self.worker)
+            with self._lock:
+                if context_id not in self._released and context_id not in self._contexts:
+                    context = self._contexts[context_id] = DistAutogradContext(context_id)
                     return context
 
-    def find(self, context_id: int) -> DistAutogradContext | None:
-        """The context of that id, if it is here."""
-        return self._shard(context_id).contexts.get(context_id)
-
     def retrieve(self, context_id: int) -> DistAutogradContext:
-        """The context of that id.
+        """Return the context of that id.
 
         Raises:
             UnknownContext: It was released, or was never here.
@@ -477,7 +538,7 @@ class DistAutogradContainer:
         return context
 
     def get_or_create(self, context_id: int, sender: int) -> DistAutogradContext | None:
-        """The context of that id, made here if another worker made it; None if it was released.
+        """Return the context of that id, made here if another worker made it; None if it was released.
 
         Args:
             context_id: The context.
@@ -486,39 +547,43 @@ class DistAutogradContainer:
         Raises:
             LimitExceeded: That worker has brought too much here already.
         """
-        shard = self._shard(context_id)
-        found = shard.contexts.get(context_id)
+        found = self.find(context_id)
         if found is not None:
             return found
-        with shard.lock:
-            found = shard.contexts.get(context_id)
-            if found is not None or context_id in shard.released or creator_of(context_id) == self.worker:
+        with self._lock:
+            found = self._contexts.get(context_id)
+            if found is not None or context_id in self._released or creator_of(context_id) == self.worker:
                 return found
             made = DistAutogradContext(context_id)
             self.quotas.charge(sender, made, CONTEXT_BYTES)
             made.known_workers.add(sender)
-            shard.contexts[context_id] = made
+            self._contexts[context_id] = made
             return made
 
     def release(self, context_id: int, where: str, worker: int | None = None) -> DistAutogradContext | None:
-        """Forgets a context, and remembers that it must not come back; None if it was not here.
+        """Forget a context, and remember that it must not come back; None if it was not here.
 
         Args:
             context_id: The context.
             where: Where it was released.
             worker: Rank of the worker that says so; this one if not given.
         """
-        shard = self._shard(context_id)
-        with shard.lock:
-            context = shard.contexts.pop(context_id, None)
-            shard.remember(context_id, where, self.worker if worker is None else worker)
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+            if context_id not in self._released:
+                # What one worker says pushes out its own oldest words alone.
+                latest = self._released_by.setdefault(self.worker if worker is None else worker, collections.deque())
+                latest.append(context_id)
+                self._released[context_id] = where
+                if len(latest) > _MEMORY:
+                    del self._released[latest.popleft()]
         if context is not None:
             self.quotas.settle(context)
             context.on_released(where)
         return context
 
     def where_released(self, context_id: int) -> str | None:
-        """Who released a context, and where; None if nobody did, as far as is remembered."""
-        shard = self._shard(context_id)
-        with shard.lock:
-            return shard.released.get(context_id)
+        """Return which worker released a context, and where; None if none did, as far as is remembered."""
+        with self._lock:
+            where = self._released.get(context_id)
+        return where if where is None else clean(where)

@@ -1,4 +1,4 @@
-r"""Drives backward passes: sends what the pure state decides, and handles what arrives.
+r"""Drives the backward passes of one worker, and ends its contexts.
 
     root                              participant                      participant
      backward()
@@ -6,48 +6,71 @@ r"""Drives backward passes: sends what the pure state decides, and handles what 
        PropagateGradients  --------->  join, run  ---------------->     join, run
                            <---------  ...        <----------------     ...
                            <- ReportDone (with peers) ---------------- ReportDone
-       everybody reported
+       every participant has reported
        CommitPass          --------->  gradients join the context
                            ------------------------------------------>
 
-How a pass ends is in `endings`. A message of a pass that is over is ignored.
+`BackwardState` decides, `BackwardPass` keeps what one pass has here, and the engine sends, runs and waits. A message of a
+pass that is over is ignored. A context ends on every worker that it has touched: each tells those that it exchanged messages
+with (`ReleaseContext`). One that loses the worker that would have told it asks the maker of the context (`HoldsContext`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from gradwire.autograd._backward_state import Action, Introduction, Report, RunComponent, Tell
-from gradwire.autograd.backward_pass import BackwardPass, PassPhase, Roots
-from gradwire.autograd.context import ENDED_PASS_BYTES, DistAutogradContainer, DistAutogradContext, RecordedRecv
-from gradwire.autograd.explanation import Prober
-from gradwire.autograd.functions import Gradients
-from gradwire.autograd.local_engine import (
-    EngineRun,
-    GradientTable,
+from gradwire._torch import is_any_autocast_enabled
+from gradwire.autograd._backward_state import Action, Commit, Fail, Introduction, PassPhase, Report, RunComponent, Tell
+from gradwire.autograd.backward_pass import (
+    NO_ROOTS,
+    BackwardPass,
+    FollowUp,
     PassDropped,
-    add_gradient,
+    check_roots,
+    follow_routes,
     pack_answer,
-    unpack_answers,
+    sum_by_origin,
 )
+from gradwire.autograd.context import (
+    ENDED_PASS_BYTES,
+    EXTENSION,
+    PASS_BYTES,
+    PASS_BYTES_PER_MESSAGE,
+    AutogradStatistics,
+    DistAutogradContainer,
+    DistAutogradContext,
+    RecordedRecv,
+    find_call_site,
+)
+from gradwire.autograd.current_context import carry_into_threads
+from gradwire.autograd.explanation import Prober
+from gradwire.autograd.functions import Gradients, is_inside_run
+from gradwire.autograd.interceptor import AutocastInterceptor, AutogradInterceptor
+from gradwire.autograd.local_engine import Found, Sources, run_component
 from gradwire.autograd.messages import (
     NO_ID,
+    WHERE_CHARS,
     AbortPass,
     CommitPass,
     GradientItem,
+    HoldsContext,
     PassOptions,
     PropagateGradients,
+    ReleaseContext,
     ReportDone,
 )
-from gradwire.autograd.stall_detector import Watch
+from gradwire.autograd.stall_detector import StallDetector
 from gradwire.errors import (
+    AutogradError,
     BackwardFailed,
     LimitExceeded,
     RpcError,
@@ -56,470 +79,278 @@ from gradwire.errors import (
     UnknownContext,
     WorkerLost,
 )
+from gradwire.params.grads import GradientTable
+from gradwire.rpc.connection import while_waiting
 from gradwire.types import WorkerAddress, WorkerInfo, creator_of
-from gradwire.wire import exceptions as failures
-from gradwire.wire.messages import read_note
+from gradwire.wire import exceptions
+from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
-    from gradwire.autograd.context import DistAutogradContainer, DistAutogradContext
     from gradwire.rpc.agent import Agent
 
-
-_MOST_EARLY = 64  # workers whose word is kept until another one names them
-_TELL_S = 0.2  # how long whoever ends a pass or a context waits for a worker that does not read
-
-
-class Endings:
-    """Ends the passes of one worker, and tells others.
-
-    Args:
-        agent: The worker.
-        container: Its contexts.
-        name_of: Names of workers by rank.
-    """
-
-    def __init__(self, agent: Agent, container: DistAutogradContainer, name_of: Callable[[int], str]) -> None:
-        self._agent = agent
-        self._quotas = container.quotas
-        self._own = container.worker
-        self._name_of = name_of
-
-    def commit(self, current: BackwardPass, others: Iterable[int], *, follows: bool = True) -> None:
-        """Whoever called backward goes on at once: others that are asked for gradients wait for what is sent here.
-
-        Args:
-            current: The pass.
-            others: Ranks of its other participants.
-            follows: Whether those whom a follow-up tells need not be told here.
-        """
-        try:
-            self.end(current, PassPhase.COMMITTED)
-        except Exception as error:  # out of memory, say; nobody has heard yet
-            with current.lock:
-                if current.is_over:  # another thread could make them
-                    return
-                current.phase = PassPhase.DONE
-            self.fail(current, error, "adding up gradients")
-            return
-        if follows and current.follow_up is not None:
-            others = set(others) - current.follow_up.ranks
-        if current.context.released is None:  # else they are told of that anyway
-            self.tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
-
-    def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
-        """Something went wrong here: the pass ends, and everybody is told.
-
-        Who has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
-        """
-        if not current.is_open:
-            return
-        failure = self.failure(error, operation)
-        abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
-        if self.drop(current, failure, abort, set(), has_last_word=current.is_root) or not current.is_undecided:
-            return
-        if not self.tell(creator_of(current.pass_id), "autograd.abort", abort):  # nobody is left to say how it ends
-            self.drop(current, failure, abort, set())
-
-    def finish_commit(self, current: BackwardPass) -> None:
-        """The thread that committed was interrupted, or what follows failed: some may have heard of it, so all must."""
-        if current.phase in (PassPhase.COMMITTING, PassPhase.COMMITTED):
-            with current.lock:
-                others = current.followers()
-            self.commit(current, others, follows=False)
-
-    def release(self, current: BackwardPass, where: str) -> None:
-        """The context of a pass was released: nobody can ask for its gradients any more, however it ends."""
-        failure = self.failure(UnknownContext(f"the context was released {where}"), "waiting")
-        abort = AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
-        self.drop(current, failure, abort, set())
-
-    def may_abort(self, context: DistAutogradContext, message: AbortPass, sender: int) -> bool:
-        """Whether a worker may end a pass; one that is not here cannot be begun then: messages may overtake each other.
-
-        The root may not know yet that the worker takes part: then its word is kept until another participant names it. One
-        that has not reported passes the word on to those who can tell the root.
-        """
-        with context.lock:
-            current = context.passes.get(message.pass_id)
-            is_known = context.knows(sender) or sender == creator_of(message.pass_id)
-            if current is None:
-                return is_known and self._bar(context, message.pass_id, sender)
-        if is_known:
-            return True
-        with current.lock:
-            if current.is_joined and sender in current.state.peers:
-                return True
-            if current.termination is None or current.termination.is_named(sender):
-                return current.termination is not None
-            if len(current.early) < _MOST_EARLY:
-                current.early[sender] = message
-            return False
-
-    def _bar(self, context: DistAutogradContext, pass_id: int, sender: int) -> bool:
-        """Remembers that a pass is over; under the context's lock. False if the sender has ended too many."""
-        if pass_id not in context.ended_passes:
-            try:
-                self._quotas.charge(sender, context, ENDED_PASS_BYTES)
-            except LimitExceeded:
-                return False
-            context.ended_passes[pass_id] = False
-        return True
-
-    def refuse(self, context_id: int, pass_id: int, sender: int, error: Exception) -> None:
-        """Gradients came that cannot be taken here: the root must know."""
-        failure = self.failure(error, "taking gradients")
-        abort = AbortPass(context_id, pass_id, self.describe(failure))
-        self.tell_all({creator_of(pass_id), sender}, "autograd.abort", abort)
-
-    def tell_failed(self, rank: int, context_id: int, pass_id: int) -> None:
-        """Tells a worker that waits for the end of a pass that it has failed."""
-        failure = BackwardFailed("the backward pass has failed already", self._agent.info.name, "waiting")
-        self.tell(rank, "autograd.abort", AbortPass(context_id, pass_id, self.describe(failure)))
-
-    def failure(self, error: BaseException, operation: str) -> BackwardFailed:
-        if isinstance(error, BackwardFailed):
-            return error
-        name = self._agent.info.name
-        if isinstance(error, WorkerLost) and error.worker:  # whoever noticed it, and by whatever means: name the dead
-            name, operation = error.worker, "taking part in the pass"
-        node = "" if (rank := self._rank_of(name)) is None else f" on Node {rank}"
-        kind = type(error).__name__
-        text = f"Error{node}: {error} ({kind}; the backward pass failed on worker {name} while {operation})"
-        failure = BackwardFailed(text, name, operation)
-        failure.__cause__ = error
-        return failure
-
-    def _rank_of(self, name: str) -> int | None:
-        return next((info.id for info in self._agent.directory.infos() if info.name == name), None)
-
-    def describe(self, failure: BaseException) -> Any:
-        return failures.describe_exception(failure, self._agent.info.name, self._agent.config.limits)
-
-    def drop(
-        self,
-        current: BackwardPass,
-        error: BaseException,
-        abort: AbortPass,
-        told: set[int],
-        *,
-        has_last_word: bool = True,
-    ) -> bool:
-        """Ends a pass without gradients, and passes that on to whoever has to do with it here.
-
-        Args:
-            current: The pass.
-            error: Why.
-            abort: The same, for others.
-            told: Ranks of those who know.
-            has_last_word: Whether that ends it here even after this worker has reported.
-
-        Returns:
-            False if it had ended, or is the root's to end.
-        """
-        had_reported = current.is_undecided and not current.is_root
-        if not self.end(current, PassPhase.ABORTED, error, has_last_word=has_last_word):
-            return False
-        if had_reported:
-            return True  # the others wait for the root's word, as this one did
-        with current.lock:  # after the end, so that nobody is forgotten who reports at this moment
-            others = {creator_of(current.pass_id)}
-            if current.is_joined:
-                others |= set(current.state.peers)
-            others |= current.followers()
-        self.tell_all(others - told - {self._own}, "autograd.abort", abort)
-        return True
-
-    def end(
-        self, current: BackwardPass, phase: PassPhase, error: BaseException | None = None, *, has_last_word: bool = True
-    ) -> bool:
-        """The pass is decided; False if it was already. The root's gradients stay for whoever called backward."""
-        context = current.context
-        with context.lock, current.lock:
-            if not current.is_open and (current.is_over or phase is PassPhase.ABORTED):
-                return False
-            if current.is_undecided and not has_last_word:
-                return False
-            is_committed = phase is PassPhase.COMMITTED
-            gradients = self._joined(current) if is_committed else context.gradients
-            # Assignments only: no Ctrl-C comes between them. Before them all may be done again, after them nothing need be.
-            context.ended_passes[current.pass_id] = is_committed
-            context.gradients = gradients
-            current.phase, current.error, current.is_over = phase, error, True
-            if not current.is_root:
-                current.forget()
-            context.passes.pop(current.pass_id, None)
-            context.wake()
-            current.wake()
-        current.on_over()
-        return True
-
-    def _joined(self, current: BackwardPass) -> GradientTable:
-        """The gradients of a context and of its pass; nothing has changed yet."""
-        context = current.context
-        if not current.joins_context or context.released:
-            return context.gradients
-        found = {leaf: gradient for leaf, gradient in context.gradients.items() if leaf not in current.totals}
-        for leaf, gradient in current.gradients.items():
-            add_gradient(found, leaf, gradient, current.options.create_graph)
-        return found
-
-    def tell_all(self, ranks: Iterable[int], name: str, note: Any) -> None:
-        """Sends a notice to several workers; those that are gone need not be told."""
-        for rank in ranks:
-            if rank != self._own:
-                self.tell(rank, name, note)
-
-    def tell(self, rank: int, name: str, note: Any) -> bool:
-        """Sends a notice; False if the worker is gone. For one that does not read, another thread goes on trying."""
-        try:
-            return self._send(rank, name, note, time.monotonic() + _TELL_S)
-        except RpcTimeout:
-            self._agent.reactor.run_soon(functools.partial(self._tell_late, rank, name, note))
-            return True
-
-    def _tell_late(self, rank: int, name: str, note: Any) -> None:
-        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
-        self.send(rank, name, note)
-
-    def send(self, rank: int, name: str, note: Any) -> bool:
-        """Sends a notice, in as much time as a call has; False if the worker cannot be reached."""
-        try:
-            return self._send(rank, name, note, None)
-        except RpcTimeout:
-            return False
-
-    def _send(self, rank: int, name: str, note: Any, deadline: float | None) -> bool:
-        """Sends a notice; False if the worker is gone."""
-        try:
-            to = self._name_of(rank)
-            if self._agent.notices.is_out_of_reach(to):
-                return False
-            self._agent.notices.send(to, name, note, (), deadline)
-        except RpcTimeout:
-            raise
-        except (RpcError, TransportError):
-            return False
-        return True
-
-
+_TELL_S = 0.2  # how long to wait for room when a worker that does not read is told of an end
 _CONNECT_S = 10.0
+_READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice what others do for the pass meanwhile
 
 
-class Reach:
-    """What one worker knows about its ways to others.
+def is_about_pass(pass_id: int, note: Any) -> bool:
+    """Return whether a message is about a pass."""
+    return bool(getattr(note, "pass_id", None) == pass_id)
 
-    Args:
-        agent: The worker.
-        lost: Ranks of workers that it takes for dead.
-    """
 
-    def __init__(self, agent: Agent, lost: Collection[int]) -> None:
-        self._agent = agent
-        self._lost = lost
-        self._tried: set[int] = set()  # ranks; changed by single operations only
+_made: weakref.WeakSet[DistEngine] = weakref.WeakSet()
+_lock = threading.Lock()  # guards _made
 
-    def trim(self, introduction: Introduction | None) -> Introduction | None:
-        """The same without shortcuts to workers that are out of reach, now."""
-        if introduction is None or not introduction.shortcuts:
-            return introduction
-        kept = [item for item in introduction.shortcuts if all(self._is_near(route[0]) for route in item[1])]
-        return msgspec.structs.replace(introduction, shortcuts=tuple(kept))
 
-    def _is_near(self, rank: int) -> bool:
-        if rank == self._agent.info.id:
-            return True
-        if rank in self._lost:
-            return False
-        if any(lane.address.info.id == rank for lane in self._agent.peers.lanes()):
-            return True
-        if rank not in self._tried and any(info.id == rank for info in self._agent.directory.infos()):
-            self._tried.add(rank)
-            self._agent.reactor.run_soon(functools.partial(self._connect, rank))
-        return False
+def attach(agent: Agent) -> None:
+    """Give a new worker distributed autograd."""
+    carry_into_threads()
+    made = agent.extensions[EXTENSION] = DistEngine(agent)
+    with _lock:
+        _made.add(made)
 
-    def forget(self, rank: int) -> None:
-        """A worker is gone; if it comes back, there may be a way."""
-        self._tried.discard(rank)
 
-    def _connect(self, rank: int) -> None:
-        peers = self._agent.peers
-        with contextlib.suppress(RpcError, TransportError):
-            peers.peer(peers.name_of(rank)).lane("control", time.monotonic() + _CONNECT_S)
+def all_open() -> list[DistEngine]:
+    """Return the engines of all workers of this process that are not closed."""
+    with _lock:
+        return [item for item in _made if not item.is_closed]
 
 
 class DistEngine:
-    """The backward passes of one worker.
+    """The contexts and backward passes of one worker.
 
     Args:
         agent: The worker.
-        container: Its contexts.
 
     Attributes:
-        lost: Ranks of workers whose end was noticed and that were not heard of since.
+        container: Its contexts.
+        lost: Ranks of workers whose end was noticed and that have not been connected since.
         num_refused: Messages about contexts or passes that their senders have no part in.
     """
 
-    def __init__(self, agent: Agent, container: DistAutogradContainer) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._container = container
-        self._own = container.worker
+        self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation, agent.config.limits)
+        self._own = agent.info.id
+        self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
         self.lost: set[int] = set()
+        self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
         self.num_passes = 0
         self.num_refused = 0
-        self._reach = Reach(agent, self.lost)
-        self.prober = Prober(agent, container, self.lost)
-        self.endings = Endings(agent, container, self.prober.name_of)
+        self.prober = Prober(agent, self.container, self.lost, self.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
         notices.register("autograd.report", self._on_report, ReportDone)
         notices.register("autograd.abort", self._on_abort, AbortPass)
-        notices.register("autograd.commit", self._on_commit, CommitPass)
+        notices.register("autograd.commit", self.on_commit, CommitPass)
+        notices.register("autograd.release", self._on_release, ReleaseContext)
+        notices.register("autograd.holds", self._on_holds, HoldsContext)
         notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
+        agent.interceptors += [AutogradInterceptor(self), AutocastInterceptor()]
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self._agent.info.name
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the worker has shut down."""
+        return self._agent.is_closed
+
+    def name_of(self, rank: int) -> str:
+        """Return a worker's name.
+
+        Raises:
+            UnknownWorker: There is no worker of that rank.
+        """
+        name = self._names[rank] = self._agent.directory.find(rank).info.name
+        return name
 
     def heard_of(self, worker: WorkerInfo) -> None:
-        """A worker is connected, maybe again."""
-        if worker.id in self.lost and not self._agent.has_ended(worker.name):
+        """A worker that counts as lost is connected, maybe again."""
+        if not self._agent.has_ended(worker.name):
             self.lost.discard(worker.id)
+
+    def statistics(self) -> AutogradStatistics:
+        """Return what it does right now."""
+        contexts = list(self.container)
+        return AutogradStatistics(
+            len(contexts),
+            sum(len(item.passes) for item in contexts),
+            self.num_passes,
+            sum(len(item.sends) for item in contexts),
+            sum(len(item.recvs) for item in contexts),
+            self.num_refused,
+        )
 
     # -- the root --------------------------------------------------------------------------------------------------
 
-    def backward(self, context: DistAutogradContext, roots: Roots, options: PassOptions) -> GradientTable:
-        """Runs a pass from here and waits until it is over everywhere.
+    def backward(
+        self,
+        context_id: int,
+        options: PassOptions,
+        roots: Any,
+        gradients: Any,
+        inputs: Any,
+        *,
+        joins_context: bool = True,
+        follow_up: FollowUp | None = None,
+    ) -> GradientTable:
+        """Run a pass from here and wait until it is over everywhere; return the gradients found here.
 
         Args:
-            context: Whose pass.
-            roots: Where it begins.
+            context_id: Whose pass.
             options: How.
+            roots: Where it begins; see `Roots` for this and what follows.
+            gradients: Of the roots, or None.
+            inputs: What gradients are wanted of, or None.
+            joins_context: Whether gradients join the context.
+            follow_up: What is done as soon as the pass is committed.
 
         Raises:
+            AutogradError: A root cannot be one.
+            UnknownContext: The context is over, or was never here.
             BackwardFailed: It failed somewhere, and is dropped everywhere.
         """
-        current: BackwardPass | None = None
+        start = check_roots(roots, gradients, inputs, joins_context, follow_up)
+        context = self.container.find(context_id) or self.container.retrieve(context_id)
+        pass_id = self.container.new_message_id()
+        make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
+        current = context.begin_pass(pass_id, make)
+        if current is None:
+            raise UnknownContext(f"context {context_id} was released while backward began")
+        self.num_passes += 1
+        has_returned = False
         try:
-            with context.lock:
-                context.check_alive()
-                current = self._make_pass(self._container.new_message_id(), context, options, roots)
-            with current.lock:
-                actions = current.join((), self.lost)
+            actions, current.begun = current.begun, []
             self._perform(current, actions)
-            current.wait_over()
-            self._follow(current)
-        except BaseException as problem:  # Ctrl-C, or what follows has failed
-            if current is not None:
-                self.endings.fail(current, problem, "backward")
-                self.endings.finish_commit(current)
-            raise
-        with current.lock:
-            failure, current.error = current.error, None
-            gradients, current.gradients = current.gradients, {}
+            if not current.state.is_over:
+                self._wait_over(current)
+            if follow_up is not None and current.error is None:
+                commit = CommitPass(context.context_id, pass_id)
+                follow_up.run(commit, current.participants() & follow_up.ranks)
+            has_returned = True
+        finally:
+            if not has_returned:
+                self._leave(current)
+        failure, current.error = current.error, None
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, and with it all that the pass recorded
-        return gradients
+        return current.gradients
 
-    def _follow(self, current: BackwardPass) -> None:
-        """Does what is to follow the pass, if it was committed."""
-        follow_up = current.follow_up
-        if follow_up is None or current.phase is not PassPhase.COMMITTED or current.termination is None:
-            return
-        commit = CommitPass(current.context.context_id, current.pass_id)
-        follow_up.run(commit, (current.termination.participants & follow_up.ranks) - {self._own})
+    def _leave(self, current: BackwardPass) -> None:
+        """Backward ends by Ctrl-C, or because what follows the pass failed: the others must not wait for this worker."""
+        if not current.state.is_over:
+            self.fail(current, AutogradError("backward was interrupted"), "backward")
+        elif current.roots.follow_up is not None and current.phase is PassPhase.COMMITTED:
+            ranks = current.participants() & current.roots.follow_up.ranks  # not told of the commit yet, or not all
+            self._tell_all(ranks, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
-    def _make_pass(
-        self, pass_id: int, context: DistAutogradContext, options: PassOptions, roots: Roots | None = None
-    ) -> BackwardPass:
-        """Begins a pass here; under the context's lock."""
-        current = BackwardPass(
-            self._own, pass_id, context, options, self._fire, self._perform_soon, self._make_watch, roots
-        )
-        context.passes[pass_id] = current
-        self.num_passes += 1
-        return current
+    def _wait_over(self, current: BackwardPass) -> None:
+        with while_waiting():
+            # This thread takes part if torch is set up in it as in those that run passes otherwise.
+            is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
+            if is_plain and not is_inside_run():
+                self._read_along(current)
+            if not current.state.is_over:
+                self._wait(current, None)
 
-    def _make_watch(self, current: BackwardPass) -> Watch:
-        return Watch(self._agent, self.prober, self.endings.fail, current)
+    def _read_along(self, current: BackwardPass) -> None:
+        """Read what the next gradient is likely to come over, for a moment: that spares waking two threads."""
+        is_own = functools.partial(is_about_pass, current.pass_id)  # others' passes run their users' code
+        while not current.state.is_over and (peer := current.last_peer) is not None:
+            # Until another worker is written to: the next gradient is likely to come from there then.
+            is_enough = functools.partial(current.has_moved_on, peer)
+            name = self._names.get(peer) or self.name_of(peer)
+            if not self._agent.server.take_notices(name, _READ_S, is_enough, is_own):
+                return
+
+    def _wait(self, current: BackwardPass, send: int | None) -> None:
+        """Wait until a send is settled, or the pass over, and look after the pass meanwhile."""
+        detector = current.detector
+        if detector is None:
+            detector = current.detector = StallDetector(self._agent, self.prober, current)
+        while not current.wait(send, detector.pause_s()):
+            problem = detector.look()
+            if problem is not None:
+                self.fail(current, *problem)
+        if current.state.is_over:
+            current.detector = None  # it holds the pass: the two would stay until the garbage collector comes
 
     # -- what the state decides ----------------------------------------------------------------------------------------
 
-    def _perform(self, current: BackwardPass, actions: Iterable[Action]) -> None:
-        runs = self._tell(current, actions)
-        while runs:  # what follows from a run is not done inside it: chains of runs may be long
-            for run in runs[1:]:  # components run side by side
-                self._perform_soon(current, [run])
-            runs = self._run(current, runs[0])
+    def _perform(self, current: BackwardPass, actions: Sequence[Action]) -> None:
+        """Do what the state of a pass decided; whatever goes wrong, in code of the user too, ends the pass."""
+        operation = ""
+        try:
+            # What follows from a run is not done inside it: chains of runs may be long.
+            while actions or current.last_answer is not None:
+                runs: list[RunComponent] = []
+                following: list[Action] = []
+                for action in actions:
+                    kind = type(action)
+                    if kind is RunComponent:
+                        runs.append(action)  # type: ignore[arg-type]
+                    elif kind is Report:
+                        operation = "reporting to the root"
+                        following += self._report(current, action)  # type: ignore[arg-type]
+                    else:
+                        operation = "telling others"
+                        self._do(current, action)
+                if current.last_answer is not None:  # no report follows, yet: something else runs here, or it is sent
+                    answer = current.take_last_answer()
+                    if answer is not None:
+                        self._post(current, current.root, *answer)
+                for action in runs[1:]:  # components run side by side
+                    self._perform_soon(current, [action])
+                if runs:
+                    operation = "running the local backward"
+                    run = _Run(self, current, runs[0])
+                    found = run.run()
+                    following += run.following
+                    following += current.finish(runs[0].index, found)
+                actions = following
+        except PassDropped:
+            pass
+        except BaseException as error:  # the user's hooks and functions may raise SystemExit, too
+            self.fail(current, error, operation)
+            if isinstance(error, KeyboardInterrupt):
+                raise
 
     def _perform_soon(self, current: BackwardPass, actions: Sequence[Action]) -> None:
         self._agent.reactor.run_soon(functools.partial(self._perform, current, actions))
 
-    def _tell(self, current: BackwardPass, actions: Iterable[Action]) -> list[RunComponent]:
-        """Writes what is to be written to others; returns what is to be run."""
-        runs: list[RunComponent] = []
-        for action in actions:
-            if isinstance(action, Tell):
-                items = tuple(GradientItem(message_id, via=action.via) for message_id in action.message_ids)
-                self._attempt(current, "telling others", self._post, action.peer, items)
-            elif isinstance(action, RunComponent):
-                runs.append(action)
-            else:
-                self._attempt(current, "reporting to the root", self._report, action)
-        return runs
+    def _do(self, current: BackwardPass, action: Action) -> None:
+        if isinstance(action, Tell):
+            items = tuple([GradientItem(message_id, via=action.via) for message_id in action.message_ids])
+            self._post(current, action.peer, items)
+        elif isinstance(action, Commit):
+            self._tell_committed(current, action.peers)
+        elif isinstance(action, Fail) and action.error is not None:
+            self.fail(current, action.error, "adding up gradients")
+        elif isinstance(action, Fail) and action.abort is not None:
+            self._take_abort(current, action.abort)
+        elif isinstance(action, Fail) and action.lost is not None:
+            name = self._names.get(action.lost) or self.name_of(action.lost)
+            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
 
-    def _run(self, current: BackwardPass, action: RunComponent) -> list[RunComponent]:
-        """Runs a component; returns what is to be run next."""
-        following: list[RunComponent] = []
-        self._attempt(current, "running the local backward", self._run_component, action, following)
-        return following
-
-    def _run_component(self, current: BackwardPass, action: RunComponent, following: list[RunComponent]) -> None:
-        run = EngineRun(current, action)
-        run.run()
-        with current.lock:
-            if current.is_over:
-                return
-            actions = run.following + current.state.component_finished(action.index)
-            current.wake_gates()  # a message to oneself that has no gradient is settled without one
-        following += self._tell(current, actions)
-        answer = current.take_last_answer()
-        if answer is not None:  # something else runs here still
-            self._post(current, creator_of(current.pass_id), *answer)
-
-    def _attempt(self, current: BackwardPass, operation: str, step: Callable[..., None], *args: Any) -> None:
-        """Does something for a pass; what goes wrong ends the pass."""
-        try:
-            step(current, *args)
-        except PassDropped:
-            pass
-        except BaseException as error:  # SystemExit, too, must not leave anybody waiting
-            self.endings.fail(current, error, operation)
-            if isinstance(error, KeyboardInterrupt):
-                raise
-
-    def _fire(
-        self,
-        current: BackwardPass,
-        recv: RecordedRecv,
-        gradients: Gradients,
-        is_last: bool,
-        via: int | None,
-    ) -> None:
-        """A recv was reached by the local engine; or one elsewhere, via which its tensors came here."""
-        has_lost = current.state.has_lost(recv.peer)
-        recorded_id = self._container.new_message_id() if current.options.create_graph else NO_ID
-        item, tensors = pack_answer(current.context, recv, gradients, recorded_id, via)
-        if not tensors:
-            if not has_lost and recv.peer not in self.lost:
-                self._post(current, recv.peer, (item,))
-            return
-        if has_lost:  # even if it lives after all: what it would send back was settled without it
-            peer = self._agent.peers.peer(self.prober.name_of(recv.peer))
-            raise peer.lost("its end was noticed before there was a gradient for it")
-        if is_last and recv.peer == creator_of(current.pass_id):  # the report is about to follow: one message for both
-            current.last_answer = (item,), tensors
+    def _report(self, current: BackwardPass, report: Report) -> list[Action]:
+        """Everything here is done: tell the root. Return what follows, on the root."""
+        answer = current.run_hooks()
+        if current.root == self._own:
+            return current.report_received(self._own, report)
+        if answer is not None:
+            self._post(current, current.root, *answer, report)
         else:
-            self._post(current, recv.peer, (item,), tensors)
+            note = ReportDone(current.context.context_id, current.pass_id, report)
+            name = self._names.get(current.root) or self.name_of(current.root)
+            self._agent.notices.send(name, "autograd.report", note, (), current.deadline)
+        return []
 
     def _post(
         self,
@@ -529,16 +360,8 @@ class DistEngine:
         tensors: Sequence[torch.Tensor] = (),
         report: Report | None = None,
     ) -> None:
-        with current.lock:
-            if current.is_over:
-                raise PassDropped
-            introduction = None
-            if peer not in current.introduced:
-                current.introduced.add(peer)
-                introduction = current.state.introduction_to(peer)
-            current.num_sent += 1
-            if peer != self._own:
-                current.last_peer = peer
+        """Send a message of a pass."""
+        introduction = current.introduce(peer)
         note = PropagateGradients(
             current.context.context_id, current.pass_id, current.options, items, introduction, report
         )
@@ -547,188 +370,475 @@ class DistEngine:
             values = [tensor.clone() for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
-            self._agent.notices.send(self.prober.name_of(peer), "autograd.propagate", note, tensors, current.deadline)
+            name = self._names.get(peer) or self.name_of(peer)
+            self._agent.notices.send(name, "autograd.propagate", note, tensors, current.deadline)
 
-    def _report(self, current: BackwardPass, report: Report) -> None:
-        current.run_hooks()
-        with current.lock:
-            if current.is_over:
+    # -- messages of a pass --------------------------------------------------------------------------------------------
+
+    def _on_propagate(self, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]) -> None:
+        if sender.id in self.lost:
+            self.heard_of(sender)
+            if sender.id in self.lost:  # a late message: what it says was settled when its sender was lost
                 return
-            current.phase = PassPhase.DONE
-        root = creator_of(current.pass_id)
-        if root == self._own:
-            self._take_report(current, self._own, report)
-            return
-        answer = current.take_last_answer()
-        if answer is not None:
-            self._post(current, root, *answer, report)
-        else:
-            note = ReportDone(current.context.context_id, current.pass_id, report)
-            self._agent.notices.send(self.prober.name_of(root), "autograd.report", note, (), current.deadline)
-
-    # -- what arrives ----------------------------------------------------------------------------------------------------
-
-    def _on_propagate(self, sender: WorkerInfo, note: Any, tensors: list[torch.Tensor]) -> None:
-        message = read_note(note, PropagateGradients)
-        if self._agent.has_ended(sender.name):  # a late message: what it says was settled when its sender was lost
-            return
-        self.heard_of(sender)
-        current = self._find_or_join(message, sender)
+        current = self._find_or_begin(message, sender)
         if current is not None:
-            self._attempt(current, f"taking gradients from {sender.name}", self._take, sender, message, tensors)
-        if message.report is not None:  # nobody waits for it but who has taken the gradients by now
-            self._handle_report(sender, message.context_id, message.pass_id, message.report)
+            try:
+                introduction = message.introduction
+                if introduction is not None and introduction.shortcuts:
+                    introduction = self._trim(introduction)
+                actions = current.take(sender, message, introduction, tensors)
+            except Exception as error:
+                self.fail(current, error, f"taking gradients from {sender.name}")
+            else:
+                self._perform(current, actions)
+        if message.report is not None:  # the gradients that came with it are taken by now
+            self._take_report(sender, message.context_id, message.pass_id, message.report)
 
-    def _take(
-        self, current: BackwardPass, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]
-    ) -> None:
-        answers = unpack_answers(current.context, sender, message.items, tensors)
-        introduction = self._reach.trim(message.introduction)
-        with current.lock:
-            if current.is_over:
-                return
-            actions = [] if current.is_joined else current.join((sender.id,), self.lost)
-            current.num_received += 1
-            settled = {}
-            for item in message.items:
-                gradients = answers[item.message_id]
-                if current.accept(item.message_id, sender.id if item.via is None else item.via, gradients):
-                    settled[item.message_id] = gradients is not None
-            actions += current.state.message_received(sender.id, introduction, settled)
-            current.wake_gates()
-        self._perform(current, actions)
-
-    def _find_or_join(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
-        """The pass a message belongs to, begun here if need be; None if it is over, or cannot be begun here.
+    def _find_or_begin(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
+        """Return the pass a message belongs to, begun here if need be; None if it is over, or cannot be begun here.
 
         Any worker of the context may be the first to tell of a pass. It is made known to this one by forward messages alone.
         """
+        context = self.container.find(message.context_id)
+        current = context.passes.get(message.pass_id) if context is not None else None
+        if current is not None:
+            return current
         try:
-            context = self._container.get_or_create(message.context_id, sender.id)
             if context is None:
-                where = self._container.where_released(message.context_id)
+                context = self.container.get_or_create(message.context_id, sender.id)
+            if context is None:
+                where = self.container.where_released(message.context_id)
                 raise UnknownContext(f"context {message.context_id} was released {where or 'long ago'}")
-            with context.lock:
-                if message.pass_id in context.ended_passes or context.released:
-                    return None
-                current = context.passes.get(message.pass_id)
-                if (
-                    current is None and creator_of(message.pass_id) != self._own
-                ):  # a root knows its passes until they end
-                    on_over = self._container.quotas.charge_pass(sender.id, context)
-                    current = self._make_pass(message.pass_id, context, message.options)
-                    current.on_over = on_over
-                return current
-        except (UnknownContext, LimitExceeded) as error:
-            self.endings.refuse(message.context_id, message.pass_id, sender.id, error)
+            if creator_of(message.pass_id) == self._own:  # a root knows its passes until they end
+                return None
+            return context.begin_pass(message.pass_id, functools.partial(self._make_pass, context, message, sender.id))
+        except Exception as error:
+            failure = self.failure(error, "taking gradients")
+            abort = AbortPass(message.context_id, message.pass_id, self.describe(failure))
+            self._tell_all({creator_of(message.pass_id), sender.id}, "autograd.abort", abort)
             return None
 
-    def _on_report(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = read_note(note, ReportDone)
-        self._handle_report(sender, message.context_id, message.pass_id, message.report)
+    def _make_pass(self, context: DistAutogradContext, message: PropagateGradients, sender: int) -> BackwardPass:
+        num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
+        self.container.quotas.charge(sender, context, num_bytes + ENDED_PASS_BYTES)
+        current = BackwardPass(self._own, message.pass_id, context, message.options, NO_ROOTS, self.lost, (sender,))
+        current.charged = sender, num_bytes
+        self.num_passes += 1
+        return current
 
-    def _handle_report(self, sender: WorkerInfo, context_id: int, pass_id: int, report: Report) -> None:
-        current = self._find_pass(context_id, pass_id)
-        if current is not None:
-            self._take_report(current, sender.id, report)
+    def _trim(self, introduction: Introduction) -> Introduction:
+        """Return the same without shortcuts to workers that are out of reach, now."""
+        kept = [item for item in introduction.shortcuts if all(self._is_near(route[0]) for route in item[1])]
+        return msgspec.structs.replace(introduction, shortcuts=tuple(kept))
+
+    def _is_near(self, rank: int) -> bool:
+        if rank == self._own:
+            return True
+        if rank in self.lost:
+            return False
+        if any(lane.address.info.id == rank for lane in self._agent.peers.lanes()):
+            return True
+        if rank not in self._tried and any(info.id == rank for info in self._agent.directory.infos()):
+            self._tried.add(rank)
+            self._agent.reactor.run_soon(functools.partial(self._connect, rank))
+        return False
+
+    def _connect(self, rank: int) -> None:
+        peers = self._agent.peers
+        with contextlib.suppress(RpcError, TransportError):
+            peers.peer(peers.name_of(rank)).lane("control", time.monotonic() + _CONNECT_S)
+
+    # -- two-phase commit ----------------------------------------------------------------------------------------------
+
+    def _on_report(self, sender: WorkerInfo, message: ReportDone, _: list[torch.Tensor]) -> None:
+        self._take_report(sender, message.context_id, message.pass_id, message.report)
+
+    def _take_report(self, sender: WorkerInfo, context_id: int, pass_id: int, report: Report) -> None:
         if creator_of(pass_id) != self._own:
             self.num_refused += 1
             return
-        is_committed = self._was_committed(context_id, pass_id)
-        if is_committed is False or (current is None and is_committed is None):  # or it was never begun here
-            # It has joined too late to be told with the others, by a message of one who died: it waits for a word from here.
-            self.endings.tell_failed(sender.id, context_id, pass_id)
+        context = self.container.find(context_id)
+        current = context.passes.get(pass_id) if context is not None else None
+        if current is not None:
+            actions = current.report_received(sender.id, report)
+            if actions:
+                self._perform(current, actions)
+        if current is None or current.phase is PassPhase.ABORTED:
+            self._answer(sender, context_id, pass_id, commits=False)
 
-    def _was_committed(self, context_id: int, pass_id: int) -> bool | None:
-        """How a pass has ended; None if it has not. The passes of a context that is over count as failed."""
-        context = self._container.find(context_id)
-        return context.ended_passes.get(pass_id) if context is not None else False
+    def _answer(self, sender: WorkerInfo, context_id: int, pass_id: int, *, commits: bool = True) -> None:
+        """Tell a worker how a pass has ended that was begun here. The passes of a context that is over count as failed.
 
-    def _take_report(self, current: BackwardPass, worker: int, report: Report) -> None:
-        with current.lock:
-            if not current.is_open or current.termination is None:
-                return
-            is_complete = current.termination.reported(worker, report.peers, report.absent)
-            mistaken = current.termination.mistaken
-            named = [rank for rank in current.early if current.termination.is_named(rank)]
-            failed = current.early[named[0]] if named else None
-            if is_complete and failed is None:
-                current.phase = PassPhase.COMMITTING  # from here on it cannot fail: some may have heard already
-            others = current.followers()
-        if failed is not None:
-            self._drop(current, failed, set())
-        elif mistaken:
-            name = self.prober.name_of(min(mistaken))
-            self.endings.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
-        elif is_complete:
-            self.endings.commit(current, others)
+        A worker that joins late, by a message of one that died, was not told with the others. One that asks for the end of a
+        pass may have reported, with a report that never came here. Both wait for a word from here.
+        """
+        context = self.container.find(context_id)
+        is_committed = context.ended_passes.get(pass_id, False) if context is not None else False
+        if not is_committed:
+            failure = BackwardFailed("the backward pass has failed already", self.worker, "waiting")
+            self.tell(sender.id, "autograd.abort", AbortPass(context_id, pass_id, self.describe(failure)))
+        elif commits:
+            self.tell(sender.id, "autograd.commit", CommitPass(context_id, pass_id))
 
-    def _on_commit(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        self.take_commit(sender, read_note(note, CommitPass))
+    def _tell_committed(self, current: BackwardPass, others: Collection[int]) -> None:
+        """The pass counts. The caller of backward goes on at once; the others wait for what is sent here."""
+        if current.roots.follow_up is not None:
+            others = set(others) - current.roots.follow_up.ranks
+        if others and current.context.released is None:  # else they are told of that anyway
+            self._tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
-    def take_commit(self, sender: WorkerInfo, message: CommitPass) -> None:
+    def on_commit(self, sender: WorkerInfo, message: CommitPass, _: Sequence[torch.Tensor] = ()) -> None:
         """The root of a pass says that it is committed, by a notice or with what follows."""
-        current = self._find_pass(message.context_id, message.pass_id)
-        if current is not None and creator_of(message.pass_id) == sender.id:
-            self.endings.end(current, PassPhase.COMMITTED)
+        context = self.container.find(message.context_id)
+        current = context.passes.get(message.pass_id) if context is not None else None
+        if current is not None and current.root == sender.id and current.commit_received() and current.charged:
+            self.container.quotas.refund(current.context, *current.charged)
 
-    def _on_abort(self, sender: WorkerInfo, note: Any, _: list[torch.Tensor]) -> None:
-        message = read_note(note, AbortPass)
-        failures.check_error(message.error, self._agent.config.limits)
-        context = self._container.find(message.context_id)
-        if context is not None and not self.endings.may_abort(context, message, sender.id):
+    def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
+        """Something went wrong here: the pass ends, and the other workers are told.
+
+        One that has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
+        """
+        if not current.state.is_over:
+            self._abort(current, self.failure(error, operation))
+
+    def _abort(
+        self,
+        current: BackwardPass,
+        failure: BaseException,
+        note: AbortPass | None = None,
+        sender: int | None = None,
+        *,
+        is_final: bool = False,
+    ) -> None:
+        """End a pass without gradients, and tell whom the state names."""
+        abort = current.abort(failure, sender, is_final=is_final)
+        if abort is None:
+            return
+        if abort.ends and current.charged:
+            self.container.quotas.refund(current.context, *current.charged)
+        if abort.peers:
+            note = note or AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
+            is_told = self._tell_all(abort.peers, "autograd.abort", note)
+            if not (abort.ends or is_told):  # the root is gone: no word can come
+                self._abort(current, failure, note, is_final=True)
+
+    def _on_abort(self, sender: WorkerInfo, message: AbortPass, _: list[torch.Tensor]) -> None:
+        exceptions.check_error(message.error, self._agent.config.limits)
+        context = self.container.find(message.context_id)
+        if context is not None and not self._may_abort(context, message, sender.id):
             self.num_refused += 1
         elif context is not None:
             current = context.passes.get(message.pass_id)
-            is_from_root = creator_of(message.pass_id) == sender.id
-            if current is not None and (current.is_root or is_from_root or not current.is_undecided):
-                self._drop(current, message, set() if current.is_root else {sender.id})
-            # Else it has reported: it waits for the root's word, and minds nobody else.
-        if creator_of(message.pass_id) == self._own:
-            self._answer(sender, message)
+            if current is not None:
+                self._take_abort(current, message, sender.id)
+        if creator_of(message.pass_id) == self._own and (context is None or message.pass_id in context.ended_passes):
+            self._answer(sender, message.context_id, message.pass_id)
 
-    def _drop(self, current: BackwardPass, message: AbortPass, told: set[int]) -> None:
-        self.endings.drop(current, failures.rebuild_exception(message.error, self._agent.trust), message, told)
+    def _may_abort(self, context: DistAutogradContext, message: AbortPass, sender: int) -> bool:
+        """Whether a worker may end a pass; one that is not here cannot be begun then: messages may overtake each other."""
+        is_known = context.knows(sender) or sender == creator_of(message.pass_id)
+        charge = functools.partial(self.container.quotas.charge, sender, context, ENDED_PASS_BYTES)
+        current = context.passes.get(message.pass_id)
+        if current is None:
+            try:
+                if not is_known or context.bar_pass(message.pass_id, charge):
+                    return is_known
+            except LimitExceeded:  # the sender has ended too many
+                return False
+            current = context.passes.get(message.pass_id)  # begun meanwhile
+        return is_known or current is None or current.may_abort(sender, message)
 
-    def _answer(self, sender: WorkerInfo, message: AbortPass) -> None:
-        """Who asks the root to end a pass may be done, with a report that never came here: only the root can tell it."""
-        is_committed = self._was_committed(message.context_id, message.pass_id)
-        if is_committed:
-            self.endings.tell(sender.id, "autograd.commit", CommitPass(message.context_id, message.pass_id))
-        elif is_committed is False:
-            self.endings.tell_failed(sender.id, message.context_id, message.pass_id)
+    def _take_abort(self, current: BackwardPass, message: AbortPass, sender: int | None = None) -> None:
+        failure = exceptions.rebuild_exception(message.error, self._agent.trust)
+        self._abort(current, failure, message, sender)
 
-    def _find_pass(self, context_id: int, pass_id: int) -> BackwardPass | None:
-        context = self._container.find(context_id)
-        return context.passes.get(pass_id) if context is not None else None
+    def failure(self, error: BaseException, operation: str) -> BackwardFailed:
+        """Return the error that the caller of backward gets."""
+        if isinstance(error, BackwardFailed):
+            return error
+        name = self.worker
+        if isinstance(error, WorkerLost) and error.worker:  # whichever worker noticed it: name the one that is gone
+            name, operation = error.worker, "taking part in the pass"
+        rank = next((info.id for info in self._agent.directory.infos() if info.name == name), None)
+        node = "" if rank is None else f" on Node {rank}"
+        kind = type(error).__name__
+        text = f"Error{node}: {error} ({kind}; the backward pass failed on worker {name} while {operation})"
+        failure = BackwardFailed(text, name, operation)
+        failure.__cause__ = error
+        return failure
+
+    def describe(self, failure: BaseException) -> Any:
+        """Return an error as it travels."""
+        return exceptions.describe_exception(failure, self.worker, self._agent.config.limits)
+
+    # -- telling others --------------------------------------------------------------------------------------------------
+
+    def _tell_all(self, ranks: Iterable[int], name: str, note: Any) -> bool:
+        """Send a notice to several workers; return whether any of them is there."""
+        is_any_told = False
+        for rank in ranks:
+            if rank != self._own:
+                is_any_told = self.tell(rank, name, note) or is_any_told
+        return is_any_told
+
+    def tell(self, rank: int, name: str, note: Any, *, is_urgent: bool = True) -> bool:
+        """Send a notice; False if the worker is gone.
+
+        Args:
+            rank: Of the worker.
+            name: Of the notice.
+            note: The notice.
+            is_urgent: Whether another thread goes on trying if the worker does not read; otherwise it has as much time as a
+                call, and counts as gone after that.
+        """
+        deadline = time.monotonic() + _TELL_S if is_urgent else None
+        try:
+            to = self._names.get(rank) or self.name_of(rank)
+            if rank in self.lost and self._agent.notices.is_out_of_reach(to):
+                return False
+            self._agent.notices.send(to, name, note, (), deadline)
+        except RpcTimeout:
+            if is_urgent:
+                self._agent.reactor.run_soon(functools.partial(self._tell_late, rank, name, note))
+            return is_urgent
+        except (RpcError, TransportError):
+            return False
+        return True
+
+    def _tell_late(self, rank: int, name: str, note: Any) -> None:
+        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+        self.tell(rank, name, note, is_urgent=False)
+
+    # -- the end of contexts ---------------------------------------------------------------------------------------------
+
+    def release(self, context_id: int) -> bool:
+        """End a context, here and on every worker it has touched; False if it was not here."""
+        return self._release(context_id, f"on worker {self._agent.info.name} at {find_call_site()}")
+
+    def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:
+        context = self.container.release(context_id, where, None if is_suspected else sender)
+        if context is None:
+            return False
+        for current in list(context.passes.values()) if context.passes else ():
+            # No gradients of it can be asked for any more, however it ends.
+            failure = self.failure(UnknownContext(f"the context was released {clean(where)}"), "waiting")
+            self._abort(current, failure, is_final=True)
+        others = context.known_workers - {sender, self._own}
+        if others:
+            note = ReleaseContext(context.context_id, where[:WHERE_CHARS], is_suspected)
+            for rank in others:
+                self.tell(rank, "autograd.release", note)
+        return True
+
+    def _on_release(self, sender: WorkerInfo, message: ReleaseContext, _: list[torch.Tensor]) -> None:
+        context = self.container.find(message.context_id)
+        if context is not None and not (sender.id in context.known_workers or context.knows(sender.id)):
+            self.num_refused += 1
+        elif context is not None and message.is_suspected:  # the maker may live, and be in reach from here
+            self.ask_soon(message.context_id)
+        else:
+            self._release(message.context_id, message.where, sender.id)
+
+    def ask_soon(self, context_id: int) -> None:
+        """Ask to be told of the end of a context; elsewhere: this thread may hold a connection, and it may take a while."""
+        if creator_of(context_id) != self._own:
+            self._agent.reactor.run_soon(functools.partial(self._ask_to_be_told, context_id))
+
+    def _ask_to_be_told(self, context_id: int) -> None:
+        creator = creator_of(context_id)
+        if not self.tell(creator, "autograd.holds", HoldsContext(context_id), is_urgent=False):
+            where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
+            self._release(context_id, where, creator, is_suspected=True)
+
+    def _on_holds(self, sender: WorkerInfo, message: HoldsContext, _: list[torch.Tensor]) -> None:
+        context_id = message.context_id
+        if creator_of(context_id) != self._own:
+            self.num_refused += 1
+            return
+        context = self.container.find(context_id)
+        if context is None or not context.touch(sender.id):
+            where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"
+            self.tell(sender.id, "autograd.release", ReleaseContext(context_id, where[:WHERE_CHARS]))
+
+    # -- workers that are gone -----------------------------------------------------------------------------------------
 
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
+        """Passes go on without the worker, or fail; contexts end with the worker that made them."""
         rank, name = address.info.id, address.info.name
         self.lost.add(rank)
-        self._reach.forget(rank)
-        for context in self._container:
+        self._tried.discard(rank)  # if it comes back, there may be a way
+        self._names.pop(rank, None)
+        orphans, brought = [], []
+        for context in self.container:
             for current in list(context.passes.values()):
                 # Elsewhere: this thread may hold a connection, and telling the others may take a while.
                 self._agent.reactor.run_soon(functools.partial(self._without_worker, current, rank, name, reason))
+            creator = creator_of(context.context_id)
+            if creator == rank:
+                orphans.append(context.context_id)
+            elif creator != self._own and rank in context.known_workers:  # it would have told this one of the end
+                brought.append(context.context_id)
+        where = f"because worker {name}, which made it, is lost: {reason}"
 
-    def _on_cut(self, name: str) -> None:
-        """A connection ended, though not the worker: gradients may be lost, and nobody would ever miss them."""
-        rank = self._agent.directory.find(name).info.id
-        error = WorkerLost(f"the connection to worker {name} was cut off", name)
-        for context in self._container:
-            for current in list(context.passes.values()):
-                if current.is_joined and rank in current.state.peers:
-                    self._agent.reactor.run_soon(functools.partial(self.endings.fail, current, error, "waiting"))
+        def end_contexts() -> None:
+            for context_id in orphans:
+                self._release(context_id, where, rank, is_suspected=True)
+            for context_id in brought:
+                self._ask_to_be_told(context_id)
+
+        if orphans or brought:
+            self._agent.reactor.run_soon(end_contexts)
 
     def _without_worker(self, current: BackwardPass, rank: int, name: str, reason: str) -> None:
-        with current.lock:
-            if current.is_over or not current.is_joined:
-                return
-            actions = None if creator_of(current.pass_id) == rank else current.state.worker_lost(rank)
-            if current.termination is not None and rank in current.termination.participants:
-                actions = None
-            current.wake_gates()
+        actions = current.lose_worker(rank)
         if actions is None:
-            self.endings.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "waiting")
+            self.fail(current, WorkerLost(f"worker {name} is lost: {reason}", name), "waiting")
         else:
             self._perform(current, actions)
+
+    def _on_cut(self, name: str) -> None:
+        """A connection ended, though not the worker: gradients, or the end of a context, may be lost with it."""
+        rank = self._agent.directory.find(name).info.id
+        error = WorkerLost(f"the connection to worker {name} was cut off", name)
+        for context in self.container:
+            for current in list(context.passes.values()):
+                if rank in current.state.peers:
+                    self._agent.reactor.run_soon(functools.partial(self.fail, current, error, "waiting"))
+            if rank in context.known_workers:
+                self.ask_soon(context.context_id)
+
+
+class _Run:
+    """A run of the local engine through one component, and what the nodes of messages do in it.
+
+    Args:
+        engine: Sends what is found.
+        current: The pass.
+        action: The component, and the sends that may have a gradient.
+
+    Attributes:
+        following: What is to be done when it has ended, apart from that it has ended.
+        thread: See `current_context.LocalRun`.
+        ambient_id: See there.
+    """
+
+    __slots__ = ("_action", "_engine", "_pass", "ambient_id", "following", "thread")
+
+    def __init__(self, engine: DistEngine, current: BackwardPass, action: RunComponent) -> None:
+        self._engine = engine
+        self._pass = current
+        self._action = action
+        self.following: list[Action] = []
+        self.thread = self.ambient_id = 0
+
+    def run(self) -> Found:
+        """Run the component; return the gradients of its leaves.
+
+        Raises:
+            PassDropped: The pass is over.
+            Exception: Whatever a node or a hook raised.
+        """
+        current, index, sends = self._pass, self._action.index, self._action.sends
+        direct = current.graph.direct[index]
+        if direct is not None and current.roots.inputs is None:  # those may be what passes through
+            return self._take_directly(direct)
+        has_roots = current.graph.components[index].has_roots
+        sources = Sources(current.roots.tensors, current.roots.gradients) if has_roots else Sources()
+        waiting = []
+        for send in sends:
+            if not current.state.is_settled(send):
+                waiting.append((send, current.sends[send].output))
+        if waiting:
+            current.graph.make_room_below()
+            unsettled = {send for send, _ in waiting}
+            sources.add_gated([current.sends[send].output for send in sends if send not in unsettled], waiting)
+        else:
+            for send in sends:
+                sources.add_settled(current.sends[send].output, current.gradients_of(send))
+        return run_component(self, sources, current.inputs_of(index), current.options, current.context)
+
+    def _take_directly(self, targets: Sequence[torch.Tensor | tuple[int, int]]) -> Found:
+        """What came for a send is the gradient of leaves, and of tensors that came from others and went on untouched."""
+        current = self._pass
+        gradients = current.gradients_of(self._action.sends[0])
+        found: Found = []
+        has_origins = False
+        for number, target in enumerate(targets):
+            gradient = gradients[number]
+            if isinstance(target, tuple):
+                has_origins = True
+            elif gradient is not None and not current.options.skips_leaves:
+                found.append((target, gradient))
+        if has_origins:
+            for message_id, sums in sum_by_origin(targets, gradients, current.options.create_graph).items():
+                numbers = range(current.recvs[message_id].num_tensors)
+                self.fire(current.context.context_id, message_id, [sums.get(number) for number in numbers])
+        return found
+
+    def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
+        """The engine reached a recv: its gradients go to the worker that sent the message."""
+        current = self._pass
+        recv = current.recvs.get(message_id)
+        if context_id != current.context.context_id or recv is None:
+            raise AutogradError(
+                f"the loss depends on a tensor that came from another worker in context {context_id}, but this is a pass of "
+                f"context {current.context.context_id}; detach it, or do both in one context"
+            )
+        firing = current.fire(message_id)
+        if firing is None:
+            return
+        if firing.routes is not None:
+            self._follow_shortcut(recv, firing.routes, gradients)
+        else:
+            # Where there are leaves, their nodes and hooks may take long after this.
+            self._answer(recv, gradients, firing.is_lost, firing.is_last and not current.graph.has_leaves)
+
+    def _answer(
+        self, recv: RecordedRecv, gradients: Gradients, is_lost: bool, is_last: bool, via: int | None = None
+    ) -> None:
+        """Send what there is for a message; via another worker, if that is how its tensors came here."""
+        engine, current = self._engine, self._pass
+        recorded_id = engine.container.new_message_id() if current.options.create_graph else NO_ID
+        items, tensors = pack_answer(current.context, recv, gradients, recorded_id, via)
+        if not tensors:
+            if not is_lost and recv.peer not in engine.lost:
+                engine._post(current, recv.peer, items)
+        elif is_lost:  # even if it lives after all: what it would send back was settled without it
+            peer = engine._agent.peers.peer(engine.name_of(recv.peer))
+            raise peer.lost("its end was noticed before there was a gradient for it")
+        elif is_last and recv.peer == current.root:  # the report is about to follow: one message for both
+            current.last_answer = items, tensors
+        else:
+            engine._post(current, recv.peer, items, tensors)
+
+    def _follow_shortcut(self, recv: RecordedRecv, routes: Sequence[Any], gradients: Gradients) -> None:
+        """A worker has only passed a message on: its gradients go to where its tensors came from."""
+        current = self._pass
+        settled: dict[int, Gradients | None] = {}
+        for (worker, message_id), answer in follow_routes(recv, routes, gradients).items():
+            if worker == current.own:  # captured, as on the way to others: two leaves share no memory
+                settled[message_id] = answer and [item if item is None else item.clone() for item in answer]
+            else:
+                origin = RecordedRecv(message_id, worker, recv.function, recv.node)
+                self._answer(origin, answer or (), current.state.has_lost(worker), False, recv.peer)
+        if settled:
+            actions = current.came_back(recv.peer, settled)
+            component = current.graph.components[self._action.index]
+            if len(component.sends) + component.has_roots == 1:
+                self.following += actions
+            elif actions:  # with several sources, this run may wait for what follows from its own beginning
+                self._engine._perform_soon(current, actions)
+
+    def gradients_of(self, message_id: int) -> Gradients:
+        """Return what came for a send; all None if it was settled with nothing."""
+        return self._pass.gradients_of(message_id)
+
+    def wait_settled(self, message_id: int) -> None:
+        """The local engine stands still until a send is settled."""
+        current = self._pass
+        if not current.state.is_settled(message_id):
+            with while_waiting():
+                self._engine._wait(current, message_id)
+        if current.state.is_over:
+            raise PassDropped

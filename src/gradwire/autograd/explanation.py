@@ -107,39 +107,33 @@ class Prober:
         agent: This worker.
         container: Its contexts.
         lost: Ranks of workers that need not be asked.
+        name_of: Names of workers by rank; raises `UnknownWorker`.
     """
 
-    def __init__(self, agent: Agent, container: DistAutogradContainer, lost: Collection[int]) -> None:
+    def __init__(
+        self, agent: Agent, container: DistAutogradContainer, lost: Collection[int], name_of: Callable[[int], str]
+    ) -> None:
         self._agent = agent
         self._container = container
         self._lost = lost
+        self._name_of = name_of
         agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
         agent.server.register_control("autograd.explain", self._on_explain, Id)
 
-    def name_of(self, rank: int) -> str:
-        """A worker's name.
-
-        Raises:
-            UnknownWorker: There is no worker of that rank.
-        """
-        return self._agent.directory.find(rank).info.name
-
     def _label_of(self, rank: int) -> str:
-        """What to call a worker in messages to people, though another one may have made it up."""
+        """Return what to call a worker in messages to people, though another one may have made it up."""
         try:
-            return self.name_of(rank)
+            return self._name_of(rank)
         except UnknownWorker:
             return f"rank {rank}"
 
     # -- the stall probe ---------------------------------------------------------------------------------------------
 
     def probe(self, current: BackwardPass, limit_s: float = _ANSWER_S) -> dict[int, PassSnapshot]:
-        """Asks everybody known to take part in a pass what they wait for; it may take that long, all in all."""
+        """Ask every worker known to take part in a pass what it waits for; it may take that long, all in all."""
         until = time.monotonic() + min(limit_s, _ANSWER_S)
-        own = self._container.worker
-        with current.lock:
-            known = set(current.termination.participants) if current.termination is not None else set()
-        found = {own: current.snapshot(self._agent.info.name, self.name_of)}
+        known = current.participants()
+        found = {self._container.worker: current.snapshot(self._agent.info.name, self._name_of)}
         key = (current.context.context_id, current.pass_id)
 
         def ask(ranks: Iterable[int]) -> dict[int, Any]:
@@ -154,12 +148,12 @@ class Prober:
         context = self._container.find(context_id)
         current = context.passes.get(pass_id) if context is not None else None
         name = self._agent.info.name
-        return msgspec.to_builtins(current.snapshot(name, self.name_of) if current is not None else PassSnapshot(name))
+        return msgspec.to_builtins(current.snapshot(name, self._name_of) if current is not None else PassSnapshot(name))
 
     # -- explain -----------------------------------------------------------------------------------------------------
 
     def explain(self, context: DistAutogradContext) -> Explanation:
-        """Asks every worker that has to do with a context."""
+        """Ask every worker that has to do with a context."""
         found = {self._container.worker: self._view(context)}
         key = (context.context_id,)
         self._explore(
@@ -179,27 +173,28 @@ class Prober:
 
     def _view(self, context: DistAutogradContext) -> WorkerView:
         name = self._agent.info.name
-        with context.lock:
-            passes = list(context.passes.values())
-            sends = [MessageView(i, self._label_of(s.peer), s.function, str(s.site)) for i, s in context.sends.items()]
-            recvs = [MessageView(i, self._label_of(r.peer), r.function) for i, r in context.recvs.items()]
-            known, num_gradients = tuple(sorted(context.known_workers)), len(context.gradients)
-        views = tuple(self._pass_view(item) for item in passes)
-        return WorkerView(name, known, num_gradients, tuple(sends), tuple(recvs), views)
+        # Copies first: more may be recorded meanwhile.
+        sends, recvs, passes = list(context.sends.values()), list(context.recvs.values()), list(context.passes.values())
+        return WorkerView(
+            name,
+            tuple(sorted(context.known_workers)),
+            len(context.gradients),
+            tuple(MessageView(s.message_id, self._label_of(s.peer), s.function, str(s.site)) for s in sends),
+            tuple(MessageView(r.message_id, self._label_of(r.peer), r.function) for r in recvs),
+            tuple(self._pass_view(item) for item in passes),
+        )
 
     def _pass_view(self, current: BackwardPass) -> PassView:
-        snapshot = current.snapshot(self._agent.info.name, self.name_of)
-        with current.lock:
-            phases = tuple(phase.value for phase in current.state.phases) if current.is_joined else ()
-            return PassView(
-                current.pass_id,
-                self._label_of(creator_of(current.pass_id)),
-                "fast" if current.options.is_fast else "smart",
-                current.phase.value,
-                snapshot.num_running,
-                phases,
-                snapshot.waiting,
-            )
+        snapshot = current.snapshot(self._agent.info.name, self._name_of)
+        return PassView(
+            current.pass_id,
+            self._label_of(current.root),
+            "fast" if current.options.is_fast else "smart",
+            current.phase.value,
+            snapshot.num_running,
+            tuple(phase.value for phase in current.state.phases),
+            snapshot.waiting,
+        )
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +205,7 @@ class Prober:
         ask: Callable[[Iterable[int]], dict[int, Any]],
         peers_of: Callable[[Any], Iterable[int]],
     ) -> None:
-        """Asks on, from those that are known to those they name, until nobody is new."""
+        """Ask on, from the workers that are known to those they name, until none is new."""
         todo = set(known)
         there: set[int] | None = None
         while True:
@@ -227,11 +222,11 @@ class Prober:
     def _ask(
         self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
     ) -> dict[int, Any]:
-        """Asks workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
+        """Ask workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
         answers: dict[int, Any] = {}
         pending: dict[int, torch.futures.Future[Any]] = {}
         for rank in ranks:
-            name = self.name_of(rank)
+            name = self._name_of(rank)
             answers[rank] = WorkerView(name, answered=False) if kind is WorkerView else kind(name)
             if rank in self._lost:
                 continue
@@ -247,13 +242,13 @@ class Prober:
 
 
 def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
-    """What the participants of a pass wait for, in one sentence."""
+    """Say in one sentence what the participants of a pass wait for."""
     lines = [str(send) for item in snapshots.values() for send in item.waiting]
     busy = [item.worker for item in snapshots.values() if item.num_running]
     text = "no gradient has come for " + "; ".join(lines) if lines else ""
     if busy:
         text += f"{'; ' if text else ''}{', '.join(busy)} still compute"
-    return text or "nobody says what they wait for"
+    return text or "no worker says what it waits for"
 
 
 prepare(WorkerView, PassSnapshot)

@@ -6,62 +6,33 @@
 
 A send's node has the sent tensors' gradient edges behind it. A recv's node has the received tensors in front of it: they
 are ordinary non-leaf tensors, which may be changed in place. Both know only their message's id; what to do in backward is
-the business of the run of the engine that has reached them (`LocalRun`).
+decided by the run of the engine that has reached them (`current_context.LocalRun`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from gradwire._torch import Carried
+from gradwire._torch import backward_class, function_apply, set_backward_class, set_sequence_number
+from gradwire.autograd.current_context import current_run
 from gradwire.errors import AutogradError
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-class LocalRun(Protocol):
-    """A run of the local engine, as the nodes see it."""
-
-    def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
-        """A recv was reached."""
-
-    def gradients_of(self, message_id: int) -> Gradients:
-        """What a send hands on: the gradients that came for it."""
-
-    def wait_settled(self, message_id: int) -> None:
-        """Blocks until a message for a send has come."""
-
-
-_current: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)  # what the engine runs, in all its threads
-
-
 class _Local(threading.local):
-    runs_hooks = (
-        False  # not carried: process groups copy what is, and drop it in threads that may be waited for with the GIL
-    )
+    # Not carried into other threads: process groups copy that, and drop it in threads that may be waited for with the GIL.
+    runs_hooks = False
 
 
 _local = _Local()
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
-
-
-class running:
-    """Makes a run the one that nodes report to, whichever thread of the engine they run in."""
-
-    def __init__(self, run: LocalRun) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._outer = _current.set(self._run)
-
-    def __exit__(self, *_: object) -> None:
-        _current.set(self._outer)
 
 
 class hooks_running:
@@ -76,7 +47,7 @@ class hooks_running:
 
 def is_inside_run() -> bool:
     """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return _current.get() is not None or _local.runs_hooks
+    return current_run.get() is not None or _local.runs_hooks
 
 
 class SendFunction(torch.autograd.Function):
@@ -90,7 +61,10 @@ class SendFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *_run_here("a send").gradients_of(ctx.message_id)
+        run = current_run.get()
+        if run is None:
+            raise _outside("a send")
+        return None, *run.gradients_of(ctx.message_id)
 
 
 class RecvFunction(torch.autograd.Function):
@@ -107,7 +81,10 @@ class RecvFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        _run_here("a tensor that came from another worker").fire(ctx.context_id, ctx.message_id, gradients)
+        run = current_run.get()
+        if run is None:
+            raise _outside("a tensor that came from another worker")
+        run.fire(ctx.context_id, ctx.message_id, gradients)
         return None, None, None, None
 
 
@@ -126,7 +103,10 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, ...]:
-        _run_here("a gate").wait_settled(ctx.message_id)
+        run = current_run.get()
+        if run is None:
+            raise _outside("a gate")
+        run.wait_settled(ctx.message_id)
         nothing: tuple[None, ...] = (None,) * (ctx.num_behind + 1)
         return nothing
 
@@ -156,28 +136,26 @@ def _with_hooks(kind: Any) -> Any:
     return type(kind.__name__, (_Hooks, kind), {})
 
 
-RecvFunction._backward_cls = _with_hooks(RecvFunction._backward_cls)
+set_backward_class(RecvFunction, _with_hooks(backward_class(RecvFunction)))
 
-# Function.apply first looks for functorch's transforms, which take no part here; that doubles its cost.
-_apply_send: Any = super(torch.autograd.Function, SendFunction).apply
-_apply_recv: Any = super(torch.autograd.Function, RecvFunction).apply
-_apply_gate: Any = super(torch.autograd.Function, Gate).apply
+_apply_send, _apply_recv, _apply_gate = (function_apply(kind) for kind in (SendFunction, RecvFunction, Gate))
 
 
-def _run_here(what: str) -> LocalRun:
-    run = _current.get()
-    if run is None:
-        raise AutogradError(
-            f"local autograd reached {what}: use gradwire.autograd.backward(context_id, [loss]) instead of loss.backward()"
-        )
-    return run
+def _outside(what: str) -> AutogradError:
+    return AutogradError(
+        f"local autograd reached {what}: use gradwire.autograd.backward(context_id, [loss]) instead of loss.backward()"
+    )
 
 
 def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Records a send, whatever the grad mode; the result's `grad_fn` is its node."""
+    """Record a send, whatever the grad mode; the result's `grad_fn` is its node."""
     if torch.is_grad_enabled():
-        # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it (rref/values.py).
-        held = [item.view_as(item) for item in tensors if item.is_leaf and item.layout is torch.strided]
+        held = []
+        for item in tensors:
+            if item.is_leaf and item.layout is torch.strided:
+                # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it
+                # (rref/values.py).
+                held.append(item.view_as(item))
         output: torch.Tensor = _apply_send(message_id, *tensors)
         del held
         return output
@@ -186,12 +164,13 @@ def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def make_recv(context_id: int, message_id: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Records a recv, whatever the grad mode; the tensors (leaves that nobody else holds) become its outputs."""
+    """Record a recv, whatever the grad mode; the tensors (leaves that only the message holds) become its outputs."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_recv(context_id, message_id, tensors)
-    # No parameters, and no leaves that require grad.
-    plain = [tensor.requires_grad_(False) if type(tensor) is torch.Tensor else tensor.detach() for tensor in tensors]
+    plain = []
+    for tensor in tensors:  # no parameters, and no leaves that require grad
+        plain.append(tensor.requires_grad_(False) if type(tensor) is torch.Tensor else tensor.detach())
     outputs: tuple[torch.Tensor, ...] = _apply_recv(ANCHOR, context_id, message_id, plain)
     return outputs
 
@@ -202,7 +181,7 @@ def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         chain: list[torch.Tensor] = []
         for message_id, output in sends:
             gate: torch.Tensor = _apply_gate(message_id, *chain, output)
-            gate.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+            set_sequence_number(gate.grad_fn, 0)
             chain = [gate]
     return chain[0]
 

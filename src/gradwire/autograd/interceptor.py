@@ -1,73 +1,82 @@
-"""Attaches distributed autograd to calls: records sends and recvs, and carries the context."""
+"""Attaches distributed autograd and autocast to calls.
+
+`AutogradInterceptor` records sends and recvs, and carries the context; `AutocastInterceptor` lets the called function run
+under the caller's `torch.autocast`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 
-from gradwire.autograd import anomaly_mode as anomalies
-from gradwire.autograd import current_context as ambient
-from gradwire.autograd.context import MESSAGE_BYTES, RESULT, DistAutogradContainer
-from gradwire.autograd.engine import DistEngine
+from gradwire._interrupts import interruptible
+from gradwire._torch import is_any_autocast_enabled
+from gradwire.autograd import anomaly_mode
+from gradwire.autograd.context import MESSAGE_BYTES, RESULT
+from gradwire.autograd.current_context import current_context, current_context_id
 from gradwire.autograd.messages import NO_ID, RecordedCall
 from gradwire.errors import CannotSend, DecodeError, UnknownContext
-from gradwire.params import snapshots as sharing
+from gradwire.params import snapshots
 from gradwire.rpc.connection import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.types import creator_of
+from gradwire.types import COUNTER_BITS
+from gradwire.wire.exceptions import clean
+from gradwire.wire.messages import prepare
 
-_NOTHING = contextlib.nullcontext()
+if TYPE_CHECKING:
+    from gradwire.autograd.engine import DistEngine
 
 
 class AutogradInterceptor(Interceptor):
     """Sees every message of one worker.
 
     Args:
-        container: The worker's contexts.
-        engine: Its engine.
-        ask_to_be_told: Called with a context that nobody may tell this worker the end of.
+        engine: The worker's engine, with its contexts.
     """
 
     name = "autograd"
     note_type = RecordedCall
 
-    def __init__(
-        self, container: DistAutogradContainer, engine: DistEngine, ask_to_be_told: Callable[[int], None]
-    ) -> None:
-        self._container = container
+    def __init__(self, engine: DistEngine) -> None:
         self._engine = engine
-        self._ask_to_be_told = ask_to_be_told
+        self._container = engine.container
 
     def wants_calls(self) -> bool:
-        """Calls made inside a context, with grad mode on."""
-        return ambient.current_context_id() != 0 and torch.is_grad_enabled()
+        """Whether a call is made inside a context, with grad mode on."""
+        return (current_context.get() or current_context_id()) != 0 and torch.is_grad_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
-        """Records a send for tensors that require grad, in calls made with grad mode on and in replies."""
+        """Record a send for tensors that require grad, in calls made with grad mode on and in replies."""
         # A reply is recorded whatever the mode of the thread that happens to send it.
-        context_id = ambient.current_context_id() if envelope.kind == "call" else envelope.note.context_id
+        is_call = envelope.kind == "call"
+        context_id = (current_context.get() or current_context_id()) if is_call else envelope.note.context_id
         context, peer = self._container.find(context_id), envelope.peer.id
-        recorded = [tensor for tensor in tensors if tensor.requires_grad]
-        if context is None or not context.touch(peer):
-            if not recorded or envelope.kind == "call":
+        recorded = []
+        for tensor in tensors:
+            if tensor.requires_grad:
+                recorded.append(tensor)
+        if context is None or not (peer in context.known_workers or context.touch(peer)):
+            if not recorded or is_call:
                 return None
             where = self._container.where_released(context_id) or "long ago"
             return RecordedCall(context_id, released=where)
-        self._engine.heard_of(envelope.peer)
+        if peer in self._engine.lost:
+            self._engine.heard_of(envelope.peer)
         message_id = NO_ID
         if recorded:
             message_id = self._container.new_message_id()
-            site = RESULT if envelope.kind == "reply" else None
-            context.record_send(message_id, peer, envelope.function, recorded, site)
-        elif envelope.kind == "reply":
+            context.record_send(message_id, peer, envelope.function, recorded, None if is_call else RESULT)
+        elif not is_call:
             return None
         return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())
 
     def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuses tensors whose gradients would be lost.
+        """Refuse tensors whose gradients would be lost.
 
         Raises:
             CannotSend: Always.
@@ -83,7 +92,7 @@ class AutogradInterceptor(Interceptor):
         )
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Records a recv: the tensors that were recorded by the sender become outputs of its node.
+        """Record a recv: the tensors that were recorded by the sender become outputs of its node.
 
         Raises:
             DecodeError: The note does not fit the message.
@@ -91,61 +100,138 @@ class AutogradInterceptor(Interceptor):
             UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
         """
         message: RecordedCall = note
-        is_call = envelope.kind == "call"
-        if message.message_id != NO_ID and creator_of(message.message_id) != envelope.peer.id:
+        peer = envelope.peer.id
+        if message.message_id != NO_ID and message.message_id >> COUNTER_BITS != peer:
             raise DecodeError(f"{envelope.peer.name} recorded a message under an id of another worker")
-        if message.released and self._container.find(message.context_id) is not None:
+        context = self._container.find(message.context_id)
+        if message.released and context is not None:
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
-                f"{envelope.function} returned: it was released {message.released}"
+                f"{envelope.function} returned: it was released {clean(message.released)}"
             )
+        is_call = envelope.kind == "call"
+        if is_call and context is None:
+            context = self._container.get_or_create(message.context_id, peer)
         # A reply belongs to a call that was made here, in a context that is here unless it was released meanwhile.
-        context = (
-            self._container.get_or_create(message.context_id, envelope.peer.id)
-            if is_call
-            else self._container.find(message.context_id)
-        )
-        if context is None or not (context.touch(envelope.peer.id) if is_call else context.knows(envelope.peer.id)):
+        if context is None or not (
+            peer in context.known_workers or (context.touch(peer) if is_call else context.knows(peer))
+        ):
             return tensors  # over: a late message does not revive it
-        self._engine.heard_of(envelope.peer)  # it may have been taken for dead after the call was recorded
+        if peer in self._engine.lost:  # it may have been taken for dead after the call was recorded
+            self._engine.heard_of(envelope.peer)
         if is_call and _is_cut_off(current_request()):
-            self._ask_to_be_told(message.context_id)
-        if message.message_id == NO_ID:
-            return tensors
-        places = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+            self._engine.ask_soon(message.context_id)
+        return tensors if message.message_id == NO_ID else self._record(context, envelope, message, tensors)
+
+    def _record(
+        self, context: Any, envelope: Envelope, message: RecordedCall, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        places, chosen = [], []
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                places.append(number)
+                chosen.append(tensor)
         if len(places) != message.num_tensors or not places:
             raise DecodeError(
                 f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad arrived"
             )
-        if is_call:
+        if envelope.kind == "call":
             self._container.quotas.charge(envelope.peer.id, context, MESSAGE_BYTES)
-        chosen = [tensors[number] for number in places]
         outputs = context.record_recv(message.message_id, envelope.peer.id, envelope.function, chosen)
         values = list(tensors)
-        for number, output in zip(places, outputs, strict=True):
-            values[number] = output
+        for number, place in enumerate(places):
+            values[place] = outputs[number]
         return values
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The called function runs in the caller's context."""
-        message: RecordedCall = note
+        """Run the called function in the caller's context."""
+        return functools.partial(self._run, envelope.function, note, function)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with ambient.inside(message.context_id), self._recording(message, envelope.function):
-                if message.detects_anomalies:
-                    with anomalies.enabled(True):
-                        return function(*args, **kwargs)
-                return function(*args, **kwargs)
+    def _run(self, name: str, message: RecordedCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        token = current_context.set(message.context_id)
+        try:
+            # Only a worker with shared parameters has to look after them.
+            context = self._container.find(message.context_id) if snapshots.concerns(name) else None
+            if context is None and not message.detects_anomalies:
+                return _call(function, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                if context is not None:
+                    stack.enter_context(snapshots.recording(context, name))
+                stack.enter_context(anomaly_mode.enabled(message.detects_anomalies))
+                return _call(function, args, kwargs)
+        finally:
+            current_context.reset(token)
 
-        return run
 
-    def _recording(self, message: RecordedCall, function: str) -> contextlib.AbstractContextManager[object]:
-        """Only a worker with shared parameters has to look after them."""
-        context = self._container.find(message.context_id) if sharing.concerns(function) else None
-        return _NOTHING if context is None else sharing.recording(context, function)
+@interruptible
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of the user."""
+    return function(*args, **kwargs)
 
 
 def _is_cut_off(request: Request | None) -> bool:
     """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
-    connection = getattr(request.source, "connection", None) if request is not None else None
-    return connection is not None and connection.is_closed
+    return request is not None and request.source.stream.is_closed
+
+
+NOTE: Final = "autocast"
+
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
+_DTYPES: Final = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+class Autocast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Goes with every call made under autocast.
+
+    Attributes:
+        dtypes: Names of dtypes by the type of device, for those it is enabled for.
+        caches: Whether weights are cast once and kept.
+    """
+
+    dtypes: dict[str, str]
+    caches: bool
+
+
+class AutocastInterceptor(Interceptor):
+    """Attaches the caller's autocast to calls, and runs what is called under it."""
+
+    name = NOTE
+    note_type = Autocast
+
+    def wants_calls(self) -> bool:
+        """Whether a call is made under autocast."""
+        return is_any_autocast_enabled()
+
+    def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Autocast | None:
+        """Return the caller's autocast; replies have none."""
+        if envelope.kind == "reply":
+            return None
+        dtypes = {
+            device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            for device in _DEVICES
+            if torch.is_autocast_enabled(device)
+        }
+        return Autocast(dtypes, torch.is_autocast_cache_enabled())
+
+    def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Run the function under the caller's autocast.
+
+        Raises:
+            DecodeError: It is for a device or a dtype that is not known here.
+        """
+        message: Autocast = note
+        unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
+        if unknown:
+            raise DecodeError(f"autocast is not known for {unknown}")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for device, dtype in message.dtypes.items():
+                    if device == "cpu" or torch.get_device_module(device).is_available():
+                        stack.enter_context(torch.autocast(device, _DTYPES[dtype], cache_enabled=message.caches))
+                return _call(function, args, kwargs)
+
+        return run
+
+
+prepare(Autocast)

@@ -12,27 +12,21 @@ HoldsContext         to the worker that made a context: the one that brought it 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from gradwire.autograd._backward_state import Introduction, Report
 from gradwire.types import Id, Rank
-from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import ErrorInfo, prepare
 
 NO_ID = 0
 """Stands for no message: real ids carry a counter that begins at 1."""
 
-_WHERE_CHARS = 512
+WHERE_CHARS = 512
 
-Where = Annotated[str, msgspec.Meta(max_length=_WHERE_CHARS)]
-"""Where a context was released, for people."""
-
-
-def where_text(text: str) -> str:
-    """Return a text that fits into a `Where`, harmless to print."""
-    return clean(text, _WHERE_CHARS)
+Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS)]
+"""Where a context was released, for people; made harmless to print where it is shown."""
 
 
 class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -146,25 +140,9 @@ class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     context_id: Id
 
 
-Notice = PropagateGradients | ReportDone | AbortPass | CommitPass | ReleaseContext | HoldsContext
+DEFAULT_TIMEOUT_S = 600.0
+"""How long a backward pass may take."""
 
-
-class _PassMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What all messages about a pass begin with."""
-
-    context_id: int
-    pass_id: int
-
-
-_read_beginning = msgspec.msgpack.Decoder(_PassMessage).decode
-
-
-def pass_id_of(note: Any) -> int:
-    """The pass that a note as it came is about; 0 if it is about none."""
-    try:
-        return _read_beginning(note).pass_id
-    except (ValueError, RecursionError):
-        return 0
-
+DEFAULT_OPTIONS = PassOptions()
 
 prepare(RecordedCall, PropagateGradients, ReportDone, AbortPass, CommitPass, ReleaseContext, HoldsContext)

@@ -1,25 +1,27 @@
-"""`save`, `load`, `read`, `verify` and `inspect`."""
+"""The public functions `save`, `load`, `read`, `verify` and `inspect`, and the summary of a checkpoint."""
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gradwire.checkpoint import process_group as ranks
-from gradwire.checkpoint import safetensors_io as reading
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index
 from gradwire.checkpoint.loader import load_from
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
+from gradwire.checkpoint.safetensors_io import TensorReader, check_headers, check_tensors
 from gradwire.checkpoint.saver import save_into
 from gradwire.checkpoint.stateful import find_sharded, group_of
-from gradwire.checkpoint.tree import SHARDED, Node, decode, items_of, tag_of, tensor_names
+from gradwire.checkpoint.tree import SHARDED, Node, items_of, tag_of, tensor_names
 
-_MAX_VALUE = 60
-_MAX_ENTRIES = 20
+PathLike = str | os.PathLike[str]
+
+_TIMEOUT_S: Final = 3600.0
+_MAX_VALUE: Final = 60  # characters of a value that a summary shows
+_MAX_ENTRIES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,8 @@ class SavedFile:
     Attributes:
         name: In the directory of the checkpoint.
         num_bytes: Its size.
-        worker: Who wrote it.
-        host: And on which machine.
+        worker: The worker that wrote it.
+        host: The machine of that worker.
     """
 
     name: str
@@ -41,7 +43,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class SavedEntry:
-    """One thing that was saved.
+    """One entry of the dict that was saved.
 
     Attributes:
         path: The key it was saved under.
@@ -49,7 +51,7 @@ class SavedEntry:
         text: Its class, or the value itself, for people to read.
         num_tensors: How many tensors it has; a shared one counts once.
         num_bytes: How large they are.
-        workers: Who wrote them.
+        workers: The workers that wrote them.
     """
 
     path: str
@@ -62,13 +64,13 @@ class SavedEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """What is in a checkpoint, how large it is, and who wrote it when.
+    """What is in a checkpoint, how large it is, and which worker saved it when.
 
     Attributes:
         directory: Where it is.
         generation: Distinguishes saves to one directory.
         created: When it was saved, in UTC.
-        writer: Who saved it: worker, process and machine.
+        writer: Worker, process and machine that saved it.
         versions: Of gradwire and torch then.
         entries: One for each key of the dict that was saved.
         files: One for each worker that wrote.
@@ -89,23 +91,163 @@ class Summary:
     def __repr__(self) -> str:
         tensors, files = _count(self.num_tensors, "tensor"), _count(len(self.files), "file")
         lines = [
-            f"<Checkpoint {self.directory}: {tensors}, {show_bytes(self.num_bytes)} in {files}; generation "
+            f"<Checkpoint {self.directory}: {tensors}, {_show_bytes(self.num_bytes)} in {files}; generation "
             f"{self.generation}, saved {self.created} by {self.writer}"
         ]
         width = max((len(entry.path) for entry in self.entries), default=0)
         for entry in self.entries[:_MAX_ENTRIES]:
             line = f"  {entry.path:{width}}  {entry.kind:9}  {entry.text}"
             if entry.num_tensors:
-                size = f"{_count(entry.num_tensors, 'tensor')}, {show_bytes(entry.num_bytes)}"
+                size = f"{_count(entry.num_tensors, 'tensor')}, {_show_bytes(entry.num_bytes)}"
                 line += f"  {size}, by {', '.join(entry.workers)}"
             lines.append(line)
         if len(self.entries) > _MAX_ENTRIES:
             lines.append(f"  and {len(self.entries) - _MAX_ENTRIES} more")
-        return "\n".join(map(_printable, lines)) + ">"
+        # A checkpoint must not be able to move the cursor of the terminal that shows it.
+        return "\n".join("".join(char if char.isprintable() else "?" for char in line) for line in lines) + ">"
 
 
-def summarize(directory: Path, index: Index) -> Summary:
-    """What an index says."""
+def save(
+    directory: PathLike,
+    state: dict[str, Any],
+    *,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
+) -> Summary:
+    """Save a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
+
+    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
+    each writes its shards, and rank 0 everything else.
+
+    A crash of any worker at any moment leaves the old checkpoint or the new one. Do not train while a save runs: each worker
+    saves one moment of its parameters, but the moments of two workers may differ by a step.
+
+    Args:
+        directory: One that all workers share; made if it does not exist. It holds one checkpoint.
+        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
+            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
+            of these.
+        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
+            written and the bytes in all.
+        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
+        process_group: The group whose ranks save together; needed only if all sharded tensors are inside of objects that
+            are neither modules nor sharded optimizers.
+
+    Returns:
+        A summary of the checkpoint.
+
+    Raises:
+        CannotSave: A value cannot be saved; nothing was written.
+        CheckpointBusy: Another process is saving to that directory.
+        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
+        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
+    """
+    place, group = Directory(directory), group_of(state, process_group)
+    return _summarize(place.path, save_into(place, state, progress, timeout, group))
+
+
+def load(
+    directory: PathLike,
+    objects: dict[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    progress: ProgressOption = None,
+    timeout: float = _TIMEOUT_S,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """Fill objects from a checkpoint, wherever they live now, and return the values that were saved beside them.
+
+    Sharded tensors may be divided in any way, however they were when they were saved: each shard gets what it has in common
+    with what was saved. With those of a process group every rank calls this, with the same names.
+
+    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
+
+    Args:
+        directory: Of the checkpoint; all workers that have something to fill must see it.
+        objects: What to fill, by the names it was saved under.
+        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
+            If False, what both have is loaded, and converted. Shapes must always be the same.
+        progress: As for `save`.
+        timeout: Seconds that each worker may take in each step.
+        process_group: As for `save`.
+
+    Returns:
+        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
+
+    Raises:
+        CheckpointMissing: There is no checkpoint, or a file of it is missing; nothing was changed.
+        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
+            being filled: then the message says so.
+        CheckpointMismatch: It does not fit the objects; nothing was changed.
+        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
+    """
+    place, wanted = Directory(directory), {} if objects is None else objects
+    group = group_of(wanted, process_group)
+    for tensor in find_sharded(wanted):
+        tensor._backend.settle()  # operations that still read it end first
+    return load_from(place, wanted, strict, progress, timeout, group)
+
+
+def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
+    """Return everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing: There is no checkpoint, or a file of it is missing.
+        CheckpointDamaged: A file is not what was written.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        _check(place, index, tensor_names(index.state), progress)
+        with place.open() as folder, TensorReader(folder, index.tensors) as reader:
+            found: dict[str, Any] = reader.decode(index.state, keeps_ties=True)
+    return found
+
+
+def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
+    """Read all files of a checkpoint, and compare them with its index.
+
+    Args:
+        directory: Of the checkpoint.
+        progress: As for `save`.
+
+    Raises:
+        CheckpointMissing: There is no checkpoint, or a file of it is missing.
+        CheckpointDamaged: A file is not what was written; the message names the file and the tensor.
+    """
+    place = Directory(directory)
+    with place.reading() as index:
+        _check(place, index, index.tensors, progress)
+        return _summarize(place.path, index)
+
+
+def inspect(directory: PathLike) -> Summary:
+    """Return what the index of a checkpoint says: contents, sizes, and the workers that wrote it. Reads nothing else.
+
+    Args:
+        directory: Of the checkpoint.
+
+    Raises:
+        CheckpointMissing: There is no index.
+        CheckpointDamaged: The index is damaged.
+    """
+    place = Directory(directory)
+    return _summarize(place.path, place.read_index())
+
+
+def _check(place: Directory, index: Index, names: Iterable[str], option: ProgressOption) -> None:
+    entries = {name: index.tensors[name] for name in names}
+    with ByteProgress("checking", option) as progress, place.open() as folder:
+        progress.total = sum(entry.num_bytes for entry in entries.values())
+        check_headers(folder, index.files)
+        check_tensors(folder, entries, progress.advance)
+
+
+def _summarize(directory: Path, index: Index) -> Summary:
     writer = index.writer
     return Summary(
         directory=directory,
@@ -128,185 +270,31 @@ def _entry(index: Index, key: str, node: Node) -> SavedEntry:
 
 
 def _describe(node: Node) -> tuple[str, str]:
-    if tag_of(node) == "$object":
-        return node["$object"]["kind"], node["$object"]["type"]
-    if tag_of(node) == "$tensor":
-        return "tensor", ""
-    if tag_of(node) == SHARDED:
-        return "tensor", f"{_count(len(node[SHARDED]['pieces']), 'piece')} of {tuple(node[SHARDED]['shape'])}"
-    text = _show(node)
-    return "value", text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
-
-
-def _show(node: Any) -> str:
+    """Return kind and text of an entry."""
     tag = tag_of(node)
+    body = node if tag is None else node[tag]
+    if tag == "$object":
+        return body["kind"], body["type"]
+    if tag == "$tensor":
+        return "tensor", ""
+    if tag == SHARDED:
+        return "tensor", f"{_count(len(body['pieces']), 'piece')} of {tuple(body['shape'])}"
     if tag in ("$tuple", "$size") or isinstance(node, list):
-        return f"{len(node if tag is None else node[tag])} items"
-    if (items := items_of(node)) is not None:
-        return f"{len(items)} keys: {', '.join(map(str, items))}"
-    return str(node[tag]) if tag else repr(node)
-
-
-def _printable(text: str) -> str:
-    """Whoever wrote the checkpoint must not be able to move the cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+        text = f"{len(body)} items"
+    elif (items := items_of(node)) is not None:
+        text = f"{len(items)} keys: {', '.join(map(str, items))}"
+    else:
+        text = str(body) if tag else repr(node)
+    return "value", text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def show_bytes(num_bytes: float) -> str:
-    """A size for people."""
+def _show_bytes(num_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:,.1f} TiB"
-
-
-_TIMEOUT_S: Final = 3600.0
-
-PathLike = str | os.PathLike[str]
-
-
-def save(
-    directory: PathLike,
-    state: dict[str, Any],
-    *,
-    progress: ProgressOption = None,
-    timeout: float = _TIMEOUT_S,
-    process_group: Any = None,
-) -> Summary:
-    """Saves a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
-
-    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
-    each writes its shards, and rank 0 everything else.
-
-    A crash at any moment, of anybody, leaves the old checkpoint or the new one. Do not train while a save runs: each worker
-    saves one moment of its parameters, but the moments of two workers may differ by a step.
-
-    Args:
-        directory: One that all workers share; made if it is not there. It holds one checkpoint.
-        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
-            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
-            of these.
-        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
-            written and the bytes in all.
-        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
-        process_group: Whose ranks save together. Found by itself if there are sharded tensors or modules with such.
-
-    Returns:
-        What is in the checkpoint.
-
-    Raises:
-        CannotSave: A value cannot be saved; nothing was written.
-        CheckpointBusy: Somebody else is saving to that directory.
-        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
-        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
-    """
-    place, group = Directory(directory), group_of(state, process_group)
-    if group is not None:
-        return summarize(place.path, ranks.save_into(place, state, group, progress))
-    return summarize(place.path, save_into(place, state, progress, timeout))
-
-
-def load(
-    directory: PathLike,
-    objects: dict[str, Any] | None = None,
-    *,
-    strict: bool = True,
-    progress: ProgressOption = None,
-    timeout: float = _TIMEOUT_S,
-    process_group: Any = None,
-) -> dict[str, Any]:
-    """Fills objects from a checkpoint, wherever they live now, and returns the values that were saved beside them.
-
-    Sharded tensors may be divided in any way, whatever it was when they were saved: each shard gets what it has in common
-    with what was saved. With those of a process group every rank calls this, with the same names.
-
-    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
-
-    Args:
-        directory: Of the checkpoint; all workers that have something to fill must see it.
-        objects: What to fill, by the names it was saved under.
-        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
-            If False, what both have is loaded, and converted. Shapes must always be the same.
-        progress: As for `save`.
-        timeout: Seconds that each worker may take in each step.
-        process_group: As for `save`.
-
-    Returns:
-        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
-
-    Raises:
-        CheckpointMissing: There is no checkpoint, or a file of it is gone; nothing was changed.
-        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
-            being filled: then the message says so.
-        CheckpointMismatch: It does not fit the objects; nothing was changed.
-        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
-    """
-    place, wanted = Directory(directory), {} if objects is None else objects
-    group = group_of(wanted, process_group)
-    for tensor in find_sharded(wanted):
-        tensor._engine.settle()  # nobody reads what is being filled
-    if group is not None:
-        return ranks.load_from(place, wanted, group, strict, progress)
-    return load_from(place, wanted, strict, progress, timeout)
-
-
-def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
-    """Everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
-
-    Args:
-        directory: Of the checkpoint.
-        progress: As for `save`.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written.
-    """
-    place = Directory(directory)
-    with place.reading() as index:
-        names = set(tensor_names(index.state))
-        _check(place, index.files, {name: index.tensors[name] for name in names}, progress)
-        with place.open() as folder, reading.TensorReader(folder, index.tensors) as reader:
-            copied = functools.cache(reader.copied)  # what was one tensor stays one
-            found: dict[str, Any] = decode(index.state, copied, reader)
-    return found
-
-
-def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
-    """Reads all files of a checkpoint and compares them with its index.
-
-    Args:
-        directory: Of the checkpoint.
-        progress: As for `save`.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: It is not there, or not what was written; says which file and tensor.
-    """
-    place = Directory(directory)
-    with place.reading() as index:
-        _check(place, index.files, index.tensors, progress)
-        return summarize(place.path, index)
-
-
-def inspect(directory: PathLike) -> Summary:
-    """What a checkpoint's index says: contents, sizes, who wrote it. Reads nothing else.
-
-    Args:
-        directory: Of the checkpoint.
-
-    Raises:
-        CheckpointMissing, CheckpointDamaged: There is no index, or it is damaged.
-    """
-    place = Directory(directory)
-    return summarize(place.path, place.read_index())
-
-
-def _check(place: Directory, saved: Any, entries: Any, option: ProgressOption) -> None:
-    with ByteProgress("checking", option) as progress:
-        progress.total = sum(entry.num_bytes for entry in entries.values())
-        with place.open() as folder:
-            reading.check_files(folder, saved)
-            reading.check_tensors(folder, entries, progress.advance)

@@ -1,17 +1,19 @@
-"""The directory of a checkpoint: which files are in it, who may write, and how a new checkpoint replaces the old one.
+"""The directory of a checkpoint, and the only door to its files: locks, and how a new checkpoint replaces the old one.
 
     index.json                             the checkpoint: it names the files that belong to it
-    g0007-3f9a1c2b-worker0.safetensors     what worker0 wrote in generation 7
+    g0007-3f9a1c2b-worker0.safetensors     the tensors that worker0 wrote in generation 7
     g0007-3f9a1c2b-worker1.safetensors
-    .gradwire-writer                       locked while somebody saves; says who
-    .gradwire-readers                      locked while somebody loads
+    .gradwire-writer                       locked during a save; names the worker that saves
+    .gradwire-readers                      locked during loads
 
 A save writes files of a new generation beside the old ones, then renames the new index over the old, and only then removes
-what the new index does not name. Whoever dies in between leaves the old checkpoint or the new one, and files that the next
-save removes.
+the files that the new index does not name. A crash in between leaves the old checkpoint or the new one, and files that the
+next save removes.
 
 Locks are the kernel's (``flock``): they end with the process that has them, however it ends. Loading does not keep others
 from saving; it only delays the removal of old files until a later save.
+
+Files are opened relative to an open directory and by names that were checked; links are never followed.
 """
 
 from __future__ import annotations
@@ -26,13 +28,12 @@ import re
 import secrets
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gradwire.checkpoint import _failpoints as _points
+from gradwire import _interrupts
 from gradwire.checkpoint.index import FILE_NAME, GENERATION, Index, dump, parse
 from gradwire.errors import CheckpointBusy, CheckpointError, CheckpointMissing, CheckpointWriteFailed
 
@@ -43,22 +44,28 @@ READERS_LOCK: Final = ".gradwire-readers"
 _OF_ONE_SAVE: Final = re.compile(rf"{FILE_NAME.pattern}|{GENERATION.pattern}\.(?:begin|index)")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
+_POLL_S: Final = 0.01
+
+failpoint_hook: Callable[[str], None] | None = None
+"""For tests: called with the name of each failpoint that a save passes, where the process can stop or die.
+
+driver    locked  announced  described                     files-written  index-written  index-renamed  cleaned
+owner                                   opened  half  synced
+"""
 
 
-def is_of_one_save(name: str) -> bool:
-    """Return whether a file of that name belongs to one save, and goes with it."""
-    return _OF_ONE_SAVE.fullmatch(name) is not None
+def failpoint(name: str) -> None:
+    if failpoint_hook is not None:
+        failpoint_hook(name)
 
 
 class Folder:
     """An open directory. Close it, or use it in a ``with`` statement.
 
     Args:
-        path: Where.
+        path: Where it is.
         root: A directory that `path` must be in: below it, no component may be a link.
-
-    Raises:
-        OSError: There is no such directory.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
@@ -72,19 +79,17 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """End it; may be called again."""
+        """Close it; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    # -- files -------------------------------------------------------------------------------------------------------
 
     def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
         """Return a descriptor of a file.
 
         Raises:
-            OSError: It is not there, a link, or not a regular file.
-            CheckpointError: No file of a checkpoint has that name.
+            OSError: It is missing, a link, or not a regular file.
+            CheckpointError: A file of a checkpoint cannot have that name.
         """
         descriptor = os.open(_checked(name), flags | _FILE, 0o666, dir_fd=self._descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -92,22 +97,16 @@ class Folder:
             raise OSError(errno.EINVAL, "it is not a regular file", name)
         return descriptor
 
-    @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[int]:
-        """Open a file to be read inside the block, as `open_file` does."""
-        descriptor = self.open_file(name)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
     def make_file(self, name: str) -> int:
-        """Return a descriptor of a new file, to be written.
-
-        Raises:
-            FileExistsError: There is something of that name.
-        """
+        """Return a descriptor for writing a new file."""
         return self.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def open_lock(self, name: str) -> int | None:
+        """Return a descriptor of a file to lock; None in a read-only directory, where nothing can be removed either."""
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+            with contextlib.suppress(OSError):
+                return self.open_file(name, flags)
+        return None
 
     def has(self, name: str) -> bool:
         """Return whether there is a regular file of that name."""
@@ -119,14 +118,20 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of all files that belong to one save."""
-        return [name for name in os.listdir(self._descriptor) if is_of_one_save(name)]
+        return [name for name in os.listdir(self._descriptor) if _OF_ONE_SAVE.fullmatch(name)]
 
     def remove(self, name: str) -> None:
         """Remove a file, or the link in its place."""
         os.unlink(_checked(name), dir_fd=self._descriptor)
 
+    def remove_where(self, is_unwanted: Callable[[str], bool]) -> None:
+        """Remove files of saves."""
+        for name in filter(is_unwanted, self.names()):
+            with contextlib.suppress(OSError):  # the next save tries again
+                self.remove(name)
+
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, in the place of what had it."""
+        """Give a file another name, and replace the file that had it."""
         os.rename(_checked(name), _checked(new_name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:
@@ -146,43 +151,43 @@ def _open_below(root: Path, below: Path) -> int:
 
 
 def _checked(name: str) -> str:
-    if not is_of_one_save(name) and name not in (INDEX_NAME, WRITER_LOCK, READERS_LOCK):
+    if not _OF_ONE_SAVE.fullmatch(name) and name not in (INDEX_NAME, WRITER_LOCK, READERS_LOCK):
         raise CheckpointError(f"{name!r:.200} is not the name of a file of a checkpoint", name[:200])
     return name
 
 
-_LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
-_POLL_S: Final = 0.01
+def file_name(generation: str, worker: str) -> str:
+    """Return the name of the file that a worker writes."""
+    return f"{generation}-{worker}.safetensors"
+
+
+def check_file_name(name: str, generation: str) -> None:
+    """Refuse to write anything else than a file of a save."""
+    match = FILE_NAME.fullmatch(name)
+    if match is None or match["generation"] != generation:
+        raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
 
 
 class Directory:
     """One directory with one checkpoint in it, or none yet.
 
     Args:
-        path: Where; made absolute, because workers may have other working directories.
-        root: A directory that it must be in, for one that another worker has named: see `Folder`.
+        path: Where it is; made absolute, because workers may have other working directories.
+        root: For a directory that another worker has named, the one that it must be in: see `Folder`.
     """
 
     def __init__(self, path: str | os.PathLike[str], root: Path | None = None) -> None:
         self.path = Path(os.path.abspath(path))
         self._root = root
 
-    def __repr__(self) -> str:
-        return f"<Directory {self.path}>"
-
     def open(self) -> Folder:
-        """Return it opened.
-
-        Raises:
-            OSError: It is not there.
-        """
         return Folder(self.path, self._root)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Index]:
-        """The index; inside the block no file that it names is removed by a save.
+        """Give the index; inside the block no save removes a file that it names.
 
         Raises:
             CheckpointMissing: There is no checkpoint.
@@ -193,20 +198,15 @@ class Directory:
                 folder = stack.enter_context(self.open())
             except OSError as error:
                 raise self._no_checkpoint() from error
-            self._read_index(folder)  # where there is none, no lock shall be left
-            descriptor = _open_lock(folder, READERS_LOCK)
+            self._read_index(folder)  # leave no lock where there is no checkpoint
+            descriptor = folder.open_lock(READERS_LOCK)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
-                _lock_shared(descriptor, self.path)
+                self._lock_shared(descriptor)
             yield self._read_index(folder)
 
     def read_index(self) -> Index:
-        """The index as it is now.
-
-        Raises:
-            CheckpointMissing: There is none.
-            CheckpointDamaged: It is damaged.
-        """
+        """Return the index as it is now; raises as `reading` does."""
         try:
             with self.open() as folder:
                 return self._read_index(folder)
@@ -231,92 +231,63 @@ class Directory:
 
     @contextlib.contextmanager
     def writing(self, worker: str) -> Iterator[str]:
-        """A new generation, for the one who saves; inside the block nobody else can save here.
+        """Begin a save and give its generation; inside the block no other process can save here.
 
-        If the block raises before the new index is in its place, what was written of the generation is removed.
+        If the block raises before the new index is in its place, all files of the generation are removed.
 
         Raises:
-            CheckpointBusy: Somebody else is saving here.
+            CheckpointBusy: Another process is saving here.
             CheckpointWriteFailed: The directory cannot be written to.
         """
         with contextlib.ExitStack() as stack:
-            with _translated(self.path, "make"):
+            with _write_errors("make", self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 folder = stack.enter_context(self.open())
-                descriptor = _open_lock(folder, WRITER_LOCK, must=True)
-            assert descriptor is not None
+                descriptor = folder.open_file(WRITER_LOCK, os.O_RDWR | os.O_CREAT)
             stack.callback(os.close, descriptor)
             self._lock_writer(descriptor, worker)
-            _points.passed("locked")
+            failpoint("locked")
             self._clean(folder)
             generation = self._next_generation(folder)
             stack.callback(self._end, folder, generation)
-            with _translated(self.path, "write to"):
+            with _write_errors("write to", self.path):
                 os.close(folder.make_file(f"{generation}.begin"))
-            _points.passed("announced")
+            failpoint("announced")
             yield generation
 
-    @contextlib.contextmanager
-    def announced(self, generation: str, worker: str) -> Iterator[Folder]:
-        """Open it for a worker that is to write its file of a save that another one has begun.
-
-        Raises:
-            CheckpointWriteFailed: This worker does not see what the one that saves has written.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                folder = stack.enter_context(self.open())
-                is_seen = folder.has(f"{generation}.begin")
-            except OSError:
-                is_seen = False
-            if not is_seen:
-                raise CheckpointWriteFailed(
-                    f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save "
-                    "has begun to write; save to a directory that all workers share",
-                    str(self.path),
-                )
-            yield folder
+    def open_announced(self, generation: str, worker: str) -> Folder:
+        """Open it for a worker that is to write its file of a save that another worker has begun."""
+        with contextlib.suppress(OSError):
+            folder = self.open()
+            if folder.has(f"{generation}.begin"):
+                return folder
+            folder.close()
+        raise CheckpointWriteFailed(
+            f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save has begun "
+            "to write; save to a directory that all workers share",
+            str(self.path),
+        )
 
     def publish(self, index: Index) -> None:
-        """Makes a generation, whose files are all written, the checkpoint.
+        """Make a generation, whose files are all written, the checkpoint.
 
         Raises:
             CheckpointWriteFailed: The index could not be written; the checkpoint before is in its place.
         """
         name, data = f"{index.generation}.index", dump(index)
-        with _translated(self.path / name, "write"), self.open() as folder:
+        with _write_errors("write", self.path / name), self.open() as folder:
             with os.fdopen(folder.make_file(name), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             folder.sync()  # the names of the files must be on disk before the index that names them
-            _points.passed("index-written")
+            failpoint("index-written")
             folder.rename(name, INDEX_NAME)
-            _points.passed("index-renamed")
+            failpoint("index-renamed")
             folder.sync()
 
-    def _clean(self, folder: Folder) -> None:
-        """Removes files of other generations than that of the checkpoint: old ones, and those of saves that were cut off.
-
-        Nothing is removed while somebody loads, or if it is not known what belongs to the checkpoint.
-        """
-        try:
-            keep = set(self._read_index(folder).files)
-        except CheckpointMissing:
-            keep = set()
-        except CheckpointError:
-            return
-        descriptor = _open_lock(folder, READERS_LOCK)
-        if descriptor is None:
-            return
-        try:
-            if _try_lock(descriptor, fcntl.LOCK_EX):
-                _remove(folder, lambda name: name not in keep)
-        finally:
-            os.close(descriptor)
-
     def _end(self, folder: Folder, generation: str) -> None:
-        """After a save: without its generation's files if it did not become the checkpoint, without all others if it did."""
+        """Remove the files of a save that did not become the checkpoint, or all others if it did."""
         with contextlib.suppress(OSError):
             folder.remove(f"{generation}.begin")
         try:
@@ -325,9 +296,29 @@ class Directory:
             is_published = False
         if is_published:
             self._clean(folder)
-            _points.passed("cleaned")
+            failpoint("cleaned")
         else:
-            _remove(folder, lambda name: name.startswith(generation))
+            folder.remove_where(lambda name: name.startswith(generation))
+
+    def _clean(self, folder: Folder) -> None:
+        """Remove files of other generations than the checkpoint's: old ones, and those of saves that were cut off.
+
+        Nothing is removed during a load, or if it is not known which files belong to the checkpoint.
+        """
+        try:
+            keep = set(self._read_index(folder).files)
+        except CheckpointMissing:
+            keep = set()
+        except CheckpointError:
+            return
+        descriptor = folder.open_lock(READERS_LOCK)
+        if descriptor is None:
+            return
+        try:
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                folder.remove_where(lambda name: name not in keep)
+        finally:
+            os.close(descriptor)
 
     def _next_generation(self, folder: Folder) -> str:
         names = folder.names()
@@ -340,48 +331,24 @@ class Directory:
 
     def _lock_writer(self, descriptor: int, worker: str) -> None:
         if not _try_lock(descriptor, fcntl.LOCK_EX):
-            raise CheckpointBusy(
-                f"{_read_owner(descriptor)} is saving to {self.path}; wait for it, or save to another directory"
-            )
+            try:
+                owner = json.loads(os.pread(descriptor, 4096, 0))
+                who = f"worker {owner['worker']} (process {owner['pid']} on {owner['host']}, since {owner['since']})"
+            except (OSError, ValueError, KeyError, TypeError):
+                who = "another process"
+            raise CheckpointBusy(f"{who} is saving to {self.path}; wait for it, or save to another directory")
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         owner = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
-        with contextlib.suppress(OSError):  # only for messages; a full disk shows itself soon enough
+        with contextlib.suppress(OSError):  # only for messages; a full disk is noticed soon enough
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
-
-def _open_lock(folder: Folder, name: str, must: bool = False) -> int | None:
-    """The file to lock; None if the directory is read-only, where nothing can be removed either."""
-    try:
-        return folder.open_file(name, os.O_RDWR | os.O_CREAT)
-    except OSError:
-        if must:
-            raise
-    with contextlib.suppress(OSError):
-        return folder.open_file(name)
-    return None
-
-
-def _remove(folder: Folder, is_unwanted: Callable[[str], bool]) -> None:
-    for name in folder.names():
-        if is_unwanted(name):
-            with contextlib.suppress(OSError):  # what cannot be removed now is tried again by the next save
-                folder.remove(name)
-
-
-def file_name(generation: str, worker: str) -> str:
-    """The name of the file that a worker writes."""
-    return f"{generation}-{worker}.safetensors"
-
-
-def check_file_name(name: str, generation: str) -> None:
-    """
-    Raises:
-        CheckpointError: A worker is asked to write something else than a file of a checkpoint.
-    """
-    match = FILE_NAME.fullmatch(name)
-    if match is None or match["generation"] != generation:
-        raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
+    def _lock_shared(self, descriptor: int) -> None:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while not _try_lock(descriptor, fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                raise CheckpointBusy(f"old files have been removed from {self.path} for {_LOCK_WAIT_S:g} s; try again")
+            _interrupts.sleep(_POLL_S)
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
@@ -394,25 +361,8 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _lock_shared(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    pause = threading.Event()  # never set
-    while not _try_lock(descriptor, fcntl.LOCK_SH):
-        if time.monotonic() >= deadline:
-            raise CheckpointBusy(f"old files have been removed from {path} for {_LOCK_WAIT_S:g} s; try again")
-        pause.wait(_POLL_S)
-
-
-def _read_owner(descriptor: int) -> str:
-    try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        return f"worker {owner['worker']} (process {owner['pid']} on {owner['host']}, since {owner['since']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-
-
 @contextlib.contextmanager
-def _translated(path: Path, doing: str) -> Iterator[None]:
+def _write_errors(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

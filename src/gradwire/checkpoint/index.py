@@ -20,7 +20,7 @@ import torch
 from gradwire.checkpoint.tree import bodies, check_node, find_problem, find_unlike, tensor_names
 from gradwire.errors import CheckpointDamaged, CheckpointError
 
-_STORED_NAMES: Final = {
+STORED_NAMES: Final = {
     "bool": "BOOL",
     "uint8": "U8",
     "uint16": "U16",
@@ -35,38 +35,17 @@ _STORED_NAMES: Final = {
     "float32": "F32",
     "float64": "F64",
     "complex64": "C64",
-    "complex128": "F64",
+    "complex128": "F64",  # safetensors does not have these two: real and imaginary parts are the last dimension
     "complex32": "F16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-_IN_TWO_PARTS: Final = (torch.complex128, torch.complex32)
+"""What safetensors calls the dtype that the bytes of a tensor are kept as, by torch's name."""
 
-DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _STORED_NAMES if hasattr(torch, name)}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in STORED_NAMES if hasattr(torch, name)}
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def stored_name(dtype: torch.dtype) -> str:
-    """What safetensors calls the dtype that a tensor's bytes are kept as."""
-    return _STORED_NAMES[NAMES[dtype]]
-
-
-def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a tensor has in its file."""
-    return (*shape, 2) if dtype in _IN_TWO_PARTS else shape
-
-
-def num_bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """How many bytes a tensor takes in its file."""
-    return dtype.itemsize * prod(shape)
-
-
-def alignment_of(dtype: torch.dtype) -> int:
-    """What the place of a tensor in its file must be a multiple of."""
-    return dtype.itemsize
-
 
 FORMAT: Final = "gradwire.checkpoint"
 VERSION: Final = 2
@@ -78,48 +57,31 @@ FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor is and what it must be.
-
-    Attributes:
-        file: Name of the safetensors file, where the tensor has the same name as here.
-        offset: Where its bytes begin in that file.
-        dtype: torch's name of its dtype.
-        shape: Its shape.
-        checksum: Of its bytes.
-    """
+    """Where a tensor is and what it must be. In its safetensors file it has the same name as in the index."""
 
     file: str
-    offset: int
-    dtype: str
+    offset: int  # of its bytes in the file
+    dtype: str  # torch's name
     shape: tuple[int, ...]
     checksum: str
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it takes in the file."""
-        return num_bytes_of(DTYPES[self.dtype], self.shape)
+        return DTYPES[self.dtype].itemsize * prod(self.shape)
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file, written by one worker.
-
-    Attributes:
-        num_bytes: Its size.
-        header_bytes: How many of them come before the tensors.
-        checksum: Of those.
-        worker: Who wrote it.
-        host: And on which machine.
-    """
+    """One file, and the worker and machine that wrote it."""
 
     num_bytes: int
-    header_bytes: int
-    checksum: str
+    header_bytes: int  # how many of them come before the tensors
+    checksum: str  # of the header
     worker: str
     host: str
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who saved the checkpoint, and with what."""
+    """The worker that saved the checkpoint, and its versions of gradwire and torch."""
 
     worker: str
     host: str
@@ -129,23 +91,14 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of it.
+    """The content of the index; files and tensors are found by name."""
 
-    Attributes:
-        generation: Distinguishes this save from others to the same directory; its files begin with it.
-        created: When, in UTC.
-        writer: Who saved it.
-        files: By name.
-        tensors: By name.
-        state: What was saved, as a node (`gradwire.checkpoint.tree`).
-    """
-
-    generation: str
-    created: str
+    generation: str  # distinguishes this save from others to the same directory; its files begin with it
+    created: str  # in UTC
     writer: Writer
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
-    state: Any
+    state: Any  # what was saved, as a node (`gradwire.checkpoint.tree`)
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -166,32 +119,26 @@ _decode_index: Final = msgspec.json.Decoder(Index).decode
 
 
 def checksum_of(data: Any) -> str:
-    """The checksum of bytes."""
     return show_checksum(zlib.crc32(data))
 
 
 def show_checksum(number: int) -> str:
-    """A checksum as the index has it."""
+    """Return a checksum as the index has it."""
     return f"crc32:{number:08x}"
 
 
 def dump(index: Index) -> bytes:
-    """The bytes of an index."""
     content = msgspec.json.format(msgspec.json.encode(index), indent=1)
     envelope = _Envelope(FORMAT, VERSION, checksum_of(content), msgspec.Raw(content))
     return msgspec.json.encode(envelope) + b"\n"
 
 
 def parse(data: bytes, where: str) -> Index:
-    """The index that those bytes are.
-
-    Args:
-        data: All of the file.
-        where: Its path, for errors.
+    """Return the index in the bytes of a file; errors name it by `where`.
 
     Raises:
-        CheckpointDamaged: They are no index, or not what was written.
-        CheckpointError: It is of a version that this gradwire does not know.
+        CheckpointDamaged: It is not an index, or not what was written.
+        CheckpointError: It has a version that this gradwire does not know.
     """
     try:
         head = _decode_head(data)
@@ -199,7 +146,7 @@ def parse(data: bytes, where: str) -> Index:
         raise _damaged(where, f"it is not a whole JSON file ({error})") from error
     if head.format != FORMAT:
         raise CheckpointError(
-            f"{where} is no index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
+            f"{where} is not the index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
         )
     if head.version not in _READABLE:
         raise CheckpointError(
@@ -212,21 +159,17 @@ def parse(data: bytes, where: str) -> Index:
         if checksum_of(envelope.content) != envelope.checksum:
             raise _damaged(where, "its checksum is wrong")
         index = _decode_index(envelope.content)
-        check(index, where)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(where, str(error)) from error
+    check(index, where)
     return index
 
 
 def check(index: Index, where: str) -> None:
-    """Look at what types alone cannot say: one part of an index must not contradict another.
-
-    Raises:
-        CheckpointDamaged: It does.
-    """
+    """Check what types alone cannot express: one part of an index must not contradict another."""
     try:
         if not GENERATION.fullmatch(index.generation):
-            raise ValueError(f"{index.generation!r} is no generation")
+            raise ValueError(f"{index.generation!r} is not a generation")
         check_files(index.files)
         check_entries(index.tensors)
         for name, entry in index.tensors.items():
@@ -239,22 +182,22 @@ def check(index: Index, where: str) -> None:
         for body in bodies(index.state):
             if problem := find_problem(body, index.tensors):
                 raise ValueError(problem)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(where, str(error)) from error
 
 
-# What an index, an order and a report are made of is the same, and is checked by the same functions.
+def _damaged(where: str, why: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"the index {where} is damaged: {why}. Load another checkpoint", where)
+
+
+# An index, an order to a worker and a worker's report are made of the same things, and are checked by these functions.
+# They raise ValueError.
 
 
 def check_files(files: Mapping[str, FileEntry]) -> None:
-    """Look at names and sizes of files.
-
-    Raises:
-        ValueError: A file cannot be one of a checkpoint.
-    """
+    """Check names and sizes of files."""
     for name, file in files.items():
-        if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
+        _check_file_name(name)
         if not 0 <= file.header_bytes <= file.num_bytes <= _MAX_BYTES:
             raise ValueError(f"{name!r} cannot have {file.num_bytes} bytes, {file.header_bytes} of them in its header")
         if not (file.worker.isprintable() and file.host.isprintable()):
@@ -262,14 +205,9 @@ def check_files(files: Mapping[str, FileEntry]) -> None:
 
 
 def check_entries(entries: Mapping[str, TensorEntry]) -> None:
-    """Look at places and forms of tensors.
-
-    Raises:
-        ValueError: A tensor cannot be one of a checkpoint.
-    """
+    """Check places and forms of tensors."""
     for name, entry in entries.items():
-        if not FILE_NAME.fullmatch(entry.file):
-            raise ValueError(f"{entry.file!r:.200} is not the name of a file of a checkpoint")
+        _check_file_name(entry.file)
         is_shape = len(entry.shape) <= MAX_DIMS and all(0 <= size <= _MAX_BYTES for size in entry.shape)
         if entry.dtype not in DTYPES or not is_shape:
             raise ValueError(f"tensor '{name}' has an unknown dtype or shape: {entry.dtype:.40}, {entry.shape!s:.200}")
@@ -277,12 +215,13 @@ def check_entries(entries: Mapping[str, TensorEntry]) -> None:
             raise ValueError(f"tensor '{name}' has no place in any file")
 
 
-def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:
-    """Look at the node of a state: its form, and whether its tensors are there.
+def _check_file_name(name: str) -> None:
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
 
-    Raises:
-        ValueError: It is no such node, or there is a tensor in it without an entry, or pieces that are not alike.
-    """
+
+def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:
+    """Check the node of a state: its form, that its tensors have entries, and that pieces of a tensor are alike."""
     try:
         check_node(node)
     except ValueError as error:
@@ -295,7 +234,3 @@ def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:
             raise ValueError(f"unknown dtype {body['dtype']:.40} or shape")
         if problem := find_unlike(body, entries):
             raise ValueError(problem)
-
-
-def _damaged(where: str, why: str) -> CheckpointDamaged:
-    return CheckpointDamaged(f"the index {where} is damaged: {why}. Load another checkpoint", where)

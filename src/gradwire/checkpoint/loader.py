@@ -1,4 +1,4 @@
-"""The worker that loads: finds what is wanted in the checkpoint, has everything compared, and only then has it filled.
+"""Loading: find what is wanted in the checkpoint, have everything compared, and only then have it filled.
 
 1. what is wanted is there, and of the right kind           here
 2. names, shapes and dtypes fit                             where each part is
@@ -11,33 +11,127 @@ Up to the end of the third step nothing is changed anywhere.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 import torch
 
-from gradwire.checkpoint import owner as owners
-from gradwire.checkpoint import stateful as objects
-from gradwire.checkpoint import stateful as sharded
+from gradwire.checkpoint import owner
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index, TensorEntry
-from gradwire.checkpoint.owner import CheckOrder, FitReport, LoadOrder, Parts, Round, SavedPart, groups_of
+from gradwire.checkpoint.owner import CheckOrder, FitReport, LoadOrder, Parts, SavedPart
+from gradwire.checkpoint.participants import Ranks, Workers
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.safetensors_io import TensorReader, files_of
-from gradwire.checkpoint.stateful import Fit, Part
-from gradwire.checkpoint.tree import Node, decode, dict_node, items_of, join, region_of, tag_of, tensor_names
+from gradwire.checkpoint.stateful import Fit, Part, compare, divide_states, is_object, sharded_state, shards_of, split
+from gradwire.checkpoint.tree import Node, bodies, decode, dict_node, items_of, join, region_of, tag_of, tensor_names
 from gradwire.errors import CheckpointError, CheckpointMismatch, ConfigurationError
-from gradwire.optim import DistributedOptimizer
-from gradwire.optim import state_dict as states
+from gradwire.optim import DistributedOptimizer, state_dict
 from gradwire.optim.parameters import fold_groups
 from gradwire.shard import ShardedTensor
 
-_GROUP_BYTES: Final = 256 << 20  # what is checked in one call; progress is known that finely
-NOTHING: Final = object()
+_GROUP_BYTES: Final = 256 << 20  # checked in one call; progress is known that finely
+_NOTHING: Final = object()
 _MAX_SHOWN: Final = 20
+
+
+def load_from(
+    place: Directory, wanted: Any, is_strict: bool, option: ProgressOption, timeout_s: float, group: Any = None
+) -> dict[str, Any]:
+    """Load; see `gradwire.checkpoint.load`. Every rank of the group must call it."""
+    path, doing = str(place.path), f"loading from {place.path}"
+    ranks, workers = Ranks(group, doing), Workers(doing, timeout_s)
+    with contextlib.ExitStack() as stack:  # rank 0 keeps files from being removed until all are done
+        index = ranks.first(lambda: stack.enter_context(place.reading()))
+        plan = ranks.each(lambda: LoadPlan(index, wanted, is_strict, path, group is not None))
+        orders = {worker: owner.encode_struct(plan.orders[worker]) for worker in plan.parts.elsewhere}
+        ranks.each(lambda: plan.judge(_fit(plan, orders, workers), path))
+        with ByteProgress("checking", option if ranks.rank == 0 or callable(option) else False) as progress:
+            shares = _shares(ranks.all(lambda: plan.needed), index.tensors)[ranks.rank]
+            ranks.each(lambda: _check(place, plan, shares, progress, workers))
+        folder = ranks.each(lambda: stack.enter_context(place.open()))
+        reader = stack.enter_context(TensorReader(folder, index.tensors))
+        found: dict[str, Any] = ranks.each(lambda: reader.decode(plan.values, keeps_ties=True))
+        filling = Workers(f"{doing}, where some objects may be filled already,", timeout_s)
+        calls = plan.parts.calls(owner.FILL, lambda worker: (path, orders[worker]))
+        ranks.each(lambda: filling.ask(calls, lambda: owner.fill(place, plan.orders[""], plan.parts.here)))
+        plan.fill_groups(reader)
+    return found
+
+
+def _fit(plan: LoadPlan, orders: dict[str, bytes], workers: Workers) -> dict[str, list[Fit]]:
+    own, answers = workers.ask(
+        plan.parts.calls(owner.FIT, lambda worker: (orders[worker],)),
+        lambda: owner.fit_all(plan.orders[""], plan.parts.here),
+    )
+    return {"": own.fits, **{worker: _read_fits(plan, worker, answer) for worker, answer in answers}}
+
+
+def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
+    try:
+        fits = owner.decode_struct(answer, FitReport).fits
+        if len(fits) != len(plan.parts.elsewhere[worker]):
+            raise ValueError("it compared other parts than it was asked to")
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
+    return fits
+
+
+def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntry]) -> list[dict[str, list[str]]]:
+    """Divide the tensors that each worker of each rank needs: each is checked once, by one that needs it."""
+    takers: dict[str, list[list[str]]] = {}
+    shares: list[dict[str, list[str]]] = [{worker: [] for worker in found} for found in needed]
+    for rank, found in enumerate(needed):
+        for worker, names in found.items():
+            for name in names:
+                takers.setdefault(name, []).append(shares[rank][worker])
+    loads = {id(share): 0 for found in shares for share in found.values()}
+    # Large ones first, so that shares come out even.
+    for name in sorted(takers, key=lambda item: (-entries[item].num_bytes, item)):
+        share = min(takers[name], key=lambda item: loads[id(item)])
+        loads[id(share)] += entries[name].num_bytes
+        share.append(name)
+    return shares
+
+
+def _check(
+    place: Directory, plan: LoadPlan, shares: dict[str, list[str]], progress: ByteProgress, workers: Workers
+) -> None:
+    """Have the bytes compared, each worker its share; each must see all files that it needs."""
+    files = {worker: files_of(plan.entries(names).values(), plan.index.files) for worker, names in plan.needed.items()}
+    progress.total = sum(plan.index.tensors[name].num_bytes for names in shares.values() for name in names)
+    calls, sizes = [], []
+    for worker in plan.parts.elsewhere:
+        groups = _groups_of(plan.entries(shares[worker])) or [{}]
+        for number, group in enumerate(groups) if files[worker] else ():
+            order = owner.encode_struct(CheckOrder(files[worker] if number == 0 else {}, group))
+            calls.append((worker, owner.CHECK, (str(place.path), order)))
+            sizes.append(sum(entry.num_bytes for entry in group.values()))
+    own = CheckOrder(files[""], plan.entries(shares[""]))
+    workers.ask(
+        calls,
+        lambda: owner.check(place, own, progress.advance),
+        on_answer=lambda number: progress.count(sizes[number]),
+        on_poll=progress.refresh,
+    )
+
+
+def _groups_of(entries: Mapping[str, TensorEntry]) -> list[dict[str, TensorEntry]]:
+    """Divide tensors into groups of about `_GROUP_BYTES`."""
+    groups: list[dict[str, TensorEntry]] = []
+    size = _GROUP_BYTES
+    for name, entry in entries.items():
+        if size >= _GROUP_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][name] = entry
+        size += entry.num_bytes
+    return groups
+
+
+# -- what is wanted -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -58,47 +152,60 @@ class LoadPlan:
         index: Of the checkpoint.
         wanted: What the user gave: objects and tensors to fill, in dicts, lists and tuples as they were saved.
         is_strict: Whether everything that is wanted must be there.
+        path: Of the checkpoint, for errors.
+        is_here_only: Whether everything must be on this worker, because ranks fill only what they have.
 
     Attributes:
-        problems: Why it cannot be loaded, one line each.
+        parts: The parts to fill.
         values: The node of everything that is a value and not filled into something.
+        orders: What each worker has to know to load; this one's is "".
+        needed: The names of the tensors that each worker will load; this one also needs values and options of groups.
     """
 
-    def __init__(self, index: Index, wanted: Any, is_strict: bool) -> None:
+    def __init__(self, index: Index, wanted: Any, is_strict: bool, path: str, is_here_only: bool = False) -> None:
         self.index = index
         self.is_strict = is_strict
-        self.problems: list[str] = []
         self.parts = Parts()
-        self._saved: dict[str, list[SavedPart]] = {}
+        self._problems: list[str] = []
+        self._saved: dict[str, list[SavedPart]] = {"": []}
         self._targets: list[_Target] = []
         self._walk(wanted, index.state, "")
-        self.values = _values(index.state, wanted)
+        values = _values(index.state, wanted)
+        self.values = {} if values is _NOTHING else values
+        if self.parts.elsewhere and is_here_only:
+            elsewhere = ", ".join(self.parts.elsewhere)
+            raise CheckpointError(f"ranks fill only what they have, and not what is on {elsewhere}")
+        self._raise_problems(path)
+        self.orders = {worker: self._order(saved) for worker, saved in self._saved.items()}
+        self.needed = {worker: list(order.tensors) for worker, order in self.orders.items()}
+        options = [groups for _, groups in self._optimizers()]
+        self.needed[""] = list(dict.fromkeys([*self.needed[""], *tensor_names([self.values, options])]))
 
     def _walk(self, wanted: Any, node: Node, path: str) -> None:
-        if isinstance(wanted, torch.Tensor) or objects.is_object(wanted):
+        if isinstance(wanted, torch.Tensor) or is_object(wanted):
             self._add(wanted, node, path)
         elif isinstance(wanted, dict):
             self._walk_dict(wanted, items_of(node), path)
         elif isinstance(wanted, list | tuple):
             saved = node if isinstance(node, list) else node.get("$tuple") if isinstance(node, dict) else None
             if saved is None or len(saved) != len(wanted):
-                self.problems.append(f"'{path}' was not saved as {len(wanted)} items")
+                self._problems.append(f"'{path}' was not saved as {len(wanted)} items")
                 return
             for number, (item, below) in enumerate(zip(wanted, saved, strict=True)):
                 self._walk(item, below, join(path, number))
         elif tag_of(node) == "$object":
-            self.problems.append(f"'{path}' was saved as a {node['$object']['kind']}; give one that is to be filled")
+            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; give one that is to be filled")
 
     def _walk_dict(self, wanted: dict[Any, Any], saved: dict[Any, Node] | None, path: str) -> None:
         if saved is None:
-            self.problems.append(f"'{path}' was not saved as a dict")
+            self._problems.append(f"'{path}' was not saved as a dict")
             return
         for key, item in wanted.items():
             if key in saved:
                 self._walk(item, saved[key], join(path, key))
             elif self.is_strict:
                 known = ", ".join(f"'{name}'" for name in saved)
-                self.problems.append(f"'{join(path, key)}' is not in the checkpoint; there are {known}")
+                self._problems.append(f"'{join(path, key)}' is not in the checkpoint; there are {known}")
 
     def _add(self, value: Any, node: Node, path: str) -> None:
         body = node["$object"] if tag_of(node) == "$object" else {"state": node, "metadata": None}
@@ -107,12 +214,12 @@ class LoadPlan:
         if isinstance(value, ShardedTensor):
             self._add_shards(target, value, target.node, path)
             return
-        metadata = decode(body.get("metadata"), _placeholder)
+        metadata = decode(body.get("metadata"))
         if metadata is not None and not _are_versions(metadata):
-            self.problems.append(f"'{path}' was saved with versions of modules that are none")
+            self._problems.append(f"'{path}' was saved with versions of modules of an unknown form")
             return
         by_name = self._optimizer_state(target) if isinstance(value, DistributedOptimizer) else None
-        for part in objects.split(path, value):
+        for part in split(path, value):
             state = body["state"]
             if by_name is not None:
                 state = dict_node({name: by_name[name] for name in part.names if name in by_name})
@@ -129,120 +236,103 @@ class LoadPlan:
         return worker, number
 
     def _add_sharded_state(self, target: _Target, part: Part) -> None:
-        """The shards of sharded tensors in a module."""
+        """Add the shards of sharded tensors in a module."""
         saved = items_of(target.node) or {}
-        for key, tensor in objects.sharded_state(part).items():
+        for key, tensor in sharded_state(part).items():
             where = join(target.path, key)
             if key in saved:
                 target.sharded.append(key)
                 self._add_shards(target, tensor, saved[key], where)
             elif self.is_strict:
-                self.problems.append(f"'{where}' is wanted and not in the checkpoint")
+                self._problems.append(f"'{where}' is wanted and not in the checkpoint")
 
     def _add_shards(self, target: _Target, tensor: ShardedTensor, node: Node, where: str) -> None:
-        """Each shard gets what it has in common with what was saved."""
+        """Add shards; each gets what it has in common with what was saved."""
         entries = self.index.tensors
-        problem = objects.compare(where, tensor, node, entries, self.is_strict)
+        problem = compare(where, tensor, node, entries, self.is_strict)
         if problem:
-            self.problems.append(problem)
+            self._problems.append(problem)
             return
-        for box, part in sharded.shards_of(tensor):
+        for box, part in shards_of(tensor):
             self._add_part(target, Part(where, "", part), region_of(node, box, entries))
 
     def _optimizer_state(self, target: _Target) -> dict[str, Node]:
         saved = items_of(target.node) or {}
         try:
-            groups = decode(saved["param_groups"], _placeholder)
+            groups = decode(saved["param_groups"])
             own = fold_groups(target.value.param_groups, target.value._parts)
-            found, _ = states.unpack({"state": items_of(saved["state"]), "param_groups": groups}, own)
+            found, _ = state_dict.unpack({"state": items_of(saved["state"]), "param_groups": groups}, own)
         except (KeyError, ConfigurationError) as error:
-            self.problems.append(f"'{target.path}' is not the state of this optimizer: {error}")
+            self._problems.append(f"'{target.path}' is not the state of this optimizer: {error}")
             return {}
-        return sharded.divide_states(found, target.value._parts, self.index.tensors)
+        return divide_states(found, target.value._parts, self.index.tensors)
 
-    # -- what the owners are told and say ----------------------------------------------------------------------------
-
-    def order(self, worker: str) -> LoadOrder:
-        """What a worker has to know to load; "" is this one."""
-        saved = self._saved.get(worker, [])
-        return LoadOrder(
-            saved, self.entries(name for part in saved for name in tensor_names(part.state)), self.is_strict
-        )
+    def _order(self, saved: list[SavedPart]) -> LoadOrder:
+        names = (name for part in saved for name in tensor_names(part.state))
+        return LoadOrder(saved, self.entries(names), self.is_strict)
 
     def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """The entries of some tensors, in the order in which they are on disk."""
+        """Return the entries of some tensors, in the order in which they are on disk."""
         found = {name: self.index.tensors[name] for name in names}
         return dict(sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)))
 
-    def judge(self, fits: dict[str, list[Fit]]) -> None:
-        """Takes what the owners found when they compared.
-
-        Raises:
-            CheckpointMismatch: Something does not fit.
-        """
+    def judge(self, fits: dict[str, list[Fit]], path: str) -> None:
+        """Take what the owners found when they compared."""
         for target in self._targets:
             told = [fits[worker][number] for worker, number in target.parts]
-            self.problems += [problem for fit in told for problem in fit.problems]
+            self._problems += [problem for fit in told for problem in fit.problems]
             if not self.is_strict or any(fit.claimed is None for fit in told):
                 continue
             missing = [name for fit in told for name in fit.missing]
             claimed = {*target.sharded, *(name for fit in told for name in fit.claimed or ())}
             unexpected = [name for name in items_of(target.node) or {} if name not in claimed]
-            self.problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
-            self.problems += [f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected]
+            self._problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
+            self._problems += [
+                f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected
+            ]
+        self._raise_problems(path)
 
-    def fill_groups(self, reader: TensorReader) -> None:
-        """Gives distributed optimizers the options of their groups."""
+    def _raise_problems(self, path: str) -> None:
+        if self._problems:
+            shown = "\n  ".join(self._problems[:_MAX_SHOWN])
+            more = f"\n  and {len(self._problems) - _MAX_SHOWN} more" if len(self._problems) > _MAX_SHOWN else ""
+            text = f"the checkpoint in {path} does not fit what is to be filled; nothing was changed:\n  {shown}{more}"
+            raise CheckpointMismatch(text, tuple(self._problems))
+
+    def _optimizers(self) -> Iterator[tuple[DistributedOptimizer, Node]]:
+        """Yield distributed optimizers, and the saved options of their groups."""
         for target in self._targets:
             if isinstance(target.value, DistributedOptimizer):
-                optimizer, saved = target.value, (items_of(target.node) or {})["param_groups"]
-                own = fold_groups(optimizer.param_groups, optimizer._parts)
-                groups = decode(saved, reader.copied, reader)
-                _, options = states.unpack({"state": {}, "param_groups": groups}, own)
-                for group, new in zip(optimizer.param_groups, options, strict=True):
-                    kept = {key: group[key] for key in ("params", "param_names")}
-                    group.clear()
-                    group.update({**optimizer.defaults, **new, **kept})
+                yield target.value, (items_of(target.node) or {})["param_groups"]
 
-    def option_names(self) -> list[str]:
-        """The tensors among the options of groups."""
-        optimizers = [target for target in self._targets if isinstance(target.value, DistributedOptimizer)]
-        return [name for target in optimizers for name in tensor_names((items_of(target.node) or {})["param_groups"])]
-
-    def check(self, path: str) -> None:
-        """
-        Raises:
-            CheckpointMismatch: There are problems.
-        """
-        if self.problems:
-            shown = "\n  ".join(self.problems[:_MAX_SHOWN])
-            more = f"\n  and {len(self.problems) - _MAX_SHOWN} more" if len(self.problems) > _MAX_SHOWN else ""
-            text = f"the checkpoint in {path} does not fit what is to be filled; nothing was changed:\n  {shown}{more}"
-            raise CheckpointMismatch(text, tuple(self.problems))
+    def fill_groups(self, reader: TensorReader) -> None:
+        """Give distributed optimizers the options of their groups."""
+        for optimizer, saved in self._optimizers():
+            own = fold_groups(optimizer.param_groups, optimizer._parts)
+            _, options = state_dict.unpack({"state": {}, "param_groups": reader.decode(saved)}, own)
+            for group, new in zip(optimizer.param_groups, options, strict=True):
+                kept = {key: group[key] for key in ("params", "param_names")}
+                group.clear()
+                group.update({**optimizer.defaults, **new, **kept})
 
 
 def _values(node: Node, wanted: Any) -> Any:
-    """The part of a node that is no object and is filled into nothing; `NOTHING` if none is."""
-    if isinstance(wanted, torch.Tensor) or objects.is_object(wanted) or tag_of(node) == "$object":
-        return NOTHING
+    """Return the part of a node that is not an object and is filled into nothing; `_NOTHING` if there is none."""
+    if isinstance(wanted, torch.Tensor) or is_object(wanted) or tag_of(node) == "$object":
+        return _NOTHING
     saved = items_of(node)
     if saved is None:
-        return NOTHING if _has_object(node) or _has_target(wanted) else node
+        has_object = any(True for _ in bodies(node, ("$object",)))
+        return _NOTHING if has_object or _has_target(wanted) else node
     below = wanted if isinstance(wanted, dict) else {}
     kept = {key: _values(item, below.get(key)) for key, item in saved.items()}
-    if saved and all(item is NOTHING for item in kept.values()):
-        return NOTHING
+    if saved and all(item is _NOTHING for item in kept.values()):
+        return _NOTHING
     if tag_of(node) is None:
-        return {key: item for key, item in kept.items() if item is not NOTHING}
+        return {key: item for key, item in kept.items() if item is not _NOTHING}
     tag = tag_of(node)
     pairs = zip(node[tag], kept.values(), strict=True)
-    return {tag: [[pair[0], item] for pair, item in pairs if item is not NOTHING]}
-
-
-def _has_object(node: Node) -> bool:
-    if isinstance(node, list):
-        return any(map(_has_object, node))
-    return isinstance(node, dict) and (tag_of(node) == "$object" or any(map(_has_object, node.values())))
+    return {tag: [[pair[0], item] for pair, item in pairs if item is not _NOTHING]}
 
 
 def _has_target(wanted: Any) -> bool:
@@ -250,95 +340,10 @@ def _has_target(wanted: Any) -> bool:
         return any(map(_has_target, wanted))
     if isinstance(wanted, dict):
         return any(map(_has_target, wanted.values()))
-    return isinstance(wanted, torch.Tensor) or objects.is_object(wanted)
+    return isinstance(wanted, torch.Tensor) or is_object(wanted)
 
 
 def _are_versions(metadata: Any) -> bool:
     return isinstance(metadata, dict) and all(
         isinstance(key, str) and isinstance(item, dict) for key, item in metadata.items()
     )
-
-
-def _placeholder(name: str) -> str:
-    return name
-
-
-def load_from(
-    place: Directory, wanted: Any, is_strict: bool, option: ProgressOption, timeout_s: float
-) -> dict[str, Any]:
-    """Loads; see `gradwire.checkpoint.load`."""
-    path, doing = str(place.path), f"loading from {place.path}"
-    with contextlib.ExitStack() as stack:
-        index = stack.enter_context(place.reading())
-        plan = LoadPlan(index, wanted, is_strict)
-        plan.check(path)
-        orders = {worker: plan.order(worker) for worker in plan.parts.elsewhere}
-        own = plan.order("")
-        sent = {worker: owners.encode_struct(order) for worker, order in orders.items()}
-        plan.judge(_fit(plan, own, sent, Round(doing, timeout_s)))
-        plan.check(path)
-        values = {} if plan.values is NOTHING else plan.values
-        more = plan.entries([*tensor_names(values), *plan.option_names()])
-        with ByteProgress("checking", option) as progress:
-            _check(
-                place,
-                plan,
-                {**orders, "": LoadOrder(own.parts, {**own.tensors, **more}, is_strict)},
-                progress,
-                Round(doing, timeout_s),
-            )
-        reader = stack.enter_context(TensorReader(stack.enter_context(place.open()), more))
-        copied = functools.cache(reader.copied)  # what was one tensor stays one
-        found: dict[str, Any] = decode(values, copied, reader)
-        filling = Round(f"{doing}, where some objects may be filled already,", timeout_s)
-        for worker in orders:
-            filling.ask(worker, owners.FILL, path, sent[worker], plan.parts.sent(worker))
-        filling.finish(functools.partial(owners.fill, place, own, plan.parts.here))
-        plan.fill_groups(reader)
-    return found
-
-
-def _fit(plan: LoadPlan, own: LoadOrder, sent: dict[str, bytes], asked: Round) -> dict[str, list[Fit]]:
-    for worker, order in sent.items():
-        asked.ask(worker, owners.FIT, order, plan.parts.sent(worker))
-    here, answers = asked.finish(lambda: owners.fit_all(own, plan.parts.here))
-    return {"": here.fits, **{worker: _read_fits(plan, worker, answer) for worker, answer in answers}}
-
-
-def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
-    try:
-        fits = owners.decode_struct(answer, FitReport).fits
-        if len(fits) != len(plan.parts.elsewhere[worker]):
-            raise ValueError("it compared other parts than it was asked to")
-    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
-    return fits
-
-
-def _check(
-    place: Directory, plan: LoadPlan, orders: dict[str, LoadOrder], progress: ByteProgress, asked: Round
-) -> None:
-    """Has the bytes compared, each worker those that it will load; what several will load, one of them."""
-    shares = _shares(orders)
-    progress.total = sum(entry.num_bytes for share in shares.values() for entry in share.values())
-    for worker, share in shares.items():
-        files = files_of(orders[worker].tensors.values(), plan.index.files)  # each must see all that it needs
-        for group in (groups_of(share, _GROUP_BYTES) or [{}]) if worker and files else ():
-            num_bytes = sum(entry.num_bytes for entry in group.values())
-            done = functools.partial(progress.count, num_bytes)
-            asked.ask(
-                worker, owners.CHECK, str(place.path), owners.encode_struct(CheckOrder(files, group)), on_done=done
-            )
-            files = {}
-    here = CheckOrder(files_of(orders[""].tensors.values(), plan.index.files), shares[""])
-    asked.finish(lambda: owners.check(place, here, progress.advance), progress.refresh)
-
-
-def _shares(orders: dict[str, LoadOrder]) -> dict[str, dict[str, TensorEntry]]:
-    """By worker, the tensors that it is to check: each once."""
-    found: dict[str, dict[str, TensorEntry]] = {}
-    seen: set[str] = set()
-    for worker, order in orders.items():
-        found[worker] = {name: entry for name, entry in order.tensors.items() if name not in seen}
-        seen |= found[worker].keys()
-    return found

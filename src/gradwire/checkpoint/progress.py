@@ -1,4 +1,4 @@
-"""How far a save or load has come: a bar on a terminal, a function of the user's, or nothing."""
+"""The progress of a save or load: a bar on a terminal, calls of a function of the user's, or nothing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
+
+from gradwire import _interrupts
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 ProgressOption = bool | Callable[[int, int], None] | None
-"""None: a bar if somebody looks. False: none. A function: called with the bytes done and the bytes in all."""
+"""None: a bar on a terminal. False: none. A function: called with the bytes done and the bytes in all."""
 
 _DELAY_S: Final = 1.0
 _INTERVAL_S: Final = 0.1
 
 
 class ByteProgress:
-    """Counts bytes, and shows them now and then. Refreshed by its user, so that it needs no thread.
-
-    Args:
-        description: What is being done.
-        option: Who wants to know.
-    """
+    """Counts bytes, and shows them now and then. Refreshed by its user, so that it needs no thread."""
 
     def __init__(self, description: str, option: ProgressOption) -> None:
         self._description = description
@@ -44,26 +40,28 @@ class ByteProgress:
     def __enter__(self) -> ByteProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._show()
         if self._bar is not None:
             self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """That many more bytes are done."""
+        """Count bytes that are done, and show them if it is time to.
+
+        Files can be large, so a deferred Ctrl-C is raised here: between two pieces of one.
+        """
         self.count(num_bytes)
         self.refresh()
+        _interrupts.deliver()
 
     def count(self, num_bytes: int) -> None:
-        """The same from another thread, which must not show anything."""
+        """Count bytes from another thread, which must not show anything."""
         with self._lock:
             self.num_bytes += num_bytes
 
     def refresh(self) -> None:
-        """Shows where things stand, if it is time to."""
+        """Show what is done, if it is time to."""
         if time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _INTERVAL_S
             self._show()
@@ -72,36 +70,30 @@ class ByteProgress:
         done = min(self.num_bytes, self.total)
         if self._callback is not None and (done, self.total) != self._last_told:
             self._last_told = (done, self.total)
-            self._callback(done, self.total)
+            _tell(self._callback, done, self.total)
         if self._is_quiet or time.monotonic() < self._bar_from:
             return
         if self._bar is None:
             self._bar = self._make_bar()
-            self._is_quiet = self._bar is None  # asked once: whether there is someone to look does not change
+            self._is_quiet = self._bar is None  # decided once: standard error stays what it is
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=self.total)
             self._bar.refresh()
 
     def _make_bar(self) -> Progress | None:
         # Imported when a bar may be shown, which in most processes is never.
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
         console = Console(stderr=True)
         if not (sys.stderr.isatty() or console.is_jupyter):
             return None
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        bar = Progress(
-            *columns,
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+        bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.DownloadColumn(binary_units=True),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
             console=console,
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),  # into a file it must go on to be written
@@ -111,18 +103,19 @@ class ByteProgress:
         return bar
 
 
-class WatchedFiles:
-    """How much of files is written, as their sizes tell: nobody has to report it.
+@_interrupts.interruptible  # runs the user's function
+def _tell(callback: Callable[[int, int], None], num_bytes: int, total: int) -> None:
+    callback(num_bytes, total)
 
-    Args:
-        paths: Files that others write.
-    """
+
+class WatchedFiles:
+    """How much other workers have written, as the sizes of their files show: no worker has to report it."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._sizes = dict.fromkeys(paths, 0)
 
     def num_new(self) -> int:
-        """How many bytes have been added since the last call."""
+        """Return how many bytes have been added since the last call."""
         grown = 0
         for path, before in self._sizes.items():
             try:

@@ -1,14 +1,16 @@
-"""Reading files of a checkpoint: all bytes are checked, then read once more into the memory where they are wanted.
+"""Reading and writing the safetensors files of a checkpoint.
 
 Where tensors are and what they must be is known from the index, so the header of a file is only compared, never interpreted.
-Every place is compared with the size of the file before memory is spent. Files are read and never mapped: a file that is cut
-off while it is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
+All bytes are checked before anything is loaded, and are read once more into the memory where they are wanted. Every place is
+compared with the size of the file before memory is spent. Files are read and never mapped: a file that is cut off while it
+is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import zlib
@@ -18,42 +20,189 @@ from typing import Any, Final
 
 import torch
 
-from gradwire.checkpoint import _failpoints as _points
-from gradwire.checkpoint.directory import Folder
+from gradwire.checkpoint.directory import Folder, failpoint
 from gradwire.checkpoint.index import (
     DTYPES,
     NAMES,
+    STORED_NAMES,
     FileEntry,
     TensorEntry,
-    alignment_of,
     checksum_of,
-    num_bytes_of,
     show_checksum,
-    stored_name,
-    stored_shape,
 )
-from gradwire.checkpoint.tree import form_of, region_of
+from gradwire.checkpoint.tree import Node, decode
 from gradwire.errors import CannotSave, CheckpointDamaged, CheckpointError, CheckpointMissing, CheckpointWriteFailed
 from gradwire.shard.layout import Box, whole
 from gradwire.wire.tensors import as_bytes
 
 OnBytes = Callable[[int], None]
+"""Called with the number of bytes that were read or written since the last call."""
 
 _PIECE: Final = 2 << 20  # small enough to be in the cache still when its checksum is taken
 _STAGED_ELEMENTS: Final = (32 << 10) - 1  # torch copies more of them with threads, and waits for the slowest each time
 _LARGEST_ITEM: Final = max(dtype.itemsize for dtype in DTYPES.values())
+_RESERVED: Final = "__metadata__"  # has a meaning of its own in headers
+_IN_TWO_PARTS: Final = (torch.complex128, torch.complex32)
+_WRITE_BACK_EVERY: Final = 16 << 20
+_ALIGNMENT: Final = 64  # of the first tensor
 
 
-def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
-    """Compares sizes and headers with the index.
+# -- writing ------------------------------------------------------------------------------------------------------------
 
-    Raises:
-        CheckpointMissing: A file is gone.
-        CheckpointDamaged: A file has another size or header than was written.
+
+class TensorSet:
+    """The tensors that one worker is to write, by name. The same memory is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def place(self, path: str, tensor: torch.Tensor) -> str:
+        """Add a tensor, and return the name of the one that is kept."""
+        _check_savable(path, tensor)
+        key = _identity(tensor)
+        if key is not None and key in self._names:
+            return self._names[key]
+        name = f"{path}~2" if path == _RESERVED else path  # no other path ends like that
+        self.tensors[name] = tensor.detach()
+        if key is not None:
+            self._names[key] = name
+        return name
+
+
+def _check_savable(path: str, tensor: torch.Tensor) -> None:
+    problem = ""
+    if tensor.layout is not torch.strided:
+        problem = f"it is of layout {tensor.layout}; save its indices and values"
+    elif tensor.dtype not in NAMES:
+        problem = f"its dtype is {tensor.dtype}"
+    elif tensor.is_meta:
+        problem = "it is on the meta device and has no values"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"it is a {type(tensor).__name__}, not a plain tensor"
+        if type(tensor).__name__ == "DTensor":
+            problem += "; save what gradwire.shard.from_dtensor makes of it"
+    if problem:
+        raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Return the same for tensors that are the same memory, seen the same way; None for those without memory."""
+    if tensor.numel() == 0:
+        return None
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags
+
+
+def write_file(
+    folder: Folder, file_name: str, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Write a new file, and have it on disk before it returns; if that fails, no file is left.
+
+    None of the tensors may change meanwhile. An error names the file and the tensor that could not be written.
     """
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
+    header, entries, name = _header(ordered), {}, ""
+    path = folder.path / file_name
+    try:
+        with (
+            os.fdopen(folder.make_file(file_name), "wb", buffering=0) as file,
+            contextlib.ExitStack() as undo,
+        ):
+            undo.callback(folder.remove_where, lambda name: name == file_name)
+            failpoint("opened")
+            output = _Output(file.fileno(), on_bytes)
+            output.write(memoryview(header))
+            for number, (name, tensor) in enumerate(ordered.items()):
+                if number == len(ordered) // 2:
+                    failpoint("half")
+                offset, checksum = output.num_bytes, _write_tensor(output, tensor)
+                entries[name] = TensorEntry(file_name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
+            os.fsync(file.fileno())
+            failpoint("synced")
+            undo.pop_all()
+    except FileExistsError as error:
+        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
+    except OSError as error:
+        text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
+        raise CheckpointWriteFailed(
+            f"{text}. Make room there, or save to another directory", file_name, name
+        ) from error
+    return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
+
+
+class _Output:
+    """A file that is written from beginning to end.
+
+    The kernel is told to begin with the disk while the rest is still being copied, so that little is left to wait for at the
+    end: without that it begins when it is told to finish.
+    """
+
+    def __init__(self, descriptor: int, on_bytes: OnBytes) -> None:
+        self.num_bytes = 0
+        self._descriptor = descriptor
+        self._on_bytes = on_bytes
+        self._num_begun = 0
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            num_written = os.write(self._descriptor, data)
+            self.num_bytes += num_written
+            self._on_bytes(num_written)
+            data = data[num_written:]
+        num_waiting = self.num_bytes - self._num_begun
+        if num_waiting >= _WRITE_BACK_EVERY and _sync_file_range is not None:
+            _sync_file_range(self._descriptor, self._num_begun, num_waiting, _SYNC_FILE_RANGE_WRITE)
+            self._num_begun = self.num_bytes
+
+
+# The system call that begins to write a part of a file to disk. It is only for speed, so its errors do not matter.
+_sync_file_range: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE: Final = 2
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    fields: dict[str, Any] = {_RESERVED: {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        fields[name] = {
+            "dtype": STORED_NAMES[NAMES[tensor.dtype]],
+            "shape": (*tensor.shape, 2) if tensor.dtype in _IN_TWO_PARTS else tuple(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
+    """Write a tensor piece by piece, and return its checksum."""
+    data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
+    view, checksum = memoryview(data), 0
+    for start in range(0, len(view), _PIECE):
+        piece = view[start : start + _PIECE]
+        checksum = zlib.crc32(piece, checksum)
+        output.write(piece)
+    del owner  # lived until here: the view does not keep it
+    return show_checksum(checksum)
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def check_headers(folder: Folder, files: Mapping[str, FileEntry]) -> None:
+    """Compare sizes and headers with the index."""
     buffer = bytearray(_PIECE)
     for name, entry in files.items():
-        with _opened(folder, name, "") as file:
+        with contextlib.closing(_File(folder, name, "")) as file:
             if file.num_bytes != entry.num_bytes:
                 raise file.damaged("", f"it has {file.num_bytes:,} bytes instead of {entry.num_bytes:,}")
             if file.checksum("", 0, entry.header_bytes, buffer) != entry.checksum:
@@ -61,33 +210,45 @@ def check_files(folder: Folder, files: Mapping[str, FileEntry]) -> None:
 
 
 def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
-    """Compares the bytes of tensors with the index.
-
-    Raises:
-        CheckpointMissing: A file is gone.
-        CheckpointDamaged: A tensor's bytes have changed.
-    """
+    """Compare the bytes of tensors with the index."""
     buffer = bytearray(_PIECE)
-    for file_name, names in _by_file(entries).items():
-        with _opened(folder, file_name, names[0]) as file:
+    by_file: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        by_file.setdefault(entry.file, []).append(name)
+    for file_name, names in by_file.items():
+        with contextlib.closing(_File(folder, file_name, names[0])) as file:
             for name in names:
                 entry = entries[name]
                 if file.checksum(name, entry.offset, entry.num_bytes, buffer, on_bytes) != entry.checksum:
                     raise file.damaged(name, "its bytes have changed")
 
 
-class _File:
-    """An open file of a checkpoint."""
+def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Return the files that those tensors are in."""
+    return {entry.file: files[entry.file] for entry in entries}
 
-    def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
+
+class _File:
+    """An open file of a checkpoint; errors name the tensor that is read."""
+
+    def __init__(self, folder: Folder, name: str, tensor: str) -> None:
         self._path = folder.path / name
-        self._descriptor = descriptor
-        self.num_bytes = os.fstat(descriptor).st_size
+        try:
+            self._descriptor = folder.open_file(name)
+        except FileNotFoundError as error:
+            what = f", which has tensor '{tensor}'," if tensor else ""
+            text = f"the file {self._path} of the checkpoint{what} is missing. Put it back, or load another checkpoint"
+            raise CheckpointMissing(text, name, tensor) from error
+        except OSError as error:
+            raise self.damaged(tensor, f"it cannot be opened: {error.strerror}") from error
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
     def checksum(
         self, tensor: str, offset: int, num_bytes: int, buffer: bytearray, on_bytes: OnBytes = lambda _: None
     ) -> str:
-        """Return the checksum of a part of it."""
         self.check_place(tensor, offset, num_bytes)
         view, checksum, end = memoryview(buffer), 0, offset + num_bytes
         for start in range(offset, end, len(view)):
@@ -98,11 +259,6 @@ class _File:
         return show_checksum(checksum)
 
     def read(self, tensor: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of it.
-
-        Raises:
-            CheckpointDamaged: It cannot be read, or ends before the buffer is full.
-        """
         while len(buffer):
             try:
                 num_read = os.preadv(self._descriptor, [buffer], offset)
@@ -114,15 +270,11 @@ class _File:
             offset += num_read
 
     def check_place(self, tensor: str, offset: int, num_bytes: int) -> None:
-        """
-        Raises:
-            CheckpointDamaged: It was too short already when it was opened.
-        """
+        """Compare a place with the size that the file had when it was opened."""
         if offset + num_bytes > self.num_bytes:
             raise self.damaged(tensor, "the file ends too early")
 
     def damaged(self, tensor: str, why: str) -> CheckpointDamaged:
-        """What to raise."""
         what = f"tensor '{tensor}' in {self._path}" if tensor else f"the file {self._path}"
         return CheckpointDamaged(f"{what} is damaged: {why}. Load another checkpoint", self._path.name, tensor)
 
@@ -130,18 +282,14 @@ class _File:
 class TensorReader:
     """Reads tensors of a checkpoint, where possible straight into the memory where they are wanted. Check the files first.
 
-    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from.
-
-    Args:
-        folder: Must be open when a tensor of a file is asked for the first time.
-        entries: Where tensors are.
+    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from. The folder must be open when
+    a tensor of a file is read for the first time.
     """
 
     def __init__(self, folder: Folder, entries: Mapping[str, TensorEntry]) -> None:
         self._folder = folder
-        self._entries = entries
+        self.entries = entries
         self._files: dict[str, _File] = {}
-        self._stack = contextlib.ExitStack()
         self._staging = bytearray()  # made when it is needed
 
     def __enter__(self) -> TensorReader:
@@ -152,17 +300,21 @@ class TensorReader:
 
     def close(self) -> None:
         """Close the files; may be called again."""
-        self._files.clear()
-        self._stack.close()
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def decode(self, node: Node, keeps_ties: bool = False) -> Any:
+        """Return the value of a node; with `keeps_ties` a tensor that was saved once and is there twice is one tensor."""
+        return decode(node, functools.cache(self.copied) if keeps_ties else self.copied, self)
 
     def copied(self, name: str) -> torch.Tensor:
         """Return a tensor, with memory of its own.
 
         Raises:
-            CheckpointMissing: Its file is gone.
+            CheckpointMissing: Its file is missing.
             CheckpointDamaged: Its file ends before it, or its bytes have changed.
         """
-        entry = self._entries[name]
+        entry = self.entries[name]
         self._file_of(name)  # is long enough; memory is spent after that
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_into(made, name)
@@ -171,18 +323,9 @@ class TensorReader:
     def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
         """Read a tensor, or a part of it, into a tensor of the same shape; the values are converted to its dtype.
 
-        What is read as a whole is compared with its checksum once more.
-
-        Args:
-            target: What to fill. On an error, some of it may have been filled.
-            name: Of the tensor to read.
-            region: The part of it; all of it if not given.
-
-        Raises:
-            CheckpointMissing: Its file is gone.
-            CheckpointDamaged: Its file ends before it, or its bytes have changed.
+        What is read as a whole is compared with its checksum once more. On an error, some of it may have been filled.
         """
-        entry, file = self._entries[name], self._file_of(name)
+        entry, file = self.entries[name], self._file_of(name)
         all_of_it = whole(entry.shape)
         region = region or all_of_it
         if not region.num_elements:
@@ -191,7 +334,7 @@ class TensorReader:
         dtype, strides, checksum = DTYPES[entry.dtype], _strides(entry.shape), 0
         is_plain = _is_plain(target, dtype)
         if is_plain:
-            torch.autograd.graph.increment_version(target)  # torch does not see who else writes into its memory
+            torch.autograd.graph.increment_version(target)  # torch does not see that others write into its memory
         for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
             part = target[box.slices_in(region)]
             num_elements = _span(box.sizes, strides)
@@ -209,21 +352,12 @@ class TensorReader:
             raise file.damaged(name, "its bytes have changed")
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self._entries[name].shape
-
-    def form_of(self, node: Any) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the node of a tensor."""
-        return form_of(node, self._entries)
-
-    def region_of(self, node: Any, box: Box) -> Any:
-        """The node of a part of a tensor."""
-        return region_of(node, box, self._entries)
+        return self.entries[name].shape
 
     def _file_of(self, name: str) -> _File:
-        entry = self._entries[name]
+        entry = self.entries[name]
         if entry.file not in self._files:
-            self._files[entry.file] = self._stack.enter_context(_opened(self._folder, entry.file, name))
+            self._files[entry.file] = _File(self._folder, entry.file, name)
         file = self._files[entry.file]
         file.check_place(name, entry.offset, entry.num_bytes)
         return file
@@ -262,11 +396,7 @@ def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Ite
     """Cut a part of a tensor into boxes that can be read at once, in the order of the file.
 
     Where elements are wanted that are not beside each other, what lies between them is read, too, if that is not much.
-
-    Args:
-        region: The part.
-        strides: Of the tensor in the file.
-        most_without_gaps: How many elements to read at once if all of them are wanted.
+    If all of them are wanted, `most_without_gaps` are read at once.
     """
     span = _span(region.sizes, strides)
     most = most_without_gaps if span == region.num_elements else _STAGED_ELEMENTS
@@ -282,206 +412,7 @@ def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Ite
         yield from _spans(Box(inner_offsets, inner_sizes), strides, most_without_gaps)
 
 
-def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, entry in entries.items():
-        found.setdefault(entry.file, []).append(name)
-    return found
-
-
-def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """The files that those tensors are in."""
-    return {entry.file: files[entry.file] for entry in entries}
-
-
-@contextlib.contextmanager
-def _opened(folder: Folder, name: str, tensor: str) -> Iterator[_File]:
-    path = folder.path / name
-    try:
-        descriptor = folder.open_file(name)
-    except FileNotFoundError as error:
-        what = f", which has tensor '{tensor}'," if tensor else ""
-        raise CheckpointMissing(
-            f"the file {path} of the checkpoint{what} is missing. Put it back, or load another checkpoint",
-            name,
-            tensor,
-        ) from error
-    except OSError as error:
-        what = f"tensor '{tensor}' in {path}" if tensor else f"the file {path}"
-        raise CheckpointDamaged(
-            f"{what} is damaged: it cannot be opened: {error.strerror}. Load another checkpoint", name, tensor
-        ) from error
-    try:
-        yield _File(folder, name, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_RESERVED: Final = "__metadata__"  # has a meaning of its own in headers
-_BEGIN_EVERY: Final = 16 << 20
-_ALIGNMENT: Final = 64  # of the first tensor
-
-
-class TensorSet:
-    """The tensors that one worker is to write, by name. A tensor that is met twice is kept once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[Any, str] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes they take."""
-        return sum(num_bytes_of(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors.values())
-
-    def place(self, path: str, tensor: torch.Tensor) -> str:
-        """Takes a tensor; returns the name of the one that is kept.
-
-        Raises:
-            CannotSave: Its bytes cannot be written.
-        """
-        _check_savable(path, tensor)
-        key = _identity(tensor)
-        if key is not None and key in self._names:
-            return self._names[key]
-        name = f"{path}~2" if path == _RESERVED else path  # no other path ends like that
-        self.tensors[name] = tensor.detach()
-        if key is not None:
-            self._names[key] = name
-        return name
-
-
-def _check_savable(path: str, tensor: torch.Tensor) -> None:
-    problem = ""
-    if tensor.layout is not torch.strided:
-        problem = f"it is of layout {tensor.layout}; save its indices and values"
-    elif tensor.dtype not in NAMES:
-        problem = f"its dtype is {tensor.dtype}"
-    elif tensor.is_meta:
-        problem = "it is on the meta device and has no values"
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        problem = f"it is a {type(tensor).__name__}, not a plain tensor"
-        if type(tensor).__name__ == "DTensor":
-            problem += "; save what gradwire.shard.from_dtensor makes of it"
-    if problem:
-        raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """The same for tensors that are the same memory, seen the same way; None for those without memory."""
-    if tensor.numel() == 0:
-        return None
-    flags = (tensor.is_conj(), tensor.is_neg())
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags
-
-
-def write_file(
-    folder: Folder, file_name: str, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
-) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Writes a new file and has it on disk before it returns; if it cannot, no file is left.
-
-    Args:
-        folder: Where.
-        file_name: Must not be there.
-        tensors: By name; none of them may change meanwhile.
-        worker: Who writes, for the index.
-        host: And where.
-        on_bytes: Told how many more bytes are written.
-
-    Raises:
-        CheckpointWriteFailed: It cannot be written; says which file and which tensor.
-    """
-    ordered = dict(sorted(tensors.items(), key=lambda item: -alignment_of(item[1].dtype)))  # so that all are aligned
-    header, entries, name = _header(ordered), {}, ""
-    path = folder.path / file_name
-    try:
-        with os.fdopen(folder.make_file(file_name), "wb", buffering=0) as file:
-            _points.passed("opened")
-            output = _Output(file.fileno(), on_bytes)
-            output.write(memoryview(header))
-            for number, (name, tensor) in enumerate(ordered.items()):
-                if number == len(ordered) // 2:
-                    _points.passed("half")
-                offset, checksum = output.num_bytes, _write_tensor(output, tensor)
-                entries[name] = TensorEntry(file_name, offset, NAMES[tensor.dtype], tuple(tensor.shape), checksum)
-            os.fsync(file.fileno())
-            _points.passed("synced")
-    except FileExistsError as error:
-        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            folder.remove(file_name)
-        if not isinstance(error, OSError):
-            raise
-        text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
-        advice = "Make room there, or save to another directory"
-        raise CheckpointWriteFailed(f"{text}. {advice}", file_name, name) from error
-    return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
-
-
-class _Output:
-    """A file that is written from beginning to end.
-
-    The kernel is told to begin with the disk while the rest is still being copied, so that little is left to wait for at the
-    end: without that it begins when it is told to finish.
-    """
-
-    def __init__(self, descriptor: int, on_bytes: OnBytes) -> None:
-        self.num_bytes = 0
-        self._descriptor = descriptor
-        self._on_bytes = on_bytes
-        self._num_begun = 0
-
-    def write(self, data: memoryview) -> None:
-        while len(data):
-            num_written = os.write(self._descriptor, data)
-            self.num_bytes += num_written
-            self._on_bytes(num_written)
-            data = data[num_written:]
-        if self.num_bytes - self._num_begun >= _BEGIN_EVERY and _sync_file_range is not None:
-            _sync_file_range(
-                self._descriptor, self._num_begun, self.num_bytes - self._num_begun, _SYNC_FILE_RANGE_WRITE
-            )
-            self._num_begun = self.num_bytes
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The system call that begins to write a part of a file to disk; it is only for speed, so its errors do not matter."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
-
-
-_sync_file_range: Final = _find_sync_file_range()
-_SYNC_FILE_RANGE_WRITE: Final = 2
-
-
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    fields: dict[str, Any] = {_RESERVED: {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        end = offset + num_bytes_of(tensor.dtype, shape)
-        stored = {"dtype": stored_name(tensor.dtype), "shape": stored_shape(tensor.dtype, shape)}
-        fields[name] = {**stored, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
-    """Checksum and write piece by piece; returns the checksum."""
-    data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
-    view, checksum = memoryview(data), 0
-    for start in range(0, len(view), _PIECE):
-        piece = view[start : start + _PIECE]
-        checksum = zlib.crc32(piece, checksum)
-        output.write(piece)
-    del owner  # lived until here: the view does not keep it
-    return show_checksum(checksum)
-
+# -- tensors that are read when they are used -----------------------------------------------------------------------------
 
 _KNOWN: Final = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[attr-defined]
 
@@ -540,13 +471,9 @@ def _plain(value: Any) -> Any:
 def stored(
     shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None], failures: list[CheckpointError]
 ) -> StoredTensor:
-    """Return a tensor that is read when it is used.
+    """Return a tensor that is read with `fill`, into a tensor of that shape, when it is used.
 
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        fill: Reads it into a tensor of that shape.
-        failures: Gets each error of `fill`, because torch turns errors of a copy into text.
+    `failures` gets each error of `fill`, because torch turns errors of a copy into text.
     """
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(StoredTensor)
     made._fill, made._dtype, made._failures, made._loaded = fill, dtype, failures, None

@@ -1,11 +1,11 @@
-"""What can be filled from a checkpoint: its state, and whether a saved state fits it.
+"""Objects that are saved and filled: their state, whether a saved state fits them, and loading it.
 
-An object is split into *parts*, one for each worker that has something of it. Everything here but `split` runs where the
-part is.
+An object is split into *parts*, one for each worker that has something of it. `split` runs on the worker that saves or
+loads, everything else where the part is.
 
     RemoteModule, RRef              one part, on the owner
     nn.Module                       one part, here; if RemoteModules are inside of it, one more for each
-    a ShardedTensor, also inside    one part for each shard, where it is (`gradwire.checkpoint.stateful`)
+    a ShardedTensor, also inside    one part for each shard, where it is
     DistributedOptimizer            one part on each owner; options of its groups stay here
     anything with a state_dict      one part, here
 """
@@ -13,182 +13,42 @@ part is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from gradwire.checkpoint.index import DTYPES, NAMES, TensorEntry
-from gradwire.checkpoint.safetensors_io import TensorReader
-from gradwire.checkpoint.tree import (
-    MAX_DEPTH,
-    SHARDED,
-    Node,
-    assemble,
-    bodies,
-    decode,
-    dict_node,
-    form_of,
-    is_covered,
-    is_tensor,
-    items_of,
-    join,
-    region_of,
-    sharded_node,
-    tag_of,
-)
-from gradwire.errors import CannotSave, ConfigurationError
+from gradwire import _torch
+from gradwire._interrupts import interruptible
+from gradwire.checkpoint import tree
+from gradwire.checkpoint.index import DTYPES, NAMES
+from gradwire.checkpoint.safetensors_io import TensorReader, stored
+from gradwire.checkpoint.tree import Entries, Node, decode, dict_node, form_of, is_tensor, items_of, join, region_of
+from gradwire.errors import CannotSave, CheckpointError, ConfigurationError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, LocalOptimizer
 from gradwire.optim.parameters import PartOf
-from gradwire.params import snapshots as sharing
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
 from gradwire.shard.sharded_optim import ShardedOptimizer
 from gradwire.shard.torch_optimizer import Form, state_problem
 
-Entries = Mapping[str, TensorEntry]
 
+class PartState(msgspec.Struct, frozen=True):
+    """What is saved of a part: values where the part is, and nodes in the report on it."""
 
-def shards_of(tensor: ShardedTensor) -> list[tuple[Box, Any]]:
-    """The shards with elements that this process handles: its own in a process group, all of them over RPC workers."""
-    return [(box, part) for box, part in zip(tensor._boxes(), tensor._parts, strict=True) if box.num_elements]
-
-
-def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
-    """All sharded tensors in a state, also in modules and sharded optimizers."""
-    if isinstance(value, ShardedTensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        for item in items if depth <= MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
-            yield from find_sharded(item, depth + 1)
-    elif isinstance(value, nn.Module):
-        for module in value.modules():
-            yield from find_sharded([*module._parameters.values(), *module._buffers.values()])
-            yield from (item for item in vars(module).values() if isinstance(item, ShardedTensor))
-    elif isinstance(value, ShardedOptimizer):
-        yield from find_sharded(value.named_params)
-
-
-def group_of(state: Any, given: Any) -> Any:
-    """The process group whose ranks save or load together; None if this process does it alone.
-
-    Args:
-        state: What is to be saved or filled.
-        given: The group that the user has named, or None.
-
-    Raises:
-        ConfigurationError: There are sharded tensors of another group.
-    """
-    groups = [item._engine._group for item in find_sharded(state) if isinstance(item._engine, GroupEngine)]
-    group = given if given is not None or not groups else groups[0]
-    if any(item is not group for item in groups):
-        raise ConfigurationError(
-            "there are sharded tensors of different process groups; use a checkpoint of its own for each group"
-        )
-    return group
-
-
-# -- state of optimizers, as nodes ---------------------------------------------------------------------------------------
-
-
-def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
-    """State by the names of whole parameters, from that of their parts.
-
-    Args:
-        states: By the names of parameters or of parts.
-        parts: What parts are parts of, by their names.
-        entries: Of all tensors.
-    """
-    found = {name: node for name, node in states.items() if name not in parts}
-    pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
-    for name, node in states.items():
-        if name in parts:
-            values = pieces.setdefault(parts[name].whole, {})
-            for key, item in (items_of(node) or {}).items():
-                values.setdefault(key, []).append((parts[name], item))
-    for name, values in pieces.items():
-        found[name] = dict_node({key: _join(items, entries) for key, items in values.items()})
-    return found
-
-
-def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
-    """A tensor in pieces; of what does not have the size of the parts (a number of steps), the first."""
-    forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
-    if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
-        return items[0][1]
-    return sharded_node(forms[0][0], items[0][0].size, [(node["$tensor"], part.box.offsets) for part, node in items])
-
-
-def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
-    """State by the names of parts, from that of whole parameters."""
-    wholes = {part.whole for part in parts.values()}
-    found = {name: node for name, node in states.items() if name not in wholes}
-    for name, part in parts.items():
-        if part.whole in states:
-            saved = items_of(states[part.whole]) or {}
-            found[name] = dict_node({key: _divide(node, part, entries) for key, node in saved.items()})
-    return found
-
-
-def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
-    if is_tensor(node) and form_of(node, entries)[1] == part.size:
-        return region_of(node, part.box, entries)
-    return node
-
-
-def decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader) -> Any:
-    """The saved state of a sharded optimizer; what is as large as a sharded parameter is divided like it."""
-    saved = dict(items_of(node) or {})
-    by_key = items_of(saved.pop("state", None)) or {}
-    state = decode(dict_node(saved), reader.copied, reader)
-    names = _names(state.get("param_groups", ()))
-    state["state"] = {
-        key: {
-            name: _decode_like(optimizer.named_params.get(names.get(key, "")), item, reader)
-            for name, item in (items_of(values) or {}).items()
-        }
-        for key, values in by_key.items()
-    }
-    return state
-
-
-def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
-    """The names of parameters by the keys of their state: numbers in torch's form, else the names themselves."""
-    pairs = (zip(group["params"], group.get("param_names") or group["params"], strict=True) for group in groups)
-    return {key: str(name) for items in pairs for key, name in items}
-
-
-def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) -> Any:
-    if isinstance(like, ShardedTensor) and is_tensor(node) and reader.form_of(node)[1] == tuple(like.size()):
-        return _read_like(like, node, reader)
-    return decode(node, reader.copied, reader)
-
-
-def _read_like(like: ShardedTensor, node: Node, reader: TensorReader) -> ShardedTensor:
-    dtype = getattr(torch, reader.form_of(node)[0])
-    parts = []
-    for box in like._boxes():
-        region = reader.region_of(node, box)
-        if SHARDED in region:
-            parts.append(assemble(region[SHARDED], reader))
-        else:
-            parts.append(reader.copied(region["$tensor"]))
-    with torch.no_grad():
-        return like._with_parts(parts, dtype)
-
-
-MODULE: Final = "module"
-TENSOR: Final = "tensor"
-OPTIMIZER: Final = "optimizer"
-STATEFUL: Final = "stateful"
+    kind: str  # module, tensor, optimizer or stateful
+    type_name: str
+    state: Any
+    metadata: Any  # of a module, the versions of it and its submodules
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +61,7 @@ class Part:
         value: The part itself, or a reference to it.
         is_own_only: Of a module, only what is directly in it: its submodules are parts of their own.
         names: Of an optimizer, the parameters that it has on that worker.
+        state: What is to be saved of it, if that is known already.
     """
 
     path: str
@@ -208,38 +69,30 @@ class Part:
     value: Any
     is_own_only: bool = False
     names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What is saved of a part."""
-
-    kind: str
-    type_name: str
-    values: Any
-    metadata: dict[str, Any] | None = None
-
-
-# -- on the worker that saves or loads ------------------------------------------------------------------------------
+    state: PartState | None = None
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is filled when it is loaded, and not just a value."""
+    """Return whether it is filled when it is loaded, and not just a value."""
     if isinstance(value, RRef | nn.Module | torch.optim.Optimizer):
         return True
     has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
     return has_both and not isinstance(value, type)
 
 
+def type_name(value: Any) -> str:
+    """Return the name of a value's class, for people to read."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def split(path: str, value: Any) -> list[Part]:
-    """The parts of an object."""
     if isinstance(value, DistributedOptimizer):
         names: dict[str, list[str]] = {}
         for name, rref in value.named_parameters():
             names.setdefault(rref.owner_name(), []).append(name)
-        below = join(path, "state")
         return [
-            Part(below, "", rref, names=tuple(names.get(rref.owner_name(), ()))) for rref in value.remote_optimizers
+            Part(join(path, "state"), "", rref, names=tuple(names.get(rref.owner_name(), ())))
+            for rref in value.remote_optimizers
         ]
     if isinstance(value, nn.Module):
         return list(_split_module(path, "", value))
@@ -257,85 +110,101 @@ def _split_module(path: str, prefix: str, module: nn.Module) -> Iterator[Part]:
             yield from _split_module(path, f"{prefix}{name}.", child)
 
 
-# -- where the part is: saving --------------------------------------------------------------------------------------
+# -- sharded tensors in objects -------------------------------------------------------------------------------------------
 
 
-def state_of(part: Part) -> State:
-    """What is to be saved of a part.
-
-    Raises:
-        CannotSave: It has no state that can be saved.
-    """
-    value = part.value
-    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, LocalOptimizer):
-        return State(OPTIMIZER, type_name, dict(value.named_state()))
-    if isinstance(value, nn.Module):
-        state = module_state(value, part.is_own_only)
-        values = {part.prefix + name: item for name, item in state.items()}
-        versions = {(part.prefix + name).rstrip("."): dict(item) for name, item in state._metadata.items()}
-        return State(MODULE, type_name, values, versions)
-    if isinstance(value, torch.Tensor):
-        return State(TENSOR, type_name, value)
-    if is_object(value):
-        return State(STATEFUL, type_name, value.state_dict())
-    raise CannotSave(
-        f"'{part.path}' is a reference to a {type_name}, which has no state_dict; only references to tensors, modules and "
-        "what has state_dict and load_state_dict can be saved"
-    )
+def shards_of(tensor: ShardedTensor) -> list[tuple[Box, Any]]:
+    """Return the shards with elements that this process handles: its own in a process group, all over RPC workers."""
+    return [(box, part) for box, part in zip(tensor._boxes(), tensor._parts, strict=True) if box.num_elements]
 
 
-def module_state(module: nn.Module, is_own_only: bool) -> Any:
-    """The state dict of a module, or of what is directly in it."""
-    keep_vars = _holds_shards(module)  # sharded ones themselves, not others that share their memory
-    if not is_own_only:
-        return module.state_dict(keep_vars=keep_vars)
-    found: Any = OrderedDict()
-    found._metadata = {"": {"version": module._version}}
-    module._save_to_state_dict(found, "", keep_vars)
-    return found
+def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
+    """Yield all sharded tensors in a state, also in modules and sharded optimizers."""
+    if isinstance(value, ShardedTensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        for item in items if depth <= tree.MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
+            yield from find_sharded(item, depth + 1)
+    elif isinstance(value, nn.Module):
+        for module in value.modules():
+            yield from find_sharded(_torch.own_tensors(module))
+            yield from (item for item in vars(module).values() if isinstance(item, ShardedTensor))
+    elif isinstance(value, ShardedOptimizer):
+        yield from find_sharded(value.named_params)
 
 
-def _holds_shards(module: nn.Module) -> bool:
+def group_of(state: Any, given: Any) -> Any:
+    """Return the process group whose ranks save or load a state together; None if this process does it alone."""
+    groups = [item._backend._group for item in find_sharded(state) if isinstance(item._backend, GroupBackend)]
+    group = given if given is not None or not groups else groups[0]
+    if any(item is not group for item in groups):
+        raise ConfigurationError(
+            "there are sharded tensors of different process groups; use a checkpoint of its own for each group"
+        )
+    return group
+
+
+def _has_sharded(module: nn.Module) -> bool:
     return next(find_sharded(module), None) is not None
 
 
 def may_hold_shards(part: Part) -> bool:
-    """Whether sharded tensors may be in the state of a part that is here."""
-    value = part.value
-    if isinstance(value, nn.Module):
-        return _holds_shards(value)
-    return is_object(value) and not isinstance(value, LocalOptimizer)
+    """Return whether sharded tensors may be in the state of a part that is here."""
+    if isinstance(part.value, nn.Module):
+        return _has_sharded(part.value)
+    return is_object(part.value) and not isinstance(part.value, LocalOptimizer)
 
 
 def sharded_state(part: Part) -> dict[str, ShardedTensor]:
-    """The sharded tensors in a module that is here, by their keys in the object's state."""
+    """Return the sharded tensors in a module that is here, by their keys in the object's state."""
     if not isinstance(part.value, nn.Module):
         return {}
-    state = module_state(part.value, part.is_own_only)
+    state = _module_state(part)
     return {part.prefix + name: item for name, item in state.items() if isinstance(item, ShardedTensor)}
 
 
-def locks_itself(part: Part) -> bool:
-    """Whether its state must be taken before parameters stand still: an optimizer that steps locks itself, then them."""
-    return isinstance(part.value, LocalOptimizer)
+# -- the state of a part --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def standing_still(parts: Sequence[Part]) -> Iterator[None]:
-    """Nobody steps the parameters of those parts meanwhile."""
-    with sharing.standing_still(_parameters_of(parts)):
-        yield
+def state_of(part: Part) -> PartState:
+    """Return what is to be saved of a part.
+
+    Raises:
+        CannotSave: It has no state that can be saved.
+    """
+    value, name = part.value, type_name(part.value)
+    if isinstance(value, LocalOptimizer):
+        return PartState("optimizer", name, dict(value.named_state()), None)
+    if isinstance(value, nn.Module):
+        state = _module_state(part)
+        values = {part.prefix + key: item for key, item in state.items()}
+        versions = {(part.prefix + key).rstrip("."): dict(item) for key, item in _torch.metadata_of(state).items()}
+        return PartState("module", name, values, versions)
+    if isinstance(value, torch.Tensor):
+        return PartState("tensor", name, value, None)
+    if is_object(value):
+        return PartState("stateful", name, _run(value.state_dict), None)
+    raise CannotSave(
+        f"'{part.path}' is a reference to a {name}, which has no state_dict; only references to tensors, modules and "
+        "objects with state_dict and load_state_dict can be saved"
+    )
 
 
-@contextlib.contextmanager
-def changing(parts: Sequence[Part]) -> Iterator[None]:
-    """Nobody else changes the parameters of those parts meanwhile; contexts under way keep the values that they saw."""
-    with sharing.stepping(_parameters_of(parts), ()), torch.no_grad():
-        yield
+def _module_state(part: Part) -> Any:
+    keep_vars = _has_sharded(part.value)  # sharded ones themselves, not others that share their memory
+    if part.is_own_only:
+        return _torch.own_state_dict(part.value, keep_vars)
+    return _run(part.value.state_dict, keep_vars=keep_vars)
 
 
-def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+@interruptible  # an object of the user's may take as long as it likes
+def _run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
+
+
+def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Return the parameters in parts, which optimizers may step."""
     found: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part.value, nn.Module):
@@ -346,7 +215,7 @@ def _parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
     return found
 
 
-# -- where the part is: does it fit? --------------------------------------------------------------------------------
+# -- does a saved state fit? ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,36 +233,31 @@ class Fit:
     problems: tuple[str, ...] = ()
 
 
-def fit(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> Fit:
-    """Compares a part with what was saved. Changes nothing.
-
-    Args:
-        part: What is to be filled.
-        node: The saved state of the whole object.
-        entries: Of the tensors in it.
-        is_strict: Whether dtypes must be the same.
-    """
+def fit(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
+    """Compare a part with the saved state of its object; if it is strict, also dtypes. Changes nothing."""
     value = part.value
     if isinstance(value, LocalOptimizer):
-        return Fit(problems=_fit_local_optimizer(part, value, node, entries))
+        saved = items_of(node) or {}
+        forms = {name: _forms(saved[name], entries) for name in part.names if name in saved}
+        return Fit(problems=tuple(f"'{part.path}': {problem}" for problem in value.state_problems(forms)))
     if isinstance(value, nn.Module):
         return _fit_module(part, node, entries, is_strict)
     if isinstance(value, torch.Tensor):
         problem = compare(part.path, value, node, entries, is_strict)
         return Fit((), problems=(problem,) if problem else ())
     if isinstance(value, torch.optim.Optimizer):
-        return Fit(problems=_fit_optimizer(part, node, entries))
+        return Fit(problems=tuple(_optimizer_problems(part, node, entries)))
     if is_object(value):
         return Fit(problems=_uncovered(part.path, node, entries))
     return Fit(problems=(f"'{part.path}' is a reference to a {type(value).__name__}, which cannot be filled",))
 
 
-def _fit_module(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> Fit:
+def _fit_module(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
     saved = items_of(node)
     if saved is None:
         return Fit(problems=(f"'{part.path}' was not saved as a module",))
     claimed, missing, problems = [], [], []
-    for name, target in module_state(part.value, part.is_own_only).items():
+    for name, target in _module_state(part).items():
         key = part.prefix + name
         if isinstance(target, ShardedTensor):
             continue  # its shards are parts of their own
@@ -409,8 +273,8 @@ def _fit_module(part: Part, node: Node, entries: Mapping[str, TensorEntry], is_s
     return Fit(tuple(claimed), tuple(missing), tuple(problems))
 
 
-def compare(where: str, target: torch.Tensor, node: Node, entries: Mapping[str, TensorEntry], is_strict: bool) -> str:
-    """Why a saved value does not fit a tensor; empty if it does."""
+def compare(where: str, target: torch.Tensor, node: Node, entries: Entries, is_strict: bool) -> str:
+    """Return why a saved value does not fit a tensor; empty if it does."""
     if not is_tensor(node):
         return f"'{where}' was not saved as a tensor"
     dtype, shape = form_of(node, entries)
@@ -421,62 +285,214 @@ def compare(where: str, target: torch.Tensor, node: Node, entries: Mapping[str, 
     return ""
 
 
-def _uncovered(where: str, node: Node, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-    """Tensors in pieces that are compared with nothing must be all there: otherwise they could be of any size."""
-    if all(is_covered(body, entries) for body in bodies(node)):
+def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
+    """Return a problem if pieces of a tensor that is compared with nothing are missing: it could be of any size."""
+    if all(tree.is_covered(body, entries) for body in tree.bodies(node)):
         return ()
     return (f"'{where}' has a sharded tensor in the checkpoint of which parts are missing",)
 
 
-# -- optimizers: the state of each parameter is compared with the parameter -----------------------------------------
-
-
-def _fit_local_optimizer(
-    part: Part, optimizer: LocalOptimizer, node: Node, entries: Mapping[str, TensorEntry]
-) -> tuple[str, ...]:
-    saved = items_of(node) or {}
-    forms = {name: _forms(saved[name], entries) for name in part.names if name in saved}
-    return tuple(f"'{part.path}': {problem}" for problem in optimizer.state_problems(forms))
-
-
-def _fit_optimizer(part: Part, node: Node, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+def _optimizer_problems(part: Part, node: Node, entries: Entries) -> Iterator[str]:
+    """Compare the state of each parameter with the parameter."""
     saved = items_of(node) or {}
     groups = saved.get("param_groups")
     if not isinstance(groups, list):
-        return (f"'{part.path}' was not saved as an optimizer of one process",)
-    keys = [_items((items_of(group) or {}).get("params")) for group in groups]
-    sizes = [len(found) for found in keys]
-    if isinstance(part.value, ShardedOptimizer):
+        yield f"'{part.path}' was not saved as an optimizer of one process"
+        return
+    keys = [decode((items_of(group) or {}).get("params")) for group in groups]  # numbers, or names
+    keys = [found if isinstance(found, list | tuple) else () for found in keys]
+    is_sharded = isinstance(part.value, ShardedOptimizer)
+    if is_sharded:
         here = [[item.value for item in group] for group in part.value._groups]  # param_groups have this rank's parts
     else:
         here = [group["params"] for group in part.value.param_groups]
-    if sizes != [len(group) for group in here]:
-        counts = [len(group) for group in here]
-        return (f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {counts} here",)
-    if isinstance(part.value, ShardedOptimizer):
-        return ()  # it goes by names, and compares before it loads
-    state, kind = items_of(saved.get("state")) or {}, type(part.value)
-    problems = []
+    sizes, counts = [len(found) for found in keys], [len(group) for group in here]
+    if sizes != counts:
+        yield f"'{part.path}' has groups of {sizes} parameters in the checkpoint and {counts} here"
+        return
+    if is_sharded:
+        return  # it goes by names, and compares before it loads
+    state = items_of(saved.get("state")) or {}
     for key, parameter in zip(itertools.chain(*keys), itertools.chain(*here), strict=True):
         for name, form in _forms(state.get(key), entries).items():
-            problem = state_problem(kind, parameter, name, form)
-            problems += [f"'{part.path}': state {name!r} of parameter {key} {problem}"] if problem else []
-    return tuple(problems)
+            if problem := state_problem(type(part.value), parameter, name, form):
+                yield f"'{part.path}': state {name!r} of parameter {key} {problem}"
 
 
-def _items(node: Node) -> list[Any]:
-    """The keys of the parameters of a group: numbers, or names."""
-    found = decode(node, lambda name: name)
-    return list(found) if isinstance(found, list | tuple) else []
-
-
-def _forms(node: Node, entries: Mapping[str, TensorEntry]) -> dict[str, Form]:
-    """What of a saved state is compared with the parameter that it is for."""
+def _forms(node: Node, entries: Entries) -> dict[str, Form]:
+    """Return what of a saved state is compared with the parameter that it is for."""
     found: dict[str, Form] = {}
     for key, item in (items_of(node) or {}).items():
         if is_tensor(item):
             dtype, shape = form_of(item, entries)
             found[str(key)] = shape, DTYPES[dtype].is_complex
         else:
-            found[str(key)] = (tag_of(item) or "").removeprefix("$") or type(item).__name__
+            found[str(key)] = (tree.tag_of(item) or "").removeprefix("$") or type(item).__name__
     return found
+
+
+# -- loading --------------------------------------------------------------------------------------------------------------
+
+Filled = tuple[Part, Node, dict[str, Any] | None]
+"""A part, the saved state of its object, and the versions of its modules."""
+
+
+def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
+    """Load objects with a `load_state_dict` of their own that are not modules. If one refuses, put all back.
+
+    Raises:
+        CheckpointError: An object's `load_state_dict` raised, or its state could not be read.
+    """
+    with contextlib.ExitStack() as undo:
+        for part, node, _ in parts:
+            if isinstance(part.value, nn.Module | torch.Tensor):
+                continue
+            try:
+                _fill_object(part, node, reader, undo)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                text = f"{type(part.value).__name__} did not take its state: {type(error).__name__}: {error}"
+                raise CheckpointError(f"'{part.path}' was not loaded: {text}") from error
+        undo.pop_all()
+
+
+def _fill_object(part: Part, node: Node, reader: TensorReader, undo: contextlib.ExitStack) -> None:
+    value = part.value
+    if isinstance(value, LocalOptimizer):
+        saved = items_of(node) or {}
+        state = {name: reader.decode(saved[name]) for name in part.names if name in saved}
+        undo.callback(value.load_named_state, value.named_state())
+        value.load_named_state(state)
+    else:
+        undo.callback(value.load_state_dict, _run(value.state_dict))
+        is_sharded = isinstance(value, ShardedOptimizer)
+        _run(value.load_state_dict, _decode_state(value, node, reader) if is_sharded else reader.decode(node))
+
+
+def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
+    """Load modules and tensors, which are known to fit."""
+    for part, node, metadata in parts:
+        if isinstance(part.value, nn.Module):
+            _fill_module(part, node, metadata or {}, reader)
+        elif isinstance(part.value, torch.Tensor):
+            tree.put(part.value, node, reader)
+
+
+def _fill_module(part: Part, node: Node, metadata: dict[str, Any], reader: TensorReader) -> None:
+    """Read from the files straight into the parameters, where the module copies from the state that it is given."""
+    saved, copied = items_of(node) or {}, _copied_names(part)
+    failures: list[CheckpointError] = []
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name, target in _module_state(part).items():
+        item = saved.get(part.prefix + name)
+        if part.prefix + name not in saved or isinstance(target, ShardedTensor):
+            continue
+        if name in copied and isinstance(target, torch.Tensor) and is_tensor(item):
+            dtype, shape = form_of(item, reader.entries)
+            state[name] = stored(shape, DTYPES[dtype], functools.partial(tree.put, node=item, source=reader), failures)
+        else:
+            state[name] = reader.decode(item)
+    # Torch would replace parameters instead of filling them if the metadata told it to.
+    saved_versions = {
+        key: {name: value for name, value in item.items() if name != "assign_to_params_buffers"}
+        for key, item in metadata.items()
+    }
+    versions = {key[len(part.prefix) :]: item for key, item in saved_versions.items() if key.startswith(part.prefix)}
+    versions.setdefault("", saved_versions.get(part.prefix.rstrip("."), {}))
+    _torch.set_metadata(state, versions)
+    try:
+        if part.is_own_only:
+            _run(_torch.load_own_state_dict, part.value, state, versions[""])
+        else:
+            _run(part.value.load_state_dict, state, strict=False)
+    except RuntimeError as error:
+        if failures:  # torch has made a line of text of it
+            raise failures[0] from error
+        raise
+
+
+def _copied_names(part: Part) -> set[str]:
+    """Return the names of what torch's own code loads: it copies from tensors of a state, and keeps none of them."""
+    if not part.is_own_only and not _torch.is_method_of_module(part.value, "load_state_dict"):
+        return set()
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in part.value.named_modules(remove_duplicate=False)
+        if _torch.is_method_of_module(module, _torch.LOAD_OWN_STATE_DICT)
+        for name in _torch.own_tensors(module)
+    }
+
+
+# -- state of optimizers with sharded parameters --------------------------------------------------------------------------
+
+
+def _decode_state(optimizer: ShardedOptimizer, node: Node, reader: TensorReader) -> Any:
+    """Return the saved state of a sharded optimizer; what is as large as a sharded parameter is divided like it."""
+    saved = dict(items_of(node) or {})
+    by_key = items_of(saved.pop("state", None)) or {}
+    state = reader.decode(dict_node(saved))
+    names: dict[Any, str] = {}  # by the keys of their state: numbers in torch's form, else the names themselves
+    for group in state.get("param_groups", ()):
+        names.update(zip(group["params"], map(str, group.get("param_names") or group["params"]), strict=True))
+    state["state"] = {
+        key: {
+            name: _decode_like(optimizer.named_params.get(names.get(key, "")), item, reader)
+            for name, item in (items_of(values) or {}).items()
+        }
+        for key, values in by_key.items()
+    }
+    return state
+
+
+def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) -> Any:
+    if (
+        not isinstance(like, ShardedTensor)
+        or not is_tensor(node)
+        or form_of(node, reader.entries)[1] != tuple(like.size())
+    ):
+        return reader.decode(node)
+    parts = [reader.decode(region_of(node, box, reader.entries)) for box in like._boxes()]
+    with torch.no_grad():
+        return like._with_parts(parts, DTYPES[form_of(node, reader.entries)[0]])
+
+
+def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
+    """Return state by the names of whole parameters, from that of parameters and of parts."""
+    found = {name: node for name, node in states.items() if name not in parts}
+    pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
+    for name, node in states.items():
+        if name in parts:
+            values = pieces.setdefault(parts[name].whole, {})
+            for key, item in (items_of(node) or {}).items():
+                values.setdefault(key, []).append((parts[name], item))
+    for name, values in pieces.items():
+        found[name] = dict_node({key: _join(items, entries) for key, items in values.items()})
+    return found
+
+
+def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
+    """Return a tensor in pieces; of what does not have the size of the parts (a number of steps), the first."""
+    forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
+    if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
+        return items[0][1]
+    return tree.sharded_node(
+        forms[0][0], items[0][0].size, [(node["$tensor"], part.box.offsets) for part, node in items]
+    )
+
+
+def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
+    """Return state by the names of parts, from that of whole parameters."""
+    wholes = {part.whole for part in parts.values()}
+    found = {name: node for name, node in states.items() if name not in wholes}
+    for name, part in parts.items():
+        if part.whole in states:
+            saved = items_of(states[part.whole]) or {}
+            found[name] = dict_node({key: _divide(node, part, entries) for key, node in saved.items()})
+    return found
+
+
+def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
+    if is_tensor(node) and form_of(node, entries)[1] == part.size:
+        return region_of(node, part.box, entries)
+    return node

@@ -7,9 +7,9 @@ with one key that starts with ``$``:
     {0: "a"}          {"$dict": [[0, "a"]]}         2**70             {"$int": "1180591620717411303424"}
     b"ab"             {"$bytes": "YWI="}            torch.float32     {"$dtype": "float32"}
     a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
-    a sharded tensor  {"$sharded": {...}}, see `gradwire.checkpoint.tree`
+    a sharded tensor  {"$sharded": {...}}, see `sharded_node`
 
-No class is ever named that loading would have to import. Types are looked at exactly: a subclass of ``int`` that comes back
+No class is ever named that loading would have to import. Types are compared exactly: a subclass of ``int`` that comes back
 as an ``int`` would be a surprise, so it is refused.
 
 The place of a value is its *path*: the keys that lead to it, joined by ``/`` (``model/0.weight``). Paths are unique, so
@@ -22,181 +22,56 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from gradwire.errors import CannotSave, CheckpointDamaged
 from gradwire.shard.layout import Box, find_overlap, whole
 
-Node = Any  # what JSON can say
-SHARDED: Final = "$sharded"
-_TENSOR: Final = "$tensor"
-_MAX_SIZE: Final = 2**62
+if TYPE_CHECKING:
+    from gradwire.checkpoint.index import TensorEntry
+    from gradwire.checkpoint.safetensors_io import TensorReader
 
-
-class Entry(Protocol):
-    """What the index says of a tensor in a file."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """Where the values of tensors come from, by the names of the tensors."""
-
-    def shape_of(self, name: str) -> tuple[int, ...]: ...
-    def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None: ...
-
-
-def piece_path(path: str, offsets: Sequence[int]) -> str:
-    """The path of a piece. No path of a user has this: "~" is followed by a digit there."""
-    return f"{path}~@{','.join(map(str, offsets))}"
-
-
-def sharded_node(dtype: str, shape: Sequence[int], pieces: Sequence[tuple[str, Sequence[int]]]) -> Node:
-    """The node of a tensor in pieces: names, and where they begin."""
-    return {SHARDED: {"dtype": dtype, "shape": list(shape), "pieces": [[name, list(start)] for name, start in pieces]}}
-
-
-def is_tensor(node: Node) -> bool:
-    """Whether it is the node of a tensor, in one piece or in several."""
-    return type(node) is dict and len(node) == 1 and (_TENSOR in node or SHARDED in node)
-
-
-def form_of(node: Node, entries: Mapping[str, Entry]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of the node of a tensor."""
-    if _TENSOR in node:
-        entry = entries[node[_TENSOR]]
-        return entry.dtype, tuple(entry.shape)
-    return node[SHARDED]["dtype"], tuple(node[SHARDED]["shape"])
-
-
-def region_of(node: Node, box: Box, entries: Mapping[str, Entry]) -> Node:
-    """The node of a part of a tensor: names only the pieces that have something of it."""
-    dtype, shape = form_of(node, entries)
-    if box == whole(shape):
-        return node
-    pieces = [(node[_TENSOR], (0,) * len(shape))] if _TENSOR in node else node[SHARDED]["pieces"]
-    found = []
-    for name, start in pieces:
-        if Box(tuple(start), tuple(entries[name].shape)).common_with(box) is not None:
-            found.append((name, [mine - outer for mine, outer in zip(start, box.offsets, strict=True)]))
-    return sharded_node(dtype, box.sizes, found)
-
-
-def put(target: torch.Tensor, node: Node, source: Source, is_zero: bool = False) -> None:
-    """Fill a tensor of the same shape; of each piece, read only what belongs into it."""
-    if _TENSOR in node:
-        source.read_into(target, node[_TENSOR])
-        return
-    outer, num_covered = whole(target.shape), 0
-    found = []
-    for name, start in node[SHARDED]["pieces"]:
-        box = Box(tuple(start), source.shape_of(name))
-        common = box.common_with(outer)
-        if common is not None:
-            offsets = tuple(mine - begin for mine, begin in zip(common.offsets, start, strict=True))
-            found.append((common, name, Box(offsets, common.sizes)))
-            num_covered += common.num_elements
-    if num_covered < target.numel() and not is_zero:
-        target.zero_()
-    for common, name, region in found:
-        source.read_into(target[common.slices_in(outer)], name, region)
-
-
-def assemble(body: Any, source: Source) -> torch.Tensor:
-    """Return the tensor that a node's body stands for, with memory of its own."""
-    made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
-    put(made, {SHARDED: body}, source, is_zero=True)
-    return made
-
-
-# -- is it one? ----------------------------------------------------------------------------------------------------------
-
-
-def is_body(body: Any) -> bool:
-    """Whether it looks like what `sharded_node` makes."""
-    if type(body) is not dict or body.keys() != {"dtype", "shape", "pieces"} or type(body["dtype"]) is not str:
-        return False
-    return _are_ints(body["shape"], 0) and type(body["pieces"]) is list and all(map(_is_piece, body["pieces"]))
-
-
-def _is_piece(item: Any) -> bool:
-    return type(item) is list and len(item) == 2 and type(item[0]) is str and _are_ints(item[1], -_MAX_SIZE)
-
-
-def _are_ints(value: Any, least: int) -> bool:
-    return type(value) is list and all(type(item) is int and least <= item <= _MAX_SIZE for item in value)
-
-
-def bodies(node: Node) -> Iterator[Any]:
-    """Of all tensors in pieces in a node."""
-    items = node if type(node) is list else node.values() if type(node) is dict else ()
-    if type(node) is dict and len(node) == 1 and SHARDED in node:
-        yield node[SHARDED]
-        return
-    for item in items:
-        yield from bodies(item)
-
-
-def find_unlike(body: Any, entries: Mapping[str, Entry]) -> str:
-    """Return why something cannot be a piece of a tensor; empty if all can."""
-    for name, start in body["pieces"]:
-        entry = entries[name]
-        if entry.dtype != body["dtype"] or not len(start) == len(entry.shape) == len(body["shape"]):
-            return f"'{name}' is no piece of a tensor of {body['dtype']} with shape {body['shape']}"
-    return ""
-
-
-def find_problem(body: Any, entries: Mapping[str, Entry]) -> str:
-    """Return why pieces do not make up a tensor; empty if they do."""
-    if problem := find_unlike(body, entries):
-        return problem
-    outer, boxes = whole(body["shape"]), _boxes(body, entries)
-    for (name, _), box in zip(body["pieces"], boxes, strict=True):
-        for offset, size, length in zip(box.offsets, box.sizes, outer.sizes, strict=True):
-            if offset < 0 or offset + size > length:
-                return f"'{name}' reaches beyond the tensor of shape {body['shape']}"
-    pair = find_overlap(boxes) if boxes else None
-    return f"'{body['pieces'][pair[0]][0]}' and '{body['pieces'][pair[1]][0]}' overlap" if pair else ""
-
-
-def is_covered(body: Any, entries: Mapping[str, Entry]) -> bool:
-    """Return whether every element is in a piece, so that the tensor is not larger than what was saved."""
-    outer = whole(body["shape"])
-    inside = [box.common_with(outer) for box in _boxes(body, entries)]
-    found = [box for box in inside if box is not None]
-    return sum(box.num_elements for box in found) == outer.num_elements and (not found or find_overlap(found) is None)
-
-
-def _boxes(body: Any, entries: Mapping[str, Entry]) -> list[Box]:
-    return [Box(tuple(start), tuple(entries[name].shape)) for name, start in body["pieces"]]
-
-
+Node = Any  # what JSON can express
+Entries = Mapping[str, "TensorEntry"]
 PlaceTensor = Callable[[str, torch.Tensor], str]
 Claim = Callable[[str, Any], "Node | None"]
 
 MAX_DEPTH: Final = 64
+SHARDED: Final = "$sharded"
+_TENSOR: Final = "$tensor"
 _MAX_NODE_DEPTH: Final = 4 * MAX_DEPTH  # a value takes up to three levels of lists and dicts
+_MAX_SIZE: Final = 2**62
 _SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
-_COUNTED = "a value of a checkpoint must be a tensor, a number, text, bytes, None, or a dict, list or tuple of such"
+_CONTAINERS: Final[dict[type, str]] = {
+    tuple: "$tuple",
+    torch.Size: "$size",
+    OrderedDict: "$ordered",
+    Counter: "$counter",
+}
 
 
 def join(path: str, key: Any) -> str:
-    """The path of what is under that key."""
+    """Return the path of the value under a key."""
     text = str(key).replace("~", "~0").replace("/", "~1") or "~3"
     return f"{path}/{text}" if path else text
+
+
+def piece_path(path: str, offsets: Sequence[int]) -> str:
+    """Return the path of a piece. No path of a user has this form: "~" is followed by a digit there."""
+    return f"{path}~@{','.join(map(str, offsets))}"
+
+
+# -- values to nodes ----------------------------------------------------------------------------------------------------
 
 
 class Encoder:
     """Turns values into nodes.
 
     Args:
-        place: Told the path of each tensor that is met, and the tensor; returns the name it is kept under.
-        claim: Asked about every value, before anything else; returns a node, or None if the value is no concern of it.
+        place: Called with the path of each tensor and the tensor; returns the name under which it is kept.
+        claim: Called with each value first; returns its node, or None to leave the value to the encoder.
     """
 
     def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:
@@ -205,20 +80,22 @@ class Encoder:
         self._paths: set[str] = set()
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """The node of a value.
+        """Return the node of a value.
 
         Raises:
-            CannotSave: It holds something that has no place in a checkpoint.
+            CannotSave: A checkpoint cannot hold something in it.
         """
         if depth > MAX_DEPTH:
             raise CannotSave(f"'{path}' is nested deeper than {MAX_DEPTH} levels; does it contain itself?")
         if self._claim is not None and (claimed := self._claim(path, value)) is not None:
             return claimed
         if isinstance(value, torch.Tensor):
-            return {"$tensor": self._place(path, value)}
+            return {_TENSOR: self._place(path, value)}
         kind = type(value)
         if kind is dict:
-            return self._dict(value, path, depth)
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(item, self._below(path, key), depth + 1) for key, item in value.items()}
+            return {"$dict": self._pairs(value.items(), path, depth)}
         if kind is list:
             return self._items(value, path, depth)
         if kind in (tuple, torch.Size):
@@ -227,38 +104,25 @@ class Encoder:
             return {_CONTAINERS[kind]: self._pairs(value.items(), path, depth)}
         return _encode_scalar(value, path)
 
-    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, self._under(path, key), depth + 1) for key, item in value.items()}
-        return {"$dict": self._pairs(value.items(), path, depth)}
-
     def _pairs(self, pairs: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Node]:
         found = []
         for key, item in pairs:
-            below = self._under(path, key)
+            below = self._below(path, key)
             found.append([self.encode(key, f"{below} (the key)", depth + 1), self.encode(item, below, depth + 1)])
         return found
 
     def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Node]:
-        return [self.encode(item, self._under(path, number), depth + 1) for number, item in enumerate(items)]
+        return [self.encode(item, self._below(path, number), depth + 1) for number, item in enumerate(items)]
 
-    def _under(self, path: str, key: Any) -> str:
-        """The path below, made unique: ``0`` and ``"0"`` may be keys of one dict."""
+    def _below(self, path: str, key: Any) -> str:
+        """Return a unique path: ``0`` and ``"0"`` may be keys of one dict."""
         wanted = found = join(path, key)
         number = 2
         while found in self._paths:
-            found = f"{wanted}~{number}"  # no path of its own has this: "~" is followed by 0 or 1 there
+            found = f"{wanted}~{number}"  # no other path has this form: "~" is followed by 0 or 1 there
             number += 1
         self._paths.add(found)
         return found
-
-
-_CONTAINERS: Final[dict[type, str]] = {
-    tuple: "$tuple",
-    torch.Size: "$size",
-    OrderedDict: "$ordered",
-    Counter: "$counter",
-}
 
 
 def _encode_scalar(value: Any, path: str) -> Node:
@@ -277,29 +141,30 @@ def _encode_scalar(value: Any, path: str) -> Node:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {"$device": str(value)}
+    advice = "Save the values that are needed to make it again"
+    if hasattr(value, "name") and hasattr(value, "value"):
+        advice = "Save its .value or .name"
+    elif hasattr(value, "item"):
+        advice = "Save its .item()"
     raise CannotSave(
-        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: {_COUNTED}. {_advice(value)}"
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be a "
+        f"tensor, a number, text, bytes, None, or a dict, list or tuple of such. {advice}"
     )
 
 
-def _advice(value: Any) -> str:
-    if hasattr(value, "name") and hasattr(value, "value"):
-        return "Save its .value or .name"
-    if hasattr(value, "item"):
-        return "Save its .item()"
-    return "Save what it takes to make it again"
+# -- nodes to values ----------------------------------------------------------------------------------------------------
 
 
-def decode(node: Node, tensor_named: Callable[[str], Any], source: Source | None = None) -> Any:
-    """The value of a node; objects become their state, and tensors in pieces become whole.
+def decode(node: Node, tensor_named: Callable[[str], Any] = str, source: TensorReader | None = None) -> Any:
+    """Return the value of a node; objects become their state, and sharded tensors become whole.
 
     Args:
-        node: What `Encoder.encode` has made.
-        tensor_named: The tensor of each name that is met.
-        source: What tensors in pieces are read from; without it there must be none.
+        node: Made by `Encoder.encode`.
+        tensor_named: Returns the tensor of a name; by default tensors become their names.
+        source: Where sharded tensors are read from; without it there must be none.
 
     Raises:
-        CheckpointDamaged: It is no such node.
+        CheckpointDamaged: It is not such a node.
     """
     if type(node) is list:
         return [decode(item, tensor_named, source) for item in node]
@@ -309,11 +174,11 @@ def decode(node: Node, tensor_named: Callable[[str], Any], source: Source | None
     if tag is None:
         return {key: decode(item, tensor_named, source) for key, item in node.items()}
     body = node[tag]
-    if tag == "$tensor":
+    if tag == _TENSOR:
         return tensor_named(body)
     if tag == SHARDED:
         if source is None:
-            raise CheckpointDamaged("the index has a sharded tensor where there can be none")
+            raise CheckpointDamaged("the index has a sharded tensor where none is allowed")
         return assemble(body, source)
     if tag == "$object":
         return decode(body["state"], tensor_named, source)
@@ -328,7 +193,7 @@ def decode(node: Node, tensor_named: Callable[[str], Any], source: Source | None
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if type(found) is not torch.dtype:
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return found
 
 
@@ -350,8 +215,11 @@ _SCALARS: Final[dict[str, Callable[[Any], Any]]] = {
 }
 
 
+# -- nodes --------------------------------------------------------------------------------------------------------------
+
+
 def tag_of(node: Node) -> str | None:
-    """What kind of special node it is, if any."""
+    """Return the key of a special node; None if it is not special."""
     if type(node) is dict and len(node) == 1:
         key: str = next(iter(node))
         return key if key.startswith("$") else None
@@ -359,84 +227,185 @@ def tag_of(node: Node) -> str | None:
 
 
 def items_of(node: Node) -> dict[Any, Node] | None:
-    """What the node of a dict has under each key; None if it is no dict."""
+    """Return the nodes in a dict by their keys; None if the node is not a dict."""
     tag = tag_of(node)
     if tag in ("$dict", "$ordered"):
         try:
-            return {decode(key, _no_tensor): item for key, item in node[tag]}
-        except TypeError as error:  # a list is no key
+            return {decode(key, _refuse_tensor): item for key, item in node[tag]}
+        except TypeError as error:  # a list cannot be a key
             raise CheckpointDamaged(f"the index has a dict with a key that cannot be one: {error}") from error
     return node if type(node) is dict and tag is None else None
 
 
+def _refuse_tensor(name: str) -> Any:
+    raise CheckpointDamaged(f"the index has tensor '{name}' as a key")
+
+
 def dict_node(items: Mapping[str, Node]) -> Node:
-    """The node of a dict whose values are nodes already."""
+    """Return the node of a dict whose values are nodes already."""
     if any(key.startswith("$") for key in items):
         return {"$dict": [[key, item] for key, item in items.items()]}
     return dict(items)
 
 
-def _no_tensor(name: str) -> Any:
-    raise CheckpointDamaged(f"the index has tensor '{name}' as a key")
-
-
 def object_node(kind: str, type_name: str, state: Node, metadata: Node = None) -> Node:
-    """The node of an object that is filled when it is loaded.
-
-    Args:
-        kind: ``module``, ``tensor``, ``optimizer`` or ``stateful``.
-        type_name: Its class, for people to read.
-        state: The node of its state.
-        metadata: Versions of modules, as `torch.nn.Module.state_dict` notes them.
-    """
+    """Return the node of an object that is filled when it is loaded; its metadata are the versions of modules."""
     return {"$object": {"kind": kind, "type": type_name, "state": state, "metadata": metadata}}
 
 
-def check_node(node: Node, depth: int = 0) -> None:
-    """Looks at what others rely on: every object has its fields, every tensor a name, every pair two items.
+def tensor_names(node: Node) -> Iterator[str]:
+    """Yield the names of all tensors in a node, with repeats."""
+    for body in bodies(node, (_TENSOR, SHARDED)):
+        yield from [body] if type(body) is str else (name for name, _ in body["pieces"])
 
-    Raises:
-        ValueError: Something is not as `Encoder` makes it.
-    """
+
+def bodies(node: Node, tags: Sequence[str] = (SHARDED,)) -> Iterator[Any]:
+    """Yield the bodies of all special nodes with some tags in a node; by default those of sharded tensors."""
+    if type(node) is dict:
+        tag = tag_of(node)
+        if tag in tags:
+            yield node[tag]
+            return
+        node = [*node.values()]
+    for item in node if type(node) is list else ():
+        yield from bodies(item, tags)
+
+
+def check_node(node: Node, depth: int = 0) -> None:
+    """Check what others rely on: every object has its fields, every tensor a name, every pair two items."""
     if depth > _MAX_NODE_DEPTH:
         raise ValueError("it is nested too deeply")
-    if type(node) is list:
-        for item in node:
-            check_node(item, depth + 1)
-    elif type(node) is dict:
+    if type(node) is dict:
         tag = tag_of(node)
-        body = node[tag] if tag is not None else None
-        if tag == "$tensor" and type(body) is not str:
-            raise ValueError("a tensor without a name")
-        if tag == SHARDED and not is_body(body):
-            raise ValueError("a tensor in pieces that are none")
-        if tag == "$object" and not _is_object_body(body):
-            raise ValueError("an object without kind, type and state")
-        if tag in ("$dict", "$ordered") and not _are_pairs(body):
-            raise ValueError("a dict that is not made of pairs")
-        for item in node.values():
-            check_node(item, depth + 1)
+        if tag in _FORMS:
+            is_valid, problem = _FORMS[tag]
+            if not is_valid(node[tag]):
+                raise ValueError(problem)
+        node = [*node.values()]
+    for item in node if type(node) is list else ():
+        check_node(item, depth + 1)
 
 
 def _is_object_body(body: Any) -> bool:
     return type(body) is dict and type(body.get("kind")) is str and type(body.get("type")) is str and "state" in body
 
 
+def _is_sharded_body(body: Any) -> bool:
+    if type(body) is not dict or body.keys() != {"dtype", "shape", "pieces"} or type(body["dtype"]) is not str:
+        return False
+    return _are_ints(body["shape"], 0) and _are_pairs(body["pieces"]) and all(map(_is_piece, body["pieces"]))
+
+
+def _is_piece(pair: Any) -> bool:
+    return type(pair[0]) is str and _are_ints(pair[1], -_MAX_SIZE)
+
+
 def _are_pairs(body: Any) -> bool:
     return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
 
 
-def tensor_names(node: Node) -> Iterator[str]:
-    """The names of all tensors in a node, with repeats."""
-    if type(node) is list:
-        for item in node:
-            yield from tensor_names(item)
-    elif type(node) is dict:
-        tag = tag_of(node)
-        if tag == "$tensor":
-            yield node["$tensor"]
-        elif tag == SHARDED:
-            yield from (name for name, _ in node[SHARDED]["pieces"])
-        else:
-            for item in node.values():
-                yield from tensor_names(item)
+def _are_ints(value: Any, least: int) -> bool:
+    return type(value) is list and all(type(item) is int and least <= item <= _MAX_SIZE for item in value)
+
+
+_FORMS: Final[dict[str | None, tuple[Callable[[Any], bool], str]]] = {
+    _TENSOR: (lambda body: type(body) is str, "a tensor without a name"),
+    SHARDED: (_is_sharded_body, "a sharded tensor without dtype, shape and pieces"),
+    "$object": (_is_object_body, "an object without kind, type and state"),
+    "$dict": (_are_pairs, "a dict that is not made of pairs"),
+    "$ordered": (_are_pairs, "a dict that is not made of pairs"),
+}
+
+
+# -- tensors, in one piece or in several ----------------------------------------------------------------------------------
+
+
+def sharded_node(dtype: str, shape: Sequence[int], pieces: Sequence[tuple[str, Sequence[int]]]) -> Node:
+    """Return the node of a tensor in pieces: their names, and where they begin."""
+    return {SHARDED: {"dtype": dtype, "shape": list(shape), "pieces": [[name, list(start)] for name, start in pieces]}}
+
+
+def is_tensor(node: Node) -> bool:
+    """Return whether it is the node of a tensor, in one piece or in several."""
+    return tag_of(node) in (_TENSOR, SHARDED)
+
+
+def form_of(node: Node, entries: Entries) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a tensor."""
+    if _TENSOR in node:
+        entry = entries[node[_TENSOR]]
+        return entry.dtype, tuple(entry.shape)
+    return node[SHARDED]["dtype"], tuple(node[SHARDED]["shape"])
+
+
+def region_of(node: Node, box: Box, entries: Entries) -> Node:
+    """Return the node of a part of a tensor, which names only the pieces that have something of it."""
+    dtype, shape = form_of(node, entries)
+    if box == whole(shape):
+        return node
+    pieces = [(node[_TENSOR], (0,) * len(shape))] if _TENSOR in node else node[SHARDED]["pieces"]
+    found = []
+    for name, start in pieces:
+        if Box(tuple(start), tuple(entries[name].shape)).common_with(box) is not None:
+            found.append((name, [mine - outer for mine, outer in zip(start, box.offsets, strict=True)]))
+    return sharded_node(dtype, box.sizes, found)
+
+
+def put(target: torch.Tensor, node: Node, source: TensorReader, is_zero: bool = False) -> None:
+    """Fill a tensor of the same shape; of each piece, read only what belongs into it."""
+    if _TENSOR in node:
+        source.read_into(target, node[_TENSOR])
+        return
+    outer, num_covered = whole(target.shape), 0
+    found = []
+    for name, start in node[SHARDED]["pieces"]:
+        common = Box(tuple(start), source.shape_of(name)).common_with(outer)
+        if common is not None:
+            offsets = tuple(mine - begin for mine, begin in zip(common.offsets, start, strict=True))
+            found.append((common, name, Box(offsets, common.sizes)))
+            num_covered += common.num_elements
+    if num_covered < target.numel() and not is_zero:
+        target.zero_()
+    for common, name, region in found:
+        source.read_into(target[common.slices_in(outer)], name, region)
+
+
+def assemble(body: Any, source: TensorReader) -> torch.Tensor:
+    """Return a sharded tensor as a whole, with memory of its own."""
+    made = torch.zeros(body["shape"], dtype=getattr(torch, body["dtype"]))  # what is not covered takes no memory yet
+    put(made, {SHARDED: body}, source, is_zero=True)
+    return made
+
+
+def find_unlike(body: Any, entries: Entries) -> str:
+    """Return why something cannot be a piece of a tensor; empty if all can."""
+    for name, start in body["pieces"]:
+        entry = entries[name]
+        if entry.dtype != body["dtype"] or not len(start) == len(entry.shape) == len(body["shape"]):
+            return f"'{name}' cannot be a piece of a tensor of {body['dtype']} with shape {body['shape']}"
+    return ""
+
+
+def find_problem(body: Any, entries: Entries) -> str:
+    """Return why pieces do not make up a tensor; empty if they do."""
+    if problem := find_unlike(body, entries):
+        return problem
+    outer, boxes = whole(body["shape"]), _boxes(body, entries)
+    for (name, _), box in zip(body["pieces"], boxes, strict=True):
+        for offset, size, length in zip(box.offsets, box.sizes, outer.sizes, strict=True):
+            if offset < 0 or offset + size > length:
+                return f"'{name}' reaches beyond the tensor of shape {body['shape']}"
+    pair = find_overlap(boxes) if boxes else None
+    return f"'{body['pieces'][pair[0]][0]}' and '{body['pieces'][pair[1]][0]}' overlap" if pair else ""
+
+
+def is_covered(body: Any, entries: Entries) -> bool:
+    """Return whether every element is in a piece, so that the tensor is not larger than what was saved."""
+    outer = whole(body["shape"])
+    inside = [box.common_with(outer) for box in _boxes(body, entries)]
+    found = [box for box in inside if box is not None]
+    return sum(box.num_elements for box in found) == outer.num_elements and (not found or find_overlap(found) is None)
+
+
+def _boxes(body: Any, entries: Entries) -> list[Box]:
+    return [Box(tuple(start), tuple(entries[name].shape)) for name, start in body["pieces"]]

@@ -1,7 +1,7 @@
-"""What the driver, the template process and the workers of one machine tell each other.
+"""The messages between the driver, the fork server and the workers of one machine.
 
-    driver  -- MakeFolder, ForgetFolder, ForkWorker + 4 fds, SendSignal --> template
-            <-- TemplateReady, FolderMade, WorkerForked, WorkerExited --
+    driver  -- MakeFolder, ForgetFolder, ForkWorker + 4 fds, SendSignal --> fork server
+            <-- ForkServerReady, FolderMade, WorkerForked, WorkerExited --
 
     driver  -- PeerLost, Leave -->                                          worker      (its lifeline)
             <-- Listening --
@@ -22,15 +22,14 @@ from typing import Any
 
 import msgspec
 
-from gradwire.config import WorkerConfig
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.cluster.launcher import WorkerSpec
 
 MAX_PACKET = 1 << 16
 NUM_WORKER_FDS = 4  # WorkerStart, stdout, stderr, lifeline
 
 
 class MakeFolder(msgspec.Struct, frozen=True, tag=True):
-    """Make a private folder for sockets. The template makes it, so that it can remove it if the driver is killed."""
+    """Make a private folder for sockets. The fork server makes it, so that it can remove it if the driver is killed."""
 
     base: str
 
@@ -54,7 +53,7 @@ class SendSignal(msgspec.Struct, frozen=True, tag=True):
     signum: int
 
 
-class TemplateReady(msgspec.Struct, frozen=True, tag=True):
+class ForkServerReady(msgspec.Struct, frozen=True, tag=True):
     """Everything is imported; `num_threads` must be 1 for a fork to be safe."""
 
     num_threads: int
@@ -93,7 +92,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True, tag=True):
-    """Another worker has died; calls to it shall fail at once and say why."""
+    """Another worker has died: calls to it are to fail at once, with this reason."""
 
     name: str
     reason: str
@@ -103,20 +102,20 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     """End in good order."""
 
 
-ToTemplate = MakeFolder | ForgetFolder | ForkWorker | SendSignal
-FromTemplate = TemplateReady | FolderMade | WorkerForked | WorkerExited
+ToForkServer = MakeFolder | ForgetFolder | ForkWorker | SendSignal
+FromForkServer = ForkServerReady | FolderMade | WorkerForked | WorkerExited
 ToWorker = PeerLost | Leave
-ControlMessage = ToTemplate | FromTemplate | ToWorker | Listening
+ControlMessage = ToForkServer | FromForkServer | ToWorker | Listening
 
 
 def text_path() -> list[str]:
-    """`sys.path` without what people put there by mistake and Python ignores, such as `pathlib.Path`."""
+    """Return `sys.path` without what Python ignores there, such as a `pathlib.Path` that was added by mistake."""
     entries: list[object] = list(sys.path)
     return [entry for entry in entries if isinstance(entry, str)]
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What a worker takes over from the driver's process. Bytes, because names of files need not be text."""
+    """The part of the driver's process that a worker takes over. Bytes, because names of files need not be text."""
 
     environment: dict[bytes, bytes]
     path: tuple[bytes, ...]
@@ -125,11 +124,11 @@ class Surroundings(msgspec.Struct, frozen=True):
 
     @classmethod
     def capture(cls, environment: dict[str, str]) -> Surroundings:
-        """Those of this process, with additions to the environment."""
+        """Return those of this process, with additions to the environment."""
         try:
             folder = os.getcwdb()
         except FileNotFoundError:
-            folder = b""  # the driver's folder was removed: the worker stays where the template is
+            folder = b""  # the driver's folder was removed: the worker stays where the fork server is
         return cls(
             environment={**os.environb, **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()}},
             path=tuple(os.fsencode(entry) for entry in text_path()),
@@ -138,24 +137,20 @@ class Surroundings(msgspec.Struct, frozen=True):
         )
 
     def adopt(self) -> None:
-        """Makes them those of this process."""
+        """Make them those of this process."""
         os.environb.clear()
         os.environb.update(self.environment)
         sys.path[:] = [os.fsdecode(entry) for entry in self.path]
         sys.argv[:] = [os.fsdecode(argument) for argument in self.argv]
         if self.folder:
             os.chdir(self.folder)
-        importlib.invalidate_caches()  # files may have come since the template looked
+        importlib.invalidate_caches()  # files may have come since the fork server looked
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
     """Everything that a forked worker needs to know. Holds the cluster's token: never in argv or the environment."""
 
-    info: WorkerInfo
-    config: WorkerConfig
-    addresses: tuple[WorkerAddress, ...]
-    num_threads: int
-    imports: tuple[str, ...]
+    spec: WorkerSpec
     socket_folder: str
     surroundings: Surroundings
 
@@ -172,12 +167,12 @@ _start_decoder = msgspec.msgpack.Decoder(WorkerStart, dec_hook=_rebuild)
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair that keeps messages apart."""
+    """Return a connected pair that keeps messages apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_message(channel: socket.socket, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
-    """Sends one message and the descriptors that belong to it."""
+    """Send one message and the descriptors that belong to it."""
     data = _encoder.encode(message)
     if fds:
         socket.send_fds(channel, [data], list(fds))
@@ -186,7 +181,7 @@ def send_message(channel: socket.socket, message: ControlMessage, fds: tuple[int
 
 
 def receive_message(channel: socket.socket) -> tuple[ControlMessage | None, list[int]]:
-    """Reads one message and its descriptors; None is the end of the channel."""
+    """Read one message and its descriptors; None is the end of the channel."""
     try:
         data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET, NUM_WORKER_FDS)
     except ConnectionResetError:
@@ -197,7 +192,7 @@ def receive_message(channel: socket.socket) -> tuple[ControlMessage | None, list
 
 
 def write_start(start: WorkerStart) -> int:
-    """Writes it into an anonymous file and returns the descriptor, which the caller closes."""
+    """Write it into an anonymous file and return the descriptor, which the caller closes."""
     fd = os.memfd_create("gradwire-worker-start", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(_encoder.encode(start))
@@ -205,7 +200,7 @@ def write_start(start: WorkerStart) -> int:
 
 
 def read_start(fd: int) -> WorkerStart:
-    """Reads what `write_start` wrote, and closes the descriptor."""
+    """Read what `write_start` wrote, and close the descriptor."""
     with open(fd, "rb") as file:
         file.seek(0)
         return _start_decoder.decode(file.read())

@@ -1,13 +1,13 @@
-"""The template process: it imports torch once and forks a worker whenever the driver asks for one.
+"""The fork server: it imports torch once and forks a worker whenever the driver asks for one.
 
 Importing torch takes about two seconds of CPU; a fork of a process that has done so takes five milliseconds and
-shares the memory. A fork copies only the thread that calls it, so the template never has a second one: it sets the
+shares the memory. A fork copies only the thread that calls it, so the fork server never has a second one: it sets the
 thread counts of the numerical libraries to one before it imports them, and never runs an operation.
 
-It also is what makes sure that workers end. It is their parent, so it knows how they ended and may signal them
-without fear that the number means another process by now. It ends when the driver closes the channel or dies by any
-means, and takes the workers, the processes that these started, and the folder of their sockets along. If the template
-itself is killed, the kernel kills the workers (`die_with_parent`).
+It also makes sure that workers end. It is their parent, so it knows how they ended, and a process id that it signals
+cannot mean another process by now. It ends when the driver closes the channel or dies by any means, and takes the workers,
+the processes that these started, and the folder of their sockets along. If the fork server itself is killed, the kernel
+kills the workers (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import gc
 import importlib
 import os
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -33,15 +32,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from gradwire import _interrupts
 from gradwire.cluster._control import (
     FolderMade,
     ForgetFolder,
+    ForkServerReady,
     ForkWorker,
-    FromTemplate,
+    FromForkServer,
     MakeFolder,
     SendSignal,
-    TemplateReady,
-    ToTemplate,
+    ToForkServer,
     WorkerExited,
     WorkerForked,
     make_pair,
@@ -57,7 +57,7 @@ _REAP_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 10.0
 
 
-class Template:
+class ForkServer:
     """Serves one driver, in the only thread of its process."""
 
     def __init__(self, channel: socket.socket, driver_pid: int) -> None:
@@ -69,16 +69,16 @@ class Template:
         self._child_ended, self._wakeup = socket.socketpair()  # a byte arrives with every SIGCHLD
 
     def serve(self) -> None:
-        """Answers the driver until it goes away, then ends all workers."""
+        """Answer the driver until it goes away, then end all workers."""
         self._listen_to_signals()
         _prepare_to_be_copied()
         try:
-            self._tell(TemplateReady(num_threads=len(os.listdir("/proc/self/task"))))
+            self._send(ForkServerReady(num_threads=len(os.listdir("/proc/self/task"))))
             self._serve_until_driver_ends()
         finally:
             self._end_all()
 
-    def _tell(self, message: FromTemplate) -> None:
+    def _send(self, message: FromForkServer) -> None:
         with contextlib.suppress(OSError):  # the driver is gone; the loop is about to notice
             send_message(self._channel, message)
 
@@ -119,31 +119,32 @@ class Template:
         return message is not None
 
     def _fork(self, ticket: int, fds: WorkerFds) -> None:
-        template_pid = os.getpid()
+        server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(WorkerExited(ticket, -1, error=f"fork failed: {error.strerror}"))
+            self._send(WorkerExited(ticket, -1, error=f"fork failed: {error.strerror}"))
         else:
             if pid == 0:
-                self._become_worker(template_pid, fds)
+                self._become_worker(server_pid, fds)
             self._tickets[pid] = ticket
-            self._tell(WorkerForked(ticket, pid))
+            self._send(WorkerForked(ticket, pid))
         finally:
             fds.close()
 
-    def _become_worker(self, template_pid: int, fds: WorkerFds) -> NoReturn:
-        """Runs the worker in the forked process; never returns into the template's loop."""
+    def _become_worker(self, server_pid: int, fds: WorkerFds) -> NoReturn:
+        """Run the worker in the forked process; never return into the fork server's loop."""
         status = 1
         try:
             fds.redirect_output()
-            die_with_parent(template_pid)
+            die_with_parent(server_pid)
             os.setsid()  # Ctrl-C reaches the driver alone, and SIGKILL can reach what the worker started
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for ours in (self._channel, self._child_ended, self._wakeup):
                 ours.close()
-            status = run_worker(fds)
+            run_worker(fds)
+            status = 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -159,13 +160,13 @@ class Template:
         try:
             folder = tempfile.mkdtemp(prefix="gradwire-", dir=base)
         except OSError as error:
-            self._tell(FolderMade("", error=str(error)))
+            self._send(FolderMade("", error=str(error)))
         else:
             self._folders.append(folder)
-            self._tell(FolderMade(folder))
+            self._send(FolderMade(folder))
 
     def _reap(self) -> None:
-        """Collects the workers that have ended and reports them."""
+        """Collect the workers that have ended and report them."""
         with contextlib.suppress(BlockingIOError):
             while self._child_ended.recv(4096):
                 pass
@@ -178,7 +179,7 @@ class Template:
             _, status = os.waitpid(ended.si_pid, 0)
             ticket = self._tickets.pop(ended.si_pid, None)
             if ticket is not None:
-                self._tell(WorkerExited(ticket, status))
+                self._send(WorkerExited(ticket, status))
 
     def _end_all(self) -> None:
         for pid in self._tickets:
@@ -195,16 +196,16 @@ class Template:
 
 
 def _prepare_to_be_copied() -> None:
-    """Makes a fork, and the end of the forked process, as cheap as they can be."""
+    """Make a fork, and the end of the forked process, as cheap as they can be."""
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    # What torch wants done at the end of the interpreter took each worker 30 ms; it concerns nobody but the template.
+    # What torch wants done at the end of the interpreter takes 30 ms, and workers have no need of it.
     for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def _kill(pid: int, signum: int) -> None:
-    """Signals a process that has not been reaped; SIGKILL goes to its process group as well."""
+    """Signal a process that has not been reaped; SIGKILL goes to its process group as well."""
     for kill in (os.kill, os.killpg) if signum == signal.SIGKILL else (os.kill,):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signum)
@@ -215,12 +216,12 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
-    """Runs the template at the end of the channel with that descriptor, with these modules for its workers."""
-    name_process("template")
+    """Run the fork server at the end of the channel with that descriptor, with these modules for its workers."""
+    name_process("forkserver")
     for module in modules:
         importlib.import_module(module)
     import_all()
-    Template(socket.socket(fileno=channel_fd), driver_pid).serve()
+    ForkServer(socket.socket(fileno=channel_fd), driver_pid).serve()
     os._exit(0)  # taking torch apart would take half a second, and the driver waits for us
 
 
@@ -232,93 +233,92 @@ _PROGRAM = (
 # OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _EXIT_TIMEOUT_S = 8.0
+_LONGEST_POLL_S = 1e6  # the kernel counts milliseconds in 32 bits
 
 
-class TemplateProcess:
-    """A template process as its driver sees it."""
+class ForkServerProcess:
+    """A fork server as its driver sees it."""
 
     def __init__(self, timeout_s: float, modules: Sequence[str] = ()) -> None:
-        """Starts it and waits until it can fork.
+        """Start it and wait until it can fork.
 
         Args:
             timeout_s: How long it may take.
-            modules: It imports these, beside torch: they must start no thread.
+            modules: It imports these besides torch; none of them may start a thread.
 
         Raises:
-            WorkerStartFailed: The template ended or was not ready in time.
+            WorkerStartFailed: The fork server ended or was not ready in time.
         """
         self.modules = frozenset(modules)
         self._channel, theirs = make_pair()
         self._channel.settimeout(_SEND_TIMEOUT_S)
         with theirs:
             self._process = _spawn(theirs, modules)
-        try:
-            self._wait_ready(time.monotonic() + timeout_s)
-        except BaseException:
-            self.close(force=True)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, force=True)
+            self._wait_ready(timeout_s)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there."""
         return self._process.poll() is None
 
     def fileno(self) -> int:
-        """The channel's descriptor, for a selector."""
+        """Return the channel's descriptor, for a selector."""
         return self._channel.fileno()
 
-    def send(self, message: ToTemplate, fds: tuple[int, ...] = ()) -> None:
-        """Sends a request. May be called from any thread: a packet is never torn."""
+    def send(self, message: ToForkServer, fds: tuple[int, ...] = ()) -> None:
+        """Send a request. May be called from any thread: a packet is never torn."""
         send_message(self._channel, message, fds)
 
-    def receive(self) -> FromTemplate | None:
-        """Reads one message; None is the end of the template."""
+    def receive(self) -> FromForkServer | None:
+        """Read one message; None is the end of the fork server."""
         message, _ = receive_message(self._channel)
-        assert message is None or isinstance(message, FromTemplate), message
+        assert message is None or isinstance(message, FromForkServer), message
         return message
 
     def close(self, *, force: bool = False) -> None:
-        """Ends the process and with it all of its workers. May be called again."""
+        """End the process and with it all of its workers. May be called again."""
         with contextlib.suppress(OSError):
-            self._channel.shutdown(
-                socket.SHUT_RDWR
-            )  # unlike close, it reaches the template past copies of the descriptor
+            # Unlike close, it reaches the fork server past copies of the descriptor.
+            self._channel.shutdown(socket.SHUT_RDWR)
         if force:
             self._process.kill()
         try:
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            if not self._wait_exit():
+                self._process.kill()
+                self._wait_exit()
         finally:
             self._channel.close()
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _wait_ready(self, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise WorkerStartFailed("the template process did not import torch in time; raise start_timeout")
+    def _wait_ready(self, timeout_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        if not _interrupts.poll(poller, min(timeout_s, _LONGEST_POLL_S) * 1000):
+            raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout")
         message = self.receive()
-        if not isinstance(message, TemplateReady):
-            raise WorkerStartFailed(
-                f"the template process ended before it was ready. It printed:\n{self._last_words()}"
-            )
+        if not isinstance(message, ForkServerReady):
+            raise WorkerStartFailed(f"the fork server ended before it was ready. It printed:\n{self._read_output()}")
         if message.num_threads != 1:
             raise WorkerStartFailed(
-                f"the template process has {message.num_threads} threads after importing torch and cannot fork safely; "
+                f"the fork server has {message.num_threads} threads after importing torch and cannot fork safely; "
                 "something in this environment starts threads when Python does (a .pth file or sitecustomize?)"
             )
 
-    def _last_words(self) -> str:
+    @_interrupts.interruptible
+    def _wait_exit(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        return not self.is_alive
+
+    def _read_output(self) -> str:
+        self._wait_exit()
         self._process.kill()  # or the read below might wait
         assert self._process.stdout is not None
         return self._process.stdout.read().decode(errors="replace")
@@ -326,7 +326,7 @@ class TemplateProcess:
 
 def _check_platform() -> None:
     if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
-        raise ConfigurationError("Cluster.local needs Linux: it forks its workers from a template process")
+        raise ConfigurationError("Cluster.local needs Linux: its workers are forked from another process")
     if not sys.executable:
         raise ConfigurationError("Cluster.local cannot tell which Python runs this program: sys.executable is empty")
 
@@ -346,74 +346,62 @@ def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[b
 
 
 _lock = threading.Lock()  # guards _idle
-_idle: TemplateProcess | None = None
-_inherited: TemplateProcess | None = None  # the parent's, in a forked process: kept so that nothing finalises it there
+_idle: ForkServerProcess | None = None
+_inherited: ForkServerProcess | None = (
+    None  # the parent's, in a forked process: kept so that nothing finalises it there
+)
 
 
-def borrow_template(timeout_s: float) -> TemplateProcess:
-    """The idle template, or a new one. Give it back with `return_template`, or close it.
+def borrow_fork_server(timeout_s: float, modules: Sequence[str] = ()) -> ForkServerProcess:
+    """Return the idle fork server, or a new one. Give it back with `return_fork_server`, or close it.
+
+    Args:
+        timeout_s: How long a new one may take to start.
+        modules: It has imported these besides torch; their cost is then paid once, not in every worker.
 
     Raises:
         ConfigurationError: This platform cannot fork, or does not say where its interpreter is.
-        WorkerStartFailed: A new one was needed and could not be started in time.
+        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
     """
-    global _idle
     _check_platform()
-    with _lock:
-        template, _idle = _idle, None
-    if template is None:
-        return TemplateProcess(timeout_s)
-    if not template.is_alive:
-        template.close()
-        return TemplateProcess(timeout_s)
-    return template
+    server = _take_idle()
+    if server is not None and not (server.is_alive and server.modules.issuperset(modules)):
+        server.close()
+        server = None
+    return server or ForkServerProcess(timeout_s, modules)
 
 
-def return_template(template: TemplateProcess) -> None:
-    """Keeps a template without workers for the next cluster."""
+def return_fork_server(server: ForkServerProcess) -> None:
+    """Keep a fork server without workers for the next cluster."""
     global _idle
     with _lock:
         is_surplus = _idle is not None
         if not is_surplus:
-            _idle = template
+            _idle = server
     if is_surplus:
-        template.close()
+        server.close()
 
 
-def prepare_template(modules: Sequence[str], timeout_s: float) -> None:
-    """Sees to it that the template that waits for the next cluster has imported these modules.
-
-    What they cost is then paid once, not in every worker, and their memory is shared.
-
-    Raises:
-        ConfigurationError: As `borrow_template`.
-        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
-    """
-    global _idle
-    _check_platform()
-    with _lock:
-        template, _idle = _idle, None
-    if template is not None and not (template.is_alive and template.modules.issuperset(modules)):
-        template.close()
-        template = None
-    return_template(template or TemplateProcess(timeout_s, modules))
+def close_idle_fork_server() -> None:
+    """End the fork server that waits for the next cluster, if there is one."""
+    server = _take_idle()
+    if server is not None:
+        server.close()
 
 
-def close_idle_template() -> None:
-    """Ends the template that waits for the next cluster, if there is one."""
+def _take_idle() -> ForkServerProcess | None:
     global _idle
     with _lock:
-        template, _idle = _idle, None
-    if template is not None:
-        template.close()
+        server, _idle = _idle, None
+    return server
 
 
 def _forget_after_fork() -> None:
-    """A process that the driver forks has no right to the driver's template."""
+    """Leave the driver's fork server to the driver, in a process that it forked."""
     global _idle, _inherited, _lock
     _lock = threading.Lock()
     _inherited, _idle = _idle, None
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-atexit.register(close_idle_template)
+atexit.register(close_idle_fork_server)

@@ -1,15 +1,16 @@
 """The thread that watches the workers of this machine: what they print, whether they are ready, and how they end.
 
-    template  -- WorkerForked, WorkerExited -->  |            |
-    worker    -- Listening -->                   | supervisor |  --> state of a LocalHandle, on_lost
-    worker    -- stdout, stderr -->              |            |  --> the driver's stdout, stderr
+    fork server -- WorkerForked, WorkerExited -->  |            |
+    worker      -- Listening -->                   | supervisor |  --> state of a WorkerHandle, on_lost
+    worker      -- stdout, stderr -->              |            |  --> the driver's stdout, stderr
 
-Everyone else waits on its condition. It ends no process itself; `gradwire.cluster.local` does.
+Other threads wait on its condition. It ends no process itself; `gradwire.cluster.local_launcher` does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -21,10 +22,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from gradwire import _interrupts
 from gradwire.cluster._control import (
     Leave,
     Listening,
@@ -36,9 +37,9 @@ from gradwire.cluster._control import (
     receive_message,
     send_message,
 )
-from gradwire.cluster._forkserver import TemplateProcess
-from gradwire.cluster.launcher import OnLost, WorkerState
-from gradwire.cluster.status import describe_exit, rss_of
+from gradwire.cluster._forkserver import ForkServerProcess
+from gradwire.cluster.launcher import OnLost, WorkerHandle, WorkerState
+from gradwire.cluster.status import describe_exit
 from gradwire.types import WorkerInfo
 
 Stream = Literal["stdout", "stderr"]
@@ -50,6 +51,228 @@ _CURSOR_UP = b"\x1b[A"
 _CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")  # all control sequences but those for colours, which end in "m"
 _FIRST_REFRESH_S = 1.0
 _LONGEST_REFRESH_S = 10.0
+_READ_BYTES = 1 << 16
+_LAST_READS = (
+    16  # a pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for
+)
+
+_log = logging.getLogger("gradwire")
+_tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
+
+
+class Supervisor:
+    """Watches workers until it is closed, and then closes their channels."""
+
+    def __init__(self, fork_server: ForkServerProcess) -> None:
+        self._fork_server = fork_server
+        self._changed = threading.Condition()  # guards _workers and the state of every one in it
+        self._workers: dict[int, LocalWorker] = {}  # by ticket
+        self._arrivals: queue.SimpleQueue[LocalWorker] = queue.SimpleQueue()  # workers that the thread is to watch
+        self._wakeup, self._alarm = socket.socketpair()  # a byte makes the thread look at _arrivals and _is_closing
+        self._is_closing = False
+        self._unshown: set[LocalWorker] = set()  # those with a progress bar to show later; used by the thread alone
+        self._selector = selectors.DefaultSelector()  # used by the thread alone
+        self._selector.register(fork_server, selectors.EVENT_READ, self._on_fork_server_message)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+        self._thread = threading.Thread(target=self._run, name="gradwire-driver-supervisor", daemon=True)
+        self._thread.start()
+
+    def watch(self, worker: LocalWorker) -> None:
+        """Take charge of a worker that is about to be forked."""
+        with self._changed:
+            self._workers[worker.ticket] = worker
+        self._arrivals.put(worker)
+        self._alarm.send(b"!")
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until the condition on workers holds; return False if it does not within `timeout_s`."""
+        with self._changed:
+            return _interrupts.wait_for(self._changed, condition, timeout_s)
+
+    def expect_end_of(self, workers: Iterable[LocalWorker], *, ask: bool) -> None:
+        """Do not count these workers as lost when they end; if `ask`, ask them to end in good order."""
+        for worker in workers:
+            with self._changed:
+                worker.handle.on_end_expected()
+            if ask:
+                worker.send(Leave())
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread; return False if it is stuck, e.g. because the driver's output is blocked. May be called again."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"!")
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for key, _ in self._selector.select(self._refresh()):
+                    key.data()
+        finally:
+            for worker in self._all_workers():
+                worker.close()
+            for ours in (self._selector, self._wakeup, self._alarm):
+                ours.close()
+
+    def _refresh(self) -> float | None:
+        """Show the progress bars for which it is time; return the seconds until the next, or None for no limit."""
+        now, soonest = time.monotonic(), float("inf")
+        for worker in tuple(self._unshown):
+            worker.output.refresh(now)
+            if worker.output.refresh_at is None:
+                self._unshown.discard(worker)
+            else:
+                soonest = min(soonest, worker.output.refresh_at)
+        return soonest - now if self._unshown else None  # without a limit, the alarm ends the wait
+
+    def _all_workers(self) -> tuple[LocalWorker, ...]:
+        with self._changed:
+            return tuple(self._workers.values())
+
+    def _on_wakeup(self) -> None:
+        self._wakeup.recv(4096)
+        while not self._arrivals.empty():
+            worker = self._arrivals.get()
+            if worker.handle.state.is_over:
+                continue
+            for stream, fd in worker.pipes.items():
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._on_output, worker, stream))
+            self._selector.register(worker.lifeline, selectors.EVENT_READ, partial(self._on_lifeline, worker))
+
+    def _on_fork_server_message(self) -> None:
+        try:
+            message = self._fork_server.receive()
+        except OSError:
+            message = None  # the launcher has given the fork server up
+        if message is None:
+            self._on_fork_server_ended()
+        elif isinstance(message, WorkerForked):
+            with self._changed:
+                self._workers[message.ticket].handle.on_process_made(message.pid)
+                self._changed.notify_all()
+        elif isinstance(message, WorkerExited):
+            self._on_exited(self._workers[message.ticket], message.error or describe_exit(message.status))
+
+    def _on_fork_server_ended(self) -> None:
+        """Count all workers as ended: the kernel kills them with their parent."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._fork_server)
+        for worker in self._all_workers():
+            if not worker.handle.state.is_over:
+                self._on_exited(worker, "killed because the fork server ended")
+
+    def _on_exited(self, worker: LocalWorker, reason: str) -> None:
+        for stream in tuple(worker.pipes):
+            for _ in range(_LAST_READS):
+                if not self._on_output(worker, stream):
+                    break
+            self._close_pipe(worker, stream)
+        self._close_lifeline(worker)
+        with self._changed:
+            was_running = worker.handle.state is WorkerState.RUNNING
+            worker.handle.on_exited(reason)
+            self._changed.notify_all()
+        if was_running:
+            self._announce_loss(worker, reason)
+
+    def _announce_loss(self, lost: LocalWorker, reason: str) -> None:
+        name = lost.handle.info.name
+        try:
+            lost.on_lost(lost.handle)
+        except Exception:
+            _log.exception("the loss of %s could not be handled", name)
+        for worker in self._all_workers():
+            if not worker.handle.state.is_over:
+                worker.send(PeerLost(name, reason))
+
+    def _on_lifeline(self, worker: LocalWorker) -> None:
+        if worker.lifeline.fileno() < 0:
+            return  # closed by an event before this one
+        message, _ = receive_message(worker.lifeline)
+        if message is None:
+            self._close_lifeline(worker)
+        elif isinstance(message, Listening):
+            worker.output.release()
+            with self._changed:
+                worker.handle.on_listening()
+                self._changed.notify_all()
+
+    def _close_lifeline(self, worker: LocalWorker) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # not watched yet, or closed already
+            self._selector.unregister(worker.lifeline)
+        worker.lifeline.close()
+
+    def _on_output(self, worker: LocalWorker, stream: Stream) -> bool:
+        """Pass on what a worker has printed; return False if there is no more for now."""
+        fd = worker.pipes.get(stream)
+        if fd is None:
+            return False  # closed by an event before this one
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            worker.output.feed(stream, data, time.monotonic())
+            if worker.output.refresh_at is not None:
+                self._unshown.add(worker)
+        else:
+            self._close_pipe(worker, stream)
+        return bool(data)
+
+    def _close_pipe(self, worker: LocalWorker, stream: Stream) -> None:
+        fd = worker.pipes.pop(stream, None)
+        if fd is not None:
+            with contextlib.suppress(KeyError):  # not watched yet
+                self._selector.unregister(fd)
+            os.close(fd)
+            worker.output.feed(stream, b"", time.monotonic())
+
+
+class LocalWorker:
+    """A worker process of this machine: its state, what it prints, and the driver's ends of its channels.
+
+    Attributes:
+        ticket: Names it towards the fork server.
+        handle: Its state. The supervisor's condition guards it.
+        pipes: What it prints, by stream. Like the lifeline, they are closed by the supervisor's thread.
+        lifeline: For `Listening`, `PeerLost` and `Leave`; its end is the end of the worker.
+    """
+
+    def __init__(self, info: WorkerInfo, on_lost: OnLost) -> None:
+        self.ticket = next(_tickets)
+        self.handle = WorkerHandle(info)
+        self.on_lost = on_lost
+        self.output = WorkerOutput(info.name, info.id)
+        self.pipes: dict[Stream, int] = {}
+        self.lifeline, self._their_lifeline = make_pair()
+        self.lifeline.setblocking(False)  # the supervisor serves many workers and must not wait for one
+
+    def make_pipes(self) -> tuple[int, int, int]:
+        """Return the worker's ends (stdout, stderr, lifeline), which the caller closes once they are sent."""
+        writers = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            undo.callback(self._their_lifeline.close)
+            for stream in ("stdout", "stderr"):
+                self.pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
+                undo.callback(os.close, writer)
+                os.set_blocking(self.pipes[stream], False)
+                writers.append(writer)
+            undo.pop_all()
+        return writers[0], writers[1], self._their_lifeline.detach()
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message, unless the worker is gone or too busy to read."""
+        with contextlib.suppress(OSError):  # the caller has other means
+            send_message(self.lifeline, message)
+
+    def close(self) -> None:
+        """Close the driver's ends. May be called again."""
+        self.lifeline.close()
+        while self.pipes:
+            os.close(self.pipes.popitem()[1])
 
 
 class LineBuffer:
@@ -64,7 +287,7 @@ class LineBuffer:
         self.progress = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Returns the lines that this data completes, without their ends.
+        """Return the lines that this data completes, without their ends.
 
         A line longer than 64 KiB comes in pieces, so that a worker which never ends a line costs no memory.
         """
@@ -86,19 +309,19 @@ class LineBuffer:
         return [_as_shown(line) for line in whole]
 
     def finish(self) -> list[str]:
-        """Returns what has no line end and never will."""
+        """Return what has no line end and never will."""
         rest, self._rest, self.progress = self._rest, b"", ""
         shown = _as_shown(rest)
         return [shown] if (shown.strip() if b"\r" in rest else shown) else []  # a bar may have been wiped out
 
 
 def _as_shown(line: bytes) -> str:
-    """A line as a terminal would leave it: a progress bar that rewrites itself is its last state."""
+    """Return a line as a terminal would leave it: of a progress bar that rewrites itself, the last state."""
     return _CURSOR_MOVES.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
 
 
 class _Progress:
-    """When the state of a stream's progress bar is shown."""
+    """Decides when the state of a stream's progress bar is shown."""
 
     def __init__(self) -> None:
         self.shown = ""
@@ -106,7 +329,7 @@ class _Progress:
         self._interval_s = _FIRST_REFRESH_S
 
     def on_state(self, state: str, now: float) -> None:
-        """The bar has this state, which is empty if there is no bar."""
+        """Note the state of the bar, which is empty if there is none."""
         if state in ("", self.shown):
             self.due_at = None
         elif self.due_at is None:
@@ -128,7 +351,7 @@ class WorkerOutput:
         self._kept: deque[tuple[Stream, str]] | None = deque(maxlen=_KEPT_LINES)
 
     def feed(self, stream: Stream, data: bytes, now: float) -> None:
-        """Takes what arrived from the worker; empty data means that its stream has ended."""
+        """Take what arrived from the worker; empty data means that its stream has ended."""
         buffer, progress = self._buffers[stream], self._progress[stream]
         lines = buffer.feed(data) if data else buffer.finish()
         if self._kept is not None:
@@ -145,27 +368,27 @@ class WorkerOutput:
         return min((item.due_at for item in self._progress.values() if item.due_at is not None), default=None)
 
     def refresh(self, now: float) -> None:
-        """Writes the states of progress bars for which it is time."""
+        """Write the states of progress bars for which it is time."""
         for stream, progress in self._progress.items():
             if progress.due_at is not None and progress.due_at <= now:
                 progress.on_shown(self._buffers[stream].progress)
                 self._write(stream, [progress.shown])
 
     def release(self) -> None:
-        """Writes what was kept back, and from now on every line as it comes."""
+        """Write what was kept back, and from now on every line as it comes."""
         kept, self._kept = self._kept or (), None
         for stream, line in kept:
             self._write(stream, [line])
 
     def kept(self) -> str:
-        """What was printed so far by a worker that did not get ready."""
+        """Return what was printed so far by a worker that did not get ready."""
         return "\n".join(line for _, line in self._kept or ())
 
     def _write(self, stream: Stream, lines: Iterable[str]) -> None:
-        target = sys.stdout if stream == "stdout" else sys.stderr  # looked up each time: people redirect them
+        target = sys.stdout if stream == "stdout" else sys.stderr  # looked up each time: programs redirect them
         if target is None:
             return
-        # The program may have closed its output, or its reader may be gone: no reason to stop supervising.
+        # The program may have closed its output, or its reader may be gone; the supervisor goes on.
         with contextlib.suppress(OSError, ValueError):
             prefix = self._prefix(target.isatty())
             text = "".join(f"{prefix}{line}\n" for line in lines)
@@ -177,290 +400,3 @@ class WorkerOutput:
         if is_terminal and not os.environ.get("NO_COLOR"):
             return f"\x1b[{self._colour}m[{self._name}]\x1b[0m "
         return f"[{self._name}] "
-
-
-@dataclass(slots=True)
-class WorkerChannels:
-    """The driver's ends: two pipes to read and the lifeline."""
-
-    lifeline: socket.socket
-    pipes: dict[Stream, int] = field(default_factory=dict)
-
-    def close(self) -> None:
-        """Closes all of them. May be called again."""
-        self.lifeline.close()
-        while self.pipes:
-            os.close(self.pipes.popitem()[1])
-
-
-def make_channels() -> tuple[WorkerChannels, tuple[int, int, int]]:
-    """Makes the channels for one worker.
-
-    Returns:
-        The driver's ends, and the worker's (stdout, stderr, lifeline), which the caller closes once they are sent.
-    """
-    with contextlib.ExitStack() as undo:
-        ours, theirs = make_pair()
-        ours.setblocking(False)  # the supervisor serves many workers and must not wait for one
-        channels = WorkerChannels(ours)
-        undo.callback(channels.close)
-        undo.callback(theirs.close)
-        writers: list[int] = []
-        for stream in ("stdout", "stderr"):
-            channels.pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
-            undo.callback(os.close, writer)
-            os.set_blocking(channels.pipes[stream], False)
-            writers.append(writer)
-        undo.pop_all()
-    return channels, (writers[0], writers[1], theirs.detach())
-
-
-class LocalHandle:
-    """A worker process, as a `WorkerHandle`. One method for each event; the supervisor's condition guards it."""
-
-    def __init__(self, info: WorkerInfo, ticket: int, channels: WorkerChannels, on_lost: OnLost) -> None:
-        self._info = info
-        self._pid: int | None = None
-        self._state = WorkerState.STARTING
-        self._exit_reason: str | None = None
-        self._started_at = time.monotonic()
-        self._ended_at: float | None = None
-        self.ticket = ticket
-        self.channels = channels
-        self.on_lost = on_lost
-        self.output = WorkerOutput(info.name, info.id)
-
-    def __repr__(self) -> str:
-        return f"<LocalHandle {self._info.name} pid={self._pid} {self._state.value}>"
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Name and rank."""
-        return self._info
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, or None while there is none yet."""
-        return self._pid
-
-    @property
-    def state(self) -> WorkerState:
-        """Where it is in its life."""
-        return self._state
-
-    @property
-    def exit_reason(self) -> str | None:
-        """How the process ended; None while it runs."""
-        return self._exit_reason
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since it was started, until it ended."""
-        return (self._ended_at or time.monotonic()) - self._started_at
-
-    def rss_bytes(self) -> int | None:
-        """Memory the process has resident now, or None when it is gone."""
-        return None if self._pid is None or self._state.is_over else rss_of(self._pid)
-
-    def on_forked(self, pid: int) -> None:
-        """The template has made the process."""
-        self._pid = pid
-
-    def on_listening(self) -> None:
-        """The worker can be called."""
-        if self._state is WorkerState.STARTING:
-            self._state = WorkerState.RUNNING
-
-    def on_end_expected(self) -> None:
-        """The driver wants it to end; its end is no loss from now on."""
-        if not self._state.is_over:
-            self._state = WorkerState.LEAVING
-
-    def on_exited(self, reason: str) -> None:
-        """The process is gone."""
-        if not self._state.is_over:
-            self._state = WorkerState.ENDED if self._state is WorkerState.LEAVING else WorkerState.LOST
-            self._exit_reason = reason
-            self._ended_at = time.monotonic()
-
-
-_log = logging.getLogger("gradwire")
-
-_READ_BYTES = 1 << 16
-_LAST_READS = (
-    16  # a pipe holds 64 KiB unless someone enlarged it; what a detached process goes on writing is not waited for
-)
-
-
-class Supervisor:
-    """Watches workers until it is closed. Owns their channels."""
-
-    def __init__(self, template: TemplateProcess) -> None:
-        self._template = template
-        self._changed = threading.Condition()  # guards _handles and the state of every handle in it
-        self._handles: dict[int, LocalHandle] = {}  # by ticket
-        self._arrivals: queue.SimpleQueue[LocalHandle] = queue.SimpleQueue()  # handles that the thread is to watch
-        self._wakeup, self._alarm = socket.socketpair()  # a byte makes the thread look at _arrivals and _is_closing
-        self._is_closing = False
-        self._unshown: set[LocalHandle] = set()  # those with a progress bar to show later; used by the thread alone
-        self._selector = selectors.DefaultSelector()  # used by the thread alone
-        self._selector.register(template, selectors.EVENT_READ, self._on_template_message)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
-        self._thread = threading.Thread(target=self._run, name="gradwire-driver-supervisor", daemon=True)
-        self._thread.start()
-
-    def watch(self, handle: LocalHandle) -> None:
-        """Takes charge of a worker that is about to be forked."""
-        with self._changed:
-            self._handles[handle.ticket] = handle
-        self._arrivals.put(handle)
-        self._alarm.send(b"!")
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until the condition on handles holds; False if it does not within `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(condition, timeout_s)
-
-    def expect_end_of(self, handles: Iterable[LocalHandle], *, tell: bool) -> None:
-        """From now on the end of these workers is no loss; if `tell`, they are asked to end in good order."""
-        for handle in handles:
-            with self._changed:
-                handle.on_end_expected()
-            if tell:
-                _tell(handle, Leave())
-
-    def close(self, timeout_s: float) -> bool:
-        """Ends the thread; False if it is stuck, e.g. because the driver's output is blocked. May be called again."""
-        self._is_closing = True
-        with contextlib.suppress(OSError):
-            self._alarm.send(b"!")
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                for key, _ in self._selector.select(self._refresh()):
-                    key.data()
-        finally:
-            for handle in self._all_handles():
-                handle.channels.close()
-            for ours in (self._selector, self._wakeup, self._alarm):
-                ours.close()
-
-    def _refresh(self) -> float | None:
-        """Shows the progress bars for which it is time; returns the seconds until the next, or None for no limit."""
-        now, soonest = time.monotonic(), float("inf")
-        for handle in tuple(self._unshown):
-            handle.output.refresh(now)
-            if handle.output.refresh_at is None:
-                self._unshown.discard(handle)
-            else:
-                soonest = min(soonest, handle.output.refresh_at)
-        return soonest - now if self._unshown else None  # without a limit, the alarm ends the wait
-
-    def _all_handles(self) -> tuple[LocalHandle, ...]:
-        with self._changed:
-            return tuple(self._handles.values())
-
-    def _on_wakeup(self) -> None:
-        self._wakeup.recv(4096)
-        while not self._arrivals.empty():
-            handle = self._arrivals.get()
-            if handle.state.is_over:
-                continue
-            for stream, fd in handle.channels.pipes.items():
-                self._selector.register(fd, selectors.EVENT_READ, partial(self._on_output, handle, stream))
-            self._selector.register(handle.channels.lifeline, selectors.EVENT_READ, partial(self._on_lifeline, handle))
-
-    def _on_template_message(self) -> None:
-        try:
-            message = self._template.receive()
-        except OSError:
-            message = None  # the launcher has given the template up
-        if message is None:
-            self._on_template_ended()
-        elif isinstance(message, WorkerForked):
-            with self._changed:
-                self._handles[message.ticket].on_forked(message.pid)
-                self._changed.notify_all()
-        elif isinstance(message, WorkerExited):
-            self._on_exited(self._handles[message.ticket], message.error or describe_exit(message.status))
-
-    def _on_template_ended(self) -> None:
-        """Without their parent the workers are gone, too: the kernel sees to it."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._template)
-        for handle in self._all_handles():
-            if not handle.state.is_over:
-                self._on_exited(handle, "killed because the template process ended")
-
-    def _on_exited(self, handle: LocalHandle, reason: str) -> None:
-        for stream in tuple(handle.channels.pipes):
-            for _ in range(_LAST_READS):
-                if not self._on_output(handle, stream):
-                    break
-            self._close_pipe(handle, stream)
-        self._close_lifeline(handle)
-        with self._changed:
-            was_running = handle.state is WorkerState.RUNNING
-            handle.on_exited(reason)
-            self._changed.notify_all()
-        if was_running:
-            self._announce_loss(handle, reason)
-
-    def _announce_loss(self, lost: LocalHandle, reason: str) -> None:
-        try:
-            lost.on_lost(lost)
-        except Exception:
-            _log.exception("the loss of %s could not be handled", lost.info.name)
-        for handle in self._all_handles():
-            if not handle.state.is_over:
-                _tell(handle, PeerLost(lost.info.name, reason))
-
-    def _on_lifeline(self, handle: LocalHandle) -> None:
-        if handle.channels.lifeline.fileno() < 0:
-            return  # closed by an event before this one
-        message, _ = receive_message(handle.channels.lifeline)
-        if message is None:
-            self._close_lifeline(handle)
-        elif isinstance(message, Listening):
-            handle.output.release()
-            with self._changed:
-                handle.on_listening()
-                self._changed.notify_all()
-
-    def _close_lifeline(self, handle: LocalHandle) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # not watched yet, or closed already
-            self._selector.unregister(handle.channels.lifeline)
-        handle.channels.lifeline.close()
-
-    def _on_output(self, handle: LocalHandle, stream: Stream) -> bool:
-        """Passes on what a worker has printed; False if there is no more for now."""
-        fd = handle.channels.pipes.get(stream)
-        if fd is None:
-            return False  # closed by an event before this one
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if data:
-            handle.output.feed(stream, data, time.monotonic())
-            if handle.output.refresh_at is not None:
-                self._unshown.add(handle)
-        else:
-            self._close_pipe(handle, stream)
-        return bool(data)
-
-    def _close_pipe(self, handle: LocalHandle, stream: Stream) -> None:
-        fd = handle.channels.pipes.pop(stream, None)
-        if fd is not None:
-            with contextlib.suppress(KeyError):  # not watched yet
-                self._selector.unregister(fd)
-            os.close(fd)
-            handle.output.feed(stream, b"", time.monotonic())
-
-
-def _tell(handle: LocalHandle, message: ToWorker) -> None:
-    with contextlib.suppress(OSError):  # it is gone, or too busy to read: the caller has other means
-        send_message(handle.channels.lifeline, message)

@@ -1,7 +1,7 @@
 """The life of a worker process, from the fork to its end.
 
 The main thread only watches the lifeline to the driver; the worker's agent has threads of its own for calls. When the
-lifeline ends without a word the driver is gone, and the worker follows at once.
+lifeline ends without a `Leave`, the driver is gone, and the worker ends at once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,105 @@ from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 
+CALLS_SERVED = "calls_served"  # the control operation that returns how many calls this worker has answered
+
+
+class WorkerFds(NamedTuple):
+    """The descriptors that the driver sends along for a new worker."""
+
+    start: int
+    stdout: int
+    stderr: int
+    lifeline: int
+
+    def redirect_output(self) -> None:
+        """Make file descriptors 1 and 2 of this process lead to the driver."""
+        os.dup2(self.stdout, 1)
+        os.dup2(self.stderr, 2)
+
+    def close(self) -> None:
+        """Close this process's copies."""
+        for fd in self:
+            os.close(fd)
+
+
+def run_worker(fds: WorkerFds) -> None:
+    """Run a worker in a freshly forked process until it is told to leave."""
+    start = read_start(fds.start)
+    spec = start.spec
+    reserve_process(spec.info.name)  # before any import of the user's
+    os.close(fds.stdout)
+    os.close(fds.stderr)
+    lifeline = socket.socket(fileno=fds.lifeline)
+    _settle_in(start)
+    directory = StaticDirectory(spec.addresses)
+    agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
+    directory.complete()
+    agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
+    set_current_agent(agent, _refuse_shutdown)
+    send_message(lifeline, Listening())
+    with lifeline:
+        _wait_for_leave(lifeline, agent)
+    if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
+        agent.shutdown(graceful=False)
+    set_current_agent(None)
+    # The usual end of an interpreter would wait for the user's threads and take torch apart; neither is of use.
+    atexit._run_exitfuncs()
+
+
+def _refuse_shutdown(graceful: bool, timeout: float) -> None:
+    raise RpcError(
+        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
+        "gradwire.rpc.shutdown() there"
+    )
+
+
+def flush_output() -> None:
+    """Write what the worker has printed and Python still holds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the driver is gone, or the user's code closed it
+            stream.flush()
+
+
+def _settle_in(start: WorkerStart) -> None:
+    """Undo what a fork shares by mistake, and take over what the driver has."""
+    name_process(start.spec.info.name)
+    faulthandler.enable()  # a crash in native code prints where it happened
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start.surroundings.adopt()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    torch.set_num_threads(start.spec.num_threads)
+    _reset_seeds(start.spec.info.id)
+    for module in start.spec.imports:
+        importlib.import_module(module)
+
+
+def _reset_seeds(rank: int) -> None:
+    """Make the workers' random numbers differ.
+
+    Python and numpy start from the system's entropy, as in any new process. torch starts every process from the same
+    number, so that runs can be repeated; workers keep that and differ by their rank.
+    """
+    random.seed()
+    torch.manual_seed(torch.initial_seed() + 1 + rank)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def _wait_for_leave(lifeline: socket.socket, agent: Agent) -> None:
+    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone."""
+    while True:
+        message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
+        if message is None:
+            os._exit(1)
+        if isinstance(message, PeerLost):
+            agent.forget(message.name, message.reason)
+        if isinstance(message, Leave):
+            return
+
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _ARG_START, _ARG_END = 45, 46  # fields of /proc/<pid>/stat, counted from the one after the name
@@ -45,7 +144,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Lets the kernel kill this process when the thread that forked it ends.
+    """Let the kernel kill this process when the thread that forked it ends.
 
     The parent must fork from a thread that lives as long as the process itself.
     """
@@ -53,7 +152,7 @@ def die_with_parent(parent_pid: int) -> None:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if os.getppid() != parent_pid:
-        os._exit(1)  # the parent ended before the kernel knew that we care
+        os._exit(1)  # the parent ended before the line above
 
 
 def name_process(name: str) -> None:
@@ -75,106 +174,3 @@ def _overwrite_arguments(title: bytes) -> None:
     with open("/proc/self/mem", "r+b", buffering=0) as memory:  # a wrong address is an error there, not a crash
         memory.seek(begin)
         memory.write(title[: end - begin - 1].ljust(end - begin, b"\0"))
-
-
-CALLS_SERVED = "calls_served"  # the control operation that tells how many calls this worker has answered
-
-
-class WorkerFds(NamedTuple):
-    """The descriptors that the driver sends along for a new worker."""
-
-    start: int
-    stdout: int
-    stderr: int
-    lifeline: int
-
-    def redirect_output(self) -> None:
-        """Lets file descriptors 1 and 2 of this process lead to the driver."""
-        os.dup2(self.stdout, 1)
-        os.dup2(self.stderr, 2)
-
-    def close(self) -> None:
-        """Closes this process's copies."""
-        for fd in self:
-            os.close(fd)
-
-
-def run_worker(fds: WorkerFds) -> int:
-    """Runs a worker in a freshly forked process until it is told to leave.
-
-    Returns:
-        The exit status for the process.
-    """
-    start = read_start(fds.start)
-    reserve_process(start.info.name)  # before any import of the user's
-    os.close(fds.stdout)
-    os.close(fds.stderr)
-    lifeline = socket.socket(fileno=fds.lifeline)
-    _settle_in(start)
-    directory = StaticDirectory(start.addresses)
-    agent = start_worker(start.info, start.config, directory, folder=Path(start.socket_folder))
-    directory.complete()
-    agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
-    set_current_agent(agent, _refuse_shutdown)
-    send_message(lifeline, Listening())
-    with lifeline:
-        _wait_for_leave(lifeline, agent)
-    if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
-        agent.shutdown(graceful=False)
-    set_current_agent(None)
-    # The usual end of an interpreter would wait for the user's threads and take torch apart; neither serves anyone.
-    atexit._run_exitfuncs()
-    return 0
-
-
-def _refuse_shutdown(graceful: bool, timeout: float) -> None:
-    raise RpcError(
-        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
-        "gradwire.rpc.shutdown() there"
-    )
-
-
-def flush_output() -> None:
-    """Writes what the worker has printed and Python still holds."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the driver is gone, or the user's code closed it
-            stream.flush()
-
-
-def _settle_in(start: WorkerStart) -> None:
-    """Undoes what a fork shares by mistake, and takes over what the driver has."""
-    name_process(start.info.name)
-    faulthandler.enable()  # a crash in native code prints where it happened
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start.surroundings.adopt()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    torch.set_num_threads(start.num_threads)
-    _reset_seeds(start.info.id)
-    for module in start.imports:
-        importlib.import_module(module)
-
-
-def _reset_seeds(rank: int) -> None:
-    """Makes the workers' random numbers differ.
-
-    Python and numpy start from the system's entropy, as in any new process. torch starts every process from the same
-    number, so that runs can be repeated; workers keep that and differ by their rank.
-    """
-    random.seed()
-    torch.manual_seed(torch.initial_seed() + 1 + rank)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
-
-
-def _wait_for_leave(lifeline: socket.socket, agent: Agent) -> None:
-    """Watches the lifeline until the driver lets this worker go; ends the process if the driver is gone."""
-    while True:
-        message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
-        if message is None:
-            os._exit(1)
-        if isinstance(message, PeerLost):
-            agent.forget(message.name, message.reason)
-        if isinstance(message, Leave):
-            return

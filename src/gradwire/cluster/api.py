@@ -1,4 +1,4 @@
-"""`Cluster` and `Worker`: what people see of the workers they started."""
+"""`Cluster` and `Worker`: the workers that a program started, as it uses them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from gradwire import _interrupts
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
-from gradwire.cluster.local import CLUSTER, start_local
+from gradwire.cluster.local_launcher import CLUSTER, LocalOptions, start_local
 from gradwire.cluster.map import MapRun
-from gradwire.cluster.options import LocalOptions
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
-from gradwire.config import Limits
+from gradwire.config import Limits, WorkerConfig
 from gradwire.errors import NotInitialized, WorkerLost
 from gradwire.nn import RemoteModule
 from gradwire.rpc.agent import Agent
@@ -27,6 +27,7 @@ from gradwire.types import Trust, WorkerInfo
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_DEFAULTS = WorkerConfig()
 _GRACE_S = 5.0
 _LEAVE_S = 1.0
 _QUIET_POLL_S = 0.01
@@ -52,26 +53,26 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Its name; unique in the cluster."""
+        """The name; unique in the cluster."""
         return self._handle.info.name
 
     @property
     def rank(self) -> int:
-        """Its number, from 0."""
+        """The number, from 0."""
         return self._handle.info.id
 
     @property
     def pid(self) -> int | None:
-        """Its process id."""
+        """The process id."""
         return self._handle.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether the process is there."""
         return not self._handle.state.is_over
 
     def with_timeout(self, timeout: float | None) -> Worker:
-        """The same worker, for calls with another deadline: ``worker.with_timeout(5).call(f)``.
+        """Return the same worker, for calls with another deadline: ``worker.with_timeout(5).call(f)``.
 
         Args:
             timeout: Seconds; 0 for no deadline, None for the cluster's `rpc_timeout`.
@@ -85,7 +86,7 @@ class Worker:
     def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     def call(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function on this worker and returns its result.
+        """Run a function on this worker and return its result.
 
         Args:
             function: The function, or the name that it is exposed under.
@@ -96,7 +97,7 @@ class Worker:
             CannotSend: An argument or the result cannot travel.
             RpcTimeout: The deadline passed.
             WorkerLost: The worker died.
-            Exception: Whatever the function raised, as its own type where that is known here.
+            Exception: The one that the function raised, as its own type where that is known here.
         """
         return self._agent.call(self.name, function, args, kwargs, self._timeout_s)
 
@@ -107,7 +108,7 @@ class Worker:
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> CallFuture[T]: ...
 
     def submit(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Starts a function on this worker and returns a `torch.futures.Future`; takes what `call` takes.
+        """Start a function on this worker and return a `torch.futures.Future`; takes what `call` takes.
 
         Raises:
             CannotSend: An argument cannot travel.
@@ -116,7 +117,7 @@ class Worker:
         return self._agent.submit(self.name, function, args, kwargs, self._timeout_s)
 
     def module(self, module_cls: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RemoteModule:
-        """Makes a module on this worker and returns a handle on it, which is used like the module.
+        """Make a module on this worker and return a handle on it, which is used like the module.
 
         `gradwire.nn.RemoteModule` does the same with a device and a choice of how trainers share the parameters.
 
@@ -142,11 +143,18 @@ class Cluster:
     and the death of the driver by any means.
     """
 
-    def __init__(self, launcher: Launcher, agent: Agent, handles: Sequence[WorkerHandle]) -> None:
-        """For launchers; people use `local`."""
+    def __init__(
+        self,
+        launcher: Launcher,
+        agent: Agent,
+        handles: Sequence[WorkerHandle],
+        resources: contextlib.AbstractContextManager[object],
+    ) -> None:
+        """Wrap what a launcher started; leaving `resources` ends all of it. Programs use `local`."""
         self._launcher = launcher
         self._agent = agent
         self._handles = handles
+        self._resources = resources
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
@@ -175,8 +183,8 @@ class Cluster:
         *,
         replace: bool = False,
         names: Sequence[str] | None = None,
-        num_worker_threads: int = 16,
-        rpc_timeout: float = 60.0,
+        num_worker_threads: int = _DEFAULTS.num_worker_threads,
+        rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
         threads_per_worker: int = 1,
         start_timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
@@ -184,7 +192,7 @@ class Cluster:
         trust: Trust = "code",
         limits: Limits | None = None,
     ) -> Cluster:
-        """Starts workers on this machine.
+        """Start workers on this machine.
 
         They have the driver's working folder, environment and import path. What they print appears in the driver's
         output with their name in front. torch's random numbers differ between workers and repeat from run to run.
@@ -213,18 +221,20 @@ class Cluster:
         options = LocalOptions(
             num_workers=n,
             names=names,
-            num_worker_threads=num_worker_threads,
-            rpc_timeout_s=rpc_timeout,
             threads_per_worker=threads_per_worker,
             start_timeout_s=start_timeout,
             environment=env,
             imports=imports,
-            trust=trust,
-            limits=Limits() if limits is None else limits,
+            config=WorkerConfig(
+                num_worker_threads=num_worker_threads,
+                rpc_timeout_s=rpc_timeout,
+                trust=trust,
+                limits=_DEFAULTS.limits if limits is None else limits,
+            ),
         )
         if replace and (old := cls.current()) is not None:
             old.close(grace=0)
-        return start_local(options, cls)
+        return cls(*start_local(options))
 
     def __repr__(self) -> str:
         living = sum(worker.is_alive for worker in self.workers)
@@ -240,14 +250,14 @@ class Cluster:
         self.close(_GRACE_S if error is None else 0.0)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:
-        """Calls a function once for each item, spread over the workers that live.
+        """Call a function once for each item, spread over the workers that are alive.
 
         A worker has up to two items at a time, in two threads. A progress bar appears on a terminal, or in a
         notebook with ipywidgets, if it takes longer than a second.
 
         Args:
             function: Called with one item.
-            items: Read as workers get free.
+            items: Read as workers become free.
             timeout: Seconds for the whole; without it each call has the cluster's `rpc_timeout`.
 
         Returns:
@@ -255,16 +265,16 @@ class Cluster:
 
         Raises:
             RpcTimeout: The time is up.
-            WorkerLost: No worker lives, or one died on the way.
+            WorkerLost: No worker is alive, or one died on the way.
             Exception: The first that a call raised; the rest is cancelled.
         """
         alive = [worker for worker in self.workers if worker.is_alive]
         if not alive:
-            raise WorkerLost("no worker of this cluster is alive; Cluster.status() says how they ended")
+            raise WorkerLost("no worker of this cluster is alive; Cluster.status() shows how they ended")
         return MapRun(alive, function, items, timeout).run()
 
     def status(self) -> ClusterStatus:
-        """Where the workers stand: one record each; printed, a table."""
+        """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
         running = [handle.info.name for handle in self._handles if handle.state is WorkerState.RUNNING]
         served = ask_calls_served(self._agent, running, _SURVEY_S)
         return ClusterStatus(
@@ -274,7 +284,7 @@ class Cluster:
                 pid=handle.pid,
                 state=handle.state.value,
                 uptime_s=handle.uptime_s,
-                rss_bytes=handle.rss_bytes(),
+                rss_bytes=self._launcher.rss_bytes(handle),
                 calls_served=served.get(handle.info.name),
                 exit_reason=handle.exit_reason,
             )
@@ -282,7 +292,7 @@ class Cluster:
         )
 
     def close(self, grace: float = _GRACE_S) -> None:
-        """Ends all workers. May be called again.
+        """End all workers. May be called again.
 
         Args:
             grace: Seconds that calls of the driver which are under way get to end. Workers then have a moment to leave
@@ -293,21 +303,14 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        with contextlib.ExitStack() as at_last:  # whatever happens, Ctrl-C included
-            at_last.callback(atexit.unregister, self.close)
-            at_last.callback(self._launcher.close)
-            at_last.callback(set_current_agent, None)
-            at_last.callback(self._agent.shutdown, graceful=False)
+        with _interrupts.installed(), self._resources:  # the latter ends what is left if Ctrl-C ends one of the waits
+            atexit.unregister(self.close)
             deadline = time.monotonic() + grace
-            self._wait_quiet(deadline)
+            # The work of the other workers ends with the driver's calls, which began it all.
+            while not self._agent.is_quiet and time.monotonic() < deadline:
+                _interrupts.sleep(_QUIET_POLL_S)
             self._launcher.terminate(self._handles, max(_LEAVE_S, deadline - time.monotonic()))
 
     def _shut_down(self, graceful: bool, timeout: float) -> None:
         """Do what `gradwire.rpc.shutdown` asks for in the driver."""
         self.close((timeout or _GRACE_S) if graceful else 0.0)
-
-    def _wait_quiet(self, deadline: float) -> None:
-        """Waits for the driver's calls. What workers do for others ends with these: the driver began it all."""
-        pause = threading.Event()
-        while not self._agent.is_quiet and time.monotonic() < deadline:
-            pause.wait(_QUIET_POLL_S)

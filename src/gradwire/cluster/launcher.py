@@ -1,13 +1,14 @@
-"""The seam between a cluster and whatever starts its processes.
+"""The seam between a cluster and what starts its processes.
 
-A `Launcher` starts workers, knows when they end, and ends them. `gradwire.cluster.local` has the one for this
-machine; one for torchrun or Ray needs these four methods and nothing else, because everything a cluster does with a
-running worker goes through calls.
+A `Launcher` starts workers, knows when they end, and ends them. `gradwire.cluster.local_launcher` has the one for this
+machine. One for torchrun or Ray needs these methods and nothing else, because everything a cluster does with a running
+worker goes through calls.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,31 +53,52 @@ class WorkerSpec:
     imports: tuple[str, ...] = ()
 
 
-class WorkerHandle(Protocol):
-    """A worker that was started."""
+class WorkerHandle:
+    """The life of one worker that was started: events in, state out. The launcher guards it with a lock of its own.
 
-    @property
-    def info(self) -> WorkerInfo:
-        """Name and rank."""
+    Attributes:
+        info: Name and rank.
+        pid: Process id, or None while there is none yet.
+        state: Where it is in its life.
+        exit_reason: How the process ended, e.g. ``killed by SIGKILL``; None while it runs.
+    """
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, or None while there is none yet."""
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.pid: int | None = None
+        self.state = WorkerState.STARTING
+        self.exit_reason: str | None = None
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
 
-    @property
-    def state(self) -> WorkerState:
-        """Where it is in its life."""
-
-    @property
-    def exit_reason(self) -> str | None:
-        """How the process ended, e.g. ``killed by SIGKILL``; None while it runs."""
+    def __repr__(self) -> str:
+        return f"<WorkerHandle {self.info.name} pid={self.pid} {self.state.value}>"
 
     @property
     def uptime_s(self) -> float:
         """Seconds since it was started, until it ended."""
+        return (self._ended_at or time.monotonic()) - self._started_at
 
-    def rss_bytes(self) -> int | None:
-        """Memory the process has resident now, or None where that cannot be known."""
+    def on_process_made(self, pid: int) -> None:
+        """Note that the worker has a process."""
+        self.pid = pid
+
+    def on_listening(self) -> None:
+        """Note that the worker can be called."""
+        if self.state is WorkerState.STARTING:
+            self.state = WorkerState.RUNNING
+
+    def on_end_expected(self) -> None:
+        """Note that the driver wants the worker to end: it does not count as lost any more."""
+        if not self.state.is_over:
+            self.state = WorkerState.LEAVING
+
+    def on_exited(self, reason: str) -> None:
+        """Note that the process is gone."""
+        if not self.state.is_over:
+            self.state = WorkerState.ENDED if self.state is WorkerState.LEAVING else WorkerState.LOST
+            self.exit_reason = reason
+            self._ended_at = time.monotonic()
 
 
 OnLost = Callable[[WorkerHandle], None]
@@ -86,7 +108,7 @@ class Launcher(Protocol):
     """Starts and ends worker processes."""
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Starts one worker for each spec and waits until all of them listen.
+        """Start one worker for each spec and wait until all of them listen.
 
         Args:
             specs: The workers.
@@ -94,14 +116,18 @@ class Launcher(Protocol):
             timeout_s: Time for all of them together.
 
         Raises:
-            WorkerStartFailed: One ended first, or `timeout_s` passed; the message carries what it printed.
+            WorkerStartFailed: One ended first, or `timeout_s` passed; the message carries what it printed. The
+                launcher is then of no more use: close it.
         """
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
-        """Waits until that worker's process is gone; False if it is still there after `timeout_s`."""
+        """Wait until that worker's process is gone; return False if it is still there after `timeout_s`."""
+
+    def rss_bytes(self, handle: WorkerHandle) -> int | None:
+        """Return the memory that the process has resident now, or None where that cannot be known."""
 
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
-        """Asks workers to leave, and ends by force those that are still there after `grace_s`."""
+        """Ask workers to leave, and end by force those that are still there after `grace_s`."""
 
     def close(self) -> None:
-        """Ends every worker at once and frees everything. May be called again."""
+        """End every worker at once and free everything. May be called again."""

@@ -1,4 +1,4 @@
-"""`Cluster.map`: one function over many items, spread over the workers.
+"""`Cluster.map`: one function over many items, spread over the workers, with a progress bar.
 
 Every worker has at most two items at a time: it works on one while the answer to the other travels, and a slow worker
 does not collect items which others could have done.
@@ -6,17 +6,22 @@ does not collect items which others could have done.
 
 from __future__ import annotations
 
+import importlib.util
 import queue
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gradwire.cluster.progress import DelayedProgress
+from gradwire import _interrupts
 from gradwire.errors import RpcTimeout
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from gradwire.cluster.api import Worker
     from gradwire.rpc.futures import CallFuture
 
@@ -25,6 +30,7 @@ T = TypeVar("T")
 
 _IN_FLIGHT_PER_WORKER = 2
 _REFRESH_S = 0.2
+_PROGRESS_DELAY_S = 1.0
 
 
 class MapRun(Generic[T]):
@@ -34,7 +40,7 @@ class MapRun(Generic[T]):
         self, workers: Sequence[Worker], function: Callable[[Any], T], items: Iterable[Any], timeout_s: float | None
     ) -> None:
         self._function = function
-        self._items: Iterator[tuple[int, Any]] = iter(enumerate(items))
+        self._items: Iterator[tuple[int, Any]] = enumerate(items)
         self._num_items = len(items) if isinstance(items, Sized) else None
         self._free = deque(worker for _ in range(_IN_FLIGHT_PER_WORKER) for worker in workers)
         self._open: dict[int, tuple[Worker, CallFuture[T]]] = {}
@@ -44,15 +50,14 @@ class MapRun(Generic[T]):
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> list[T]:
-        """Runs to the end, or to the first error, which cancels what is open.
+        """Run to the end, or to the first error, which cancels what is open.
 
         Raises:
             RpcTimeout: The time for the whole map is up.
-            Exception: Whatever the function raised first.
+            Exception: The first that the function raised.
         """
-        name = getattr(self._function, "__name__", "map")
         try:
-            with DelayedProgress(name, self._num_items) as progress:
+            with DelayedProgress(getattr(self._function, "__name__", "map"), self._num_items) as progress:
                 self._submit_all_that_fit()
                 while self._open:
                     if self._take_one():
@@ -65,25 +70,20 @@ class MapRun(Generic[T]):
         return [self._results[index] for index in range(len(self._results))]
 
     def _submit_all_that_fit(self) -> None:
-        while self._free:
-            try:
-                index, item = next(self._items)
-            except StopIteration:
-                return
+        while self._free and (item := _next_of(self._items)) is not None:
+            index, argument = item
             worker = self._free.popleft()
-            call = worker.with_timeout(self._left_s()).submit(self._function, item)
+            call = worker.with_timeout(self._left_s()).submit(self._function, argument)
             self._open[index] = worker, call
             call.add_done_callback(partial(self._on_call_done, index))
 
     def _on_call_done(self, index: int, call: CallFuture[T]) -> None:
-        """Runs in a thread of the agent."""
         self._done.put(index)
 
     def _take_one(self) -> bool:
-        """Waits a moment for a call to end and takes its result."""
         left_s = self._left_s()
         try:
-            index = self._done.get(timeout=_REFRESH_S if left_s is None else min(_REFRESH_S, left_s))
+            index = _interrupts.get(self._done, _REFRESH_S if left_s is None else min(_REFRESH_S, left_s))
         except queue.Empty:
             return False
         worker, call = self._open.pop(index)
@@ -102,3 +102,71 @@ class MapRun(Generic[T]):
                 f"are open on {', '.join(waiting)}"
             )
         return left_s
+
+
+@_interrupts.interruptible
+def _next_of(items: Iterator[T]) -> T | None:
+    return next(items, None)  # user code, if they are a generator
+
+
+class DelayedProgress:
+    """A bar that counts finished items: on a terminal or in a notebook with ipywidgets, and only after a second.
+
+    Its user refreshes it, so that it needs no thread.
+    """
+
+    def __init__(self, description: str, total: int | None) -> None:
+        self._description = description
+        self._total = total
+        self._num_done = 0
+        self._shown_from = time.monotonic() + _PROGRESS_DELAY_S
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> DelayedProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        """Count one more item."""
+        self._num_done += 1
+
+    def refresh(self) -> None:
+        """Show the count, if it is time to."""
+        if self._bar is None:
+            if time.monotonic() < self._shown_from:
+                return
+            self._shown_from = float("inf")  # asked once: whether there is a terminal does not change
+            self._bar = self._make_bar()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._num_done)
+            self._bar.refresh()
+
+    def _make_bar(self) -> Progress | None:
+        # Imported when a bar may be shown, which in most processes is never.
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        # Without ipywidgets, rich would warn in a notebook with every refresh.
+        has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        if not (sys.stderr.isatty() or has_widgets):
+            return None
+        bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # into a file or a notebook it must go on to be written as it is
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        bar.add_task(self._description, total=self._total)
+        bar.start()
+        return bar

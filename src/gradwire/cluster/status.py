@@ -1,16 +1,19 @@
-"""What `Cluster.status` returns: one frozen record for each worker, shown as a table."""
+"""`Cluster.status`: one frozen record for each worker, shown as a table, and where its numbers come from."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import queue
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from functools import partial
+from typing import TYPE_CHECKING
 
+from gradwire import _interrupts
 from gradwire.cluster._worker_main import CALLS_SERVED
 from gradwire.errors import GradwireError
 from gradwire.rpc.agent import Agent
@@ -48,31 +51,10 @@ class WorkerStatus:
     exit_reason: str | None
 
 
-class ClusterStatus(Sequence[WorkerStatus]):
+class ClusterStatus(tuple[WorkerStatus, ...]):
     """The workers in the order of their ranks. ``print`` and rich show it as a table."""
 
-    def __init__(self, workers: Iterable[WorkerStatus]) -> None:
-        self._workers = tuple(workers)
-
-    @overload
-    def __getitem__(self, index: int) -> WorkerStatus: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> ClusterStatus: ...
-
-    def __getitem__(self, index: int | slice) -> WorkerStatus | ClusterStatus:
-        if isinstance(index, slice):
-            return ClusterStatus(self._workers[index])
-        return self._workers[index]
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterStatus) and self._workers == other._workers
-
-    def __hash__(self) -> int:
-        return hash(self._workers)
+    __slots__ = ()
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -81,7 +63,7 @@ class ClusterStatus(Sequence[WorkerStatus]):
         for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")
-        for worker in self._workers:
+        for worker in self:
             table.add_row(*_cells(worker), style=_STYLES.get(worker.state))
         return table
 
@@ -99,17 +81,13 @@ def _cells(worker: WorkerStatus) -> list[str]:
     return [
         str(worker.rank),
         worker.name,
-        _or_dash(worker.pid),
+        "-" if worker.pid is None else str(worker.pid),
         worker.state,
         _as_duration(worker.uptime_s),
         "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
-        _or_dash(worker.calls_served),
+        "-" if worker.calls_served is None else str(worker.calls_served),
         worker.exit_reason or "",
     ]
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _as_duration(seconds: float) -> str:
@@ -120,7 +98,7 @@ def _as_duration(seconds: float) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Says in words how a process ended, from the status that `os.waitpid` gives."""
+    """Return in words how a process ended, from the status that `os.waitpid` gives."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with code {code}"
@@ -131,7 +109,7 @@ def describe_exit(status: int) -> str:
 
 
 def rss_of(pid: int) -> int | None:
-    """Resident memory of a process in bytes, or None when it is gone."""
+    """Return the resident memory of a process in bytes, or None when it is gone."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -140,30 +118,26 @@ def rss_of(pid: int) -> int | None:
 
 
 def ask_calls_served(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, int]:
-    """The numbers of those that answered within `timeout_s`.
+    """Return how many calls each worker has served, for those that answer within `timeout_s`.
 
-    The question travels on the control lane: it counts as no call, and a worker whose threads are all busy answers.
+    The question travels on the control lane: it does not count as a call, and a worker whose threads are all busy answers.
     """
     deadline = time.monotonic() + timeout_s
-    answers: queue.SimpleQueue[tuple[str, PendingCall | None]] = queue.SimpleQueue()
-    for name in names:
-        _ask(agent, name, max(0.01, deadline - time.monotonic()), answers)
-    served = {}
-    for _ in names:
-        try:
-            name, answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        if answer is not None and answer.error is None:
-            served[name] = answer.value
-    return served
+    answers: queue.SimpleQueue[tuple[str, PendingCall]] = queue.SimpleQueue()
+    num_asked = 0
 
-
-def _ask(agent: Agent, name: str, timeout_s: float, answers: queue.SimpleQueue[tuple[str, PendingCall | None]]) -> None:
-    def on_done(call: PendingCall) -> None:
+    def on_done(name: str, call: PendingCall) -> None:
         answers.put((name, call))
 
-    try:
-        agent.control(name, CALLS_SERVED, (), timeout_s, on_done, int)
-    except GradwireError:
-        answers.put((name, None))  # it died, or is too busy to be connected to
+    for name in names:
+        left_s = max(0.01, deadline - time.monotonic())
+        with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
+            agent.control(name, CALLS_SERVED, (), left_s, partial(on_done, name), int)
+            num_asked += 1
+    served = {}
+    with contextlib.suppress(queue.Empty):
+        for _ in range(num_asked):
+            name, answer = _interrupts.get(answers, max(0.0, deadline - time.monotonic()))
+            if answer.error is None:
+                served[name] = answer.value
+    return served

@@ -1,4 +1,4 @@
-"""torch's names on gradwire: programs written for `torch.distributed.rpc` run unchanged.
+"""Drop-in replacement for `torch.distributed.rpc`: programs written for it run on gradwire unchanged.
 
 import gradwire.compat
 
@@ -13,50 +13,55 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import sys
 import threading
 from collections.abc import Iterator
 
-from gradwire.compat import start as _printing
-from gradwire.compat.patching import Patch
+from gradwire._torch import distributed_rpc
+from gradwire.rpc.agent import Agent, attachments
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
-_patch: Patch | None = None
+_installed: contextlib.ExitStack | None = None  # undoes what was changed
 _depth = 0
-_lock = threading.Lock()  # guards _patch and _depth
+_lock = threading.Lock()  # guards _installed and _depth
 
 
 def install() -> None:
-    """Makes torch's names mean gradwire's, in modules that are imported already and in those that are later.
+    """Make torch's names mean gradwire's, in modules that are imported already and in those that are later.
 
     Workers need not be running. Calling it again does nothing, except that `uninstall` must be called as often.
 
     Raises:
         RuntimeError: This process is a worker of torch's own rpc; shut that down first.
     """
-    global _patch, _depth
+    global _installed, _depth
     with _lock:
-        if _patch is None:
+        if _installed is None:
             tables = importlib.import_module("gradwire.compat.tables")  # imports the parts of gradwire behind the names
-            _patch = tables.make_patch()
-            _printing.start()
+            with contextlib.ExitStack() as changes:
+                changes.callback(tables.make_patch().undo)
+                changes.callback(_FailurePrinter().close)
+                attachments.append(_note_rank)
+                changes.callback(attachments.remove, _note_rank)
+                _installed = changes.pop_all()
         _depth += 1
 
 
 def uninstall() -> None:
-    """Gives torch its names back, once it was called as often as `install`. Without `install`, does nothing."""
-    global _patch, _depth
+    """Give torch its names back, once it was called as often as `install`. Without `install`, do nothing."""
+    global _installed, _depth
     with _lock:
         _depth = max(0, _depth - 1)
-        if _depth == 0 and _patch is not None:
-            _printing.stop()
-            _patch.undo()
-            _patch = None
+        if _depth == 0 and _installed is not None:
+            _installed.close()
+            _installed = None
 
 
 def is_installed() -> bool:
-    """Whether torch's names mean gradwire's now."""
-    return _patch is not None
+    """Return whether torch's names mean gradwire's now."""
+    return _installed is not None
 
 
 @contextlib.contextmanager
@@ -67,3 +72,31 @@ def installed() -> Iterator[None]:
         yield
     finally:
         uninstall()
+
+
+def _note_rank(agent: Agent) -> None:
+    """Tell torch's profiler, before the worker serves: an event whose rank changes meanwhile cannot be read."""
+    distributed_rpc()._set_profiler_node_id(agent.info.id)
+
+
+class _FailurePrinter(logging.Handler):
+    """Prints what functions raise that other workers call, as torch does, to whatever stderr is at the moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logger = logging.getLogger("gradwire.failures")
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.DEBUG)
+        self._logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one failure with its traceback."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the logger as it was."""
+        self._logger.removeHandler(self)
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
+        super().close()

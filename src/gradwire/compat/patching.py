@@ -1,4 +1,4 @@
-"""Puts objects in the place of others, everywhere they are bound, and puts the old ones back.
+"""Patching: put objects in the place of others, everywhere they are bound, and put the old ones back.
 
 A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in
 torch's module does not change it there. So every module that is loaded is looked through for the very objects that are
@@ -13,6 +13,7 @@ or of gradwire, for names that a program does not use.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -52,13 +53,12 @@ class Patch:
         self._is_undone = False
         self._hook = ImportHook(modules, self._on_imported)
         self._hook.install()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.undo)
             # If another thread is in the middle of importing a module, importlib waits for that.
             loaded = [importlib.import_module(name) for name in modules if name in sys.modules]
             self._apply({**{module: modules[module.__name__]() for module in loaded}, **(classes or {})})
-        except BaseException:
-            self.undo()
-            raise
+            undo.pop_all()
 
     def _on_imported(self, module: ModuleType) -> None:
         self._apply({module: self._makers[module.__name__]()})
@@ -85,11 +85,6 @@ class Patch:
         setattr(holder, name, new)
         self._undo.append((holder, name, old))
 
-    @property
-    def changes(self) -> list[tuple[Any, str, Any]]:
-        """Each holder and name, with what it was bound to before."""
-        return list(self._undo)
-
     def undo(self) -> None:
         """Bind every name as it was before. Idempotent."""
         self._hook.remove()
@@ -104,7 +99,7 @@ class Patch:
             self._undo_later_bindings()
 
     def _undo_later_bindings(self) -> None:
-        """Modules of torch that were imported meanwhile have bound the new objects: bind the old ones there."""
+        """Bind the old objects in modules of torch that were imported meanwhile, and have bound the new ones."""
         news: dict[int, dict[str, Any]] = {}  # by the id of the new object, the old ones by name
         for name, old, new in self._replaced:
             if has_identity(new):
@@ -117,18 +112,18 @@ class Patch:
 
 
 def _owner_of(holder: Any, path: str) -> tuple[Any, str]:
-    """The module or class that has a name, and the name: ``"api.f"`` of a package is ``f`` of its submodule ``api``."""
+    """Return the module or class that has a name, and the name: ``"api.f"`` is ``f`` of the submodule ``api``."""
     module, _, name = path.rpartition(".")
     return (importlib.import_module(f"{holder.__name__}.{module}") if module else holder), name
 
 
 def _bound(holder: Any, name: str) -> Any:
-    """What a name of a module or class is bound to there; what a class inherits does not count."""
+    """Return what a name of a module or class is bound to there; what a class inherits does not count."""
     return holder.__name__ if name == "__name__" else vars(holder).get(name, MISSING)
 
 
 def has_identity(value: object) -> bool:
-    """Whether two names that are bound to it mean the same thing: functions and classes, but not numbers or strings."""
+    """Return whether two names bound to it mean the same thing: so for functions and classes, not for numbers or strings."""
     return not isinstance(value, _VALUES)
 
 
@@ -141,12 +136,12 @@ class _Binding(NamedTuple):
     value: Any
 
     def wrap(self, value: Any) -> Any:
-        """The value in the form in which the old one is bound."""
+        """Return the value in the form in which the old one is bound."""
         return value if self.bound is self.value else staticmethod(value)
 
 
 def _bindings_of(ids: Container[int], package: str) -> Iterator[_Binding]:
-    """Where objects of these ids are bound, in the modules of a package; in all modules if it is empty."""
+    """Yield where objects of these ids are bound, in the modules of a package; in all modules if it is empty."""
     for module in list(sys.modules.values()):
         if not issubclass(type(module), ModuleType) or _is_in(module, _OWN):  # programs put other things there, too
             continue
@@ -163,7 +158,7 @@ def _is_class_of(value: Any, module: ModuleType) -> bool:
     """Whether a value is a class that the module defines; asked of anything that a program may have."""
     try:
         return issubclass(type(value), type) and value.__module__ == module.__name__  # no lazy object is woken up
-    except Exception:  # the metaclass has ideas of its own
+    except Exception:  # a metaclass may do anything
         return False
 
 

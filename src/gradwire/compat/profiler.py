@@ -13,8 +13,6 @@ The events join the profile when it ends. Calls of the callee are profiled in th
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import os
 import threading
@@ -27,7 +25,8 @@ import torch
 from torch.autograd import profiler_legacy
 
 from gradwire import rpc
-from gradwire.errors import RpcTimeout, WorkerLost
+from gradwire._interrupts import interruptible
+from gradwire._torch import call_when_done, end_event_with, find_builtin, is_profiler_enabled, wait_for
 from gradwire.rpc.functions import is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.peers import To
@@ -53,48 +52,47 @@ class _Profile:
     remote_events: list[Any] = field(default_factory=list)
 
 
-class _Local(threading.local):
+class _ProfilesOfThread(threading.local):
     def __init__(self) -> None:
-        self.profiles: list[_Profile] = []
+        self.open: list[_Profile] = []
 
 
-_local = _Local()
+_profiles = _ProfilesOfThread()
 
 
 def is_profiling() -> bool:
-    """Whether the legacy profiler records what this thread does."""
-    return bool(_local.profiles) and torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    """Return whether the legacy profiler records what this thread does."""
+    return bool(_profiles.open) and is_profiler_enabled()
 
 
 def enter(profile: Any) -> Any:
-    """`profile.__enter__`, remembering the profile."""
+    """Do what `profile.__enter__` does, and remember the profile."""
     entered = _enter(profile)
     if profile.enabled:
-        _local.profiles.append(_Profile({name: getattr(profile, name) for name in _OPTIONS}))
+        _profiles.open.append(_Profile({name: getattr(profile, name) for name in _OPTIONS}))
     return entered
 
 
 def leave(profile: Any, *exception: Any) -> Any:
-    """`profile.__exit__`, adding what came from other workers."""
-    remote_events = _local.profiles.pop().remote_events if profile.enabled and _local.profiles else []
+    """Do what `profile.__exit__` does, and add what came from other workers."""
+    remote_events = _profiles.open.pop().remote_events if profile.enabled and _profiles.open else []
     result = _exit(profile, *exception)
     if remote_events:
         profile.function_events.extend(remote_events)
     return result
 
 
-def make_key(mode: str, function: Callable[..., Any], to: To) -> str:
-    """The name of a call's event."""
+def _event_name(mode: str, function: Callable[..., Any], to: To) -> str:
     agent = rpc.current_agent()
-    name = torch.jit._builtins._find_builtin(function) or getattr(function, "__qualname__", str(function))  # type: ignore[no-untyped-call]
+    name = find_builtin(function) or getattr(function, "__qualname__", str(function))
     return f"rpc_{mode}#{name}({agent.info.name} -> {agent.worker_info(to).name})"
 
 
 def make_event(mode: str, function: Callable[..., Any], to: To) -> contextlib.AbstractContextManager[Any]:
-    """An event for the profile, if there is one."""
+    """Return an event for the profile, if there is one."""
     if not is_profiling():
         return contextlib.nullcontext()
-    event: contextlib.AbstractContextManager[Any] = _make_event(make_key(mode, function, to))
+    event: contextlib.AbstractContextManager[Any] = _make_event(_event_name(mode, function, to))
     return event
 
 
@@ -110,40 +108,40 @@ class ProfiledCall:
     def __init__(self, mode: str, to: To, function: Callable[..., Any]) -> None:
         self._to = to
         self._function = function
-        self._profile = _local.profiles[-1]
-        self._key = make_key(mode, function, to)
+        self._profile = _profiles.open[-1]
+        self._key = _event_name(mode, function, to)
         self._ticket = f"{os.getpid()}-{next(_numbers)}-{rpc.current_agent().info.name}"
         self._event = _make_event(self._key)
         self._event.__enter__()
 
-    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
-        """What `run_profiled` is called with."""
-        return self._ticket, self._profile.options, self._function, tuple(args), kwargs or {}
+    def arguments(self, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
+        """Return the arguments for `run_profiled`."""
+        return self._ticket, self._profile.options, self._function, tuple(args or ()), kwargs or {}
 
     def follow(self, answer: torch.futures.Future[Any]) -> InterruptibleFuture[Any]:
-        """A future with the same outcome, completed when the events are here, too."""
+        """Return a future with the same outcome, completed when the events are here, too."""
         outcome: InterruptibleFuture[Any] = InterruptibleFuture()
 
         def finish(_: Any = None) -> None:
             try:
-                outcome.set_result(torch._C.Future.wait(answer))
+                outcome.set_result(wait_for(answer))
             except Exception as error:
                 outcome.set_exception(error)
 
         def on_events(events: torch.futures.Future[list[Any]]) -> None:
             try:
-                self._profile.remote_events += [self._mark(event) for event in torch._C.Future.wait(events)]
+                self._profile.remote_events += [self._mark(event) for event in wait_for(events)]
             finally:
                 finish()
 
         def on_ended(_: Any) -> None:
             try:
                 rpc.rpc_async(self._to, take_events, (self._ticket,)).add_done_callback(on_events)
-            except Exception:  # the worker is gone, as the answer says
+            except Exception:  # the worker is gone, and the answer has that error
                 finish()
 
-        ended = self._event._call_end_callbacks_on_future(answer)
-        torch._C.Future.add_done_callback(ended, on_ended)
+        ended = end_event_with(self._event, answer)
+        call_when_done(ended, on_ended)
         return outcome
 
     def _mark(self, event: Any) -> Any:
@@ -152,10 +150,11 @@ class ProfiledCall:
         return event
 
 
+@interruptible
 def run_profiled(
     ticket: str, options: dict[str, bool], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """On the callee: the function's value; its events are kept for `take_events`."""
+    """Run the function on the callee and return its value; its events are kept for `take_events`."""
     with _make_profile(**options) as profile:
         value = function(*args, **kwargs)
         if is_async_execution(function):
@@ -168,85 +167,6 @@ def run_profiled(
 
 
 def take_events(ticket: str) -> list[Any]:
-    """On the callee: the events of a call, once."""
+    """Return the events of a call from the callee, once."""
     with _lock:
         return _kept.pop(ticket, [])
-
-
-Function = Callable[..., Any]
-
-
-def rpc_sync(
-    to: To,
-    func: Function,
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = rpc.UNSET_RPC_TIMEOUT,
-) -> Any:
-    """As `gradwire.rpc.rpc_sync`.
-
-    Raises:
-        TypeError: The function cannot be called.
-        RpcError: The call failed.
-        Exception: What the function raised, as its own type.
-    """
-    _check(func)
-    func = by_name(func)
-    if is_profiling():
-        return _call_profiled("sync", to, func, args, kwargs, timeout).wait()
-    return rpc.rpc_sync(to, func, args, kwargs, timeout)
-
-
-def rpc_async(
-    to: To,
-    func: Function,
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = rpc.UNSET_RPC_TIMEOUT,
-) -> torch.futures.Future[Any]:
-    """As `gradwire.rpc.rpc_async`.
-
-    Raises:
-        TypeError: The function cannot be called.
-        CannotSend: An argument cannot travel.
-        UnknownWorker: There is no such worker.
-    """
-    _check(func)
-    func = by_name(func)
-    if is_profiling():
-        return _call_profiled("async", to, func, args, kwargs, timeout)
-    try:
-        return rpc.rpc_async(to, func, args, kwargs, timeout)
-    except (RpcTimeout, WorkerLost) as error:  # with torch, whoever waits is told
-        failed: InterruptibleFuture[Any] = InterruptibleFuture()
-        failed.set_exception(error)
-        return failed
-
-
-def _check(function: object) -> None:
-    if not callable(function):
-        raise TypeError(f"function should be callable, unlike {function!r}")
-
-
-def by_name(function: Function) -> Function:
-    """The function itself; for one of TorchScript, which does not travel, another that finds it there by its name."""
-    if not isinstance(function, torch.jit.ScriptFunction):
-        return function
-    return functools.partial(_run_script, torch._jit_internal._qualified_name(function))
-
-
-def _run_script(name: str, *args: Any, **kwargs: Any) -> Any:
-    module, _, attribute = name.removeprefix("__torch__.").rpartition(".")
-    return getattr(importlib.import_module(module), attribute)(*args, **kwargs)
-
-
-def _call_profiled(
-    mode: str,
-    to: To,
-    function: Function,
-    args: Sequence[Any] | None,
-    kwargs: dict[str, Any] | None,
-    timeout: float,
-) -> torch.futures.Future[Any]:
-    call = ProfiledCall(mode, to, function)
-    return call.follow(rpc.rpc_async(to, run_profiled, call.arguments(args or (), kwargs), timeout=timeout))

@@ -5,8 +5,8 @@
                              <------------- result -----------
 
 A handle knows its module by a reference (`RRef`) and nothing else, so any number of workers may have handles on one module.
-It is an `nn.Module` without parameters of its own: hooks registered on it run here, and what belongs to the module itself
-(parameters, buffers, mode, hooks registered with `register_owner_hook`) is asked of the owner.
+It is an `nn.Module` without parameters of its own: hooks registered on it run here, and everything that belongs to the
+module itself (parameters, buffers, mode, hooks registered with `register_owner_hook`) is asked of the owner.
 """
 
 from __future__ import annotations
@@ -25,257 +25,38 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gradwire.autograd import current_context as ambient
+from gradwire.autograd.current_context import current_context_id
 from gradwire.errors import ConfigurationError, RRefError
-from gradwire.nn import owner as operations
-from gradwire.nn.owner import parse_placement
-from gradwire.params import snapshots as sharing
-from gradwire.rpc import codec as trips
+from gradwire.nn import module_owner
+from gradwire.params import snapshots
+from gradwire.rpc import codec
 from gradwire.rpc.functions import exposed_name
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peers import To
 from gradwire.rref import RRef, remote
-from gradwire.rref import context as references
+from gradwire.rref import context as rref_context
 from gradwire.rref.api import Proxy
 from gradwire.wire.exceptions import clean
 from gradwire.wire.serialization import register_plain_type
 
-SelfElsewhere = TypeVar("SelfElsewhere", bound="OwnedElsewhere")
-
-
-class OwnedElsewhere(nn.Module):
-    """A handle on a module of another worker.
-
-    Attributes:
-        module_rref: The reference to the module.
-    """
-
-    module_rref: RRef[nn.Module]
-
-    def _ask(self, function: str, *args: Any) -> Any:
-        """A question to the owner that has no part in any graph."""
-        with torch.no_grad():
-            return self.module_rref._ask(function, args, UNSET_RPC_TIMEOUT)
-
-    def _change(self: SelfElsewhere, name: str, *args: Any, **kwargs: Any) -> SelfElsewhere:
-        self._ask(operations.CHANGE, name, args, kwargs)
-        return self
-
-    def train(self: SelfElsewhere, mode: bool = True) -> SelfElsewhere:
-        """Sets the mode there and here; `eval` and the mode of an outer module come here, too."""
-        self._change("train", mode)
-        self.training = mode
-        return self
-
-    def to(self: SelfElsewhere, *args: Any, **kwargs: Any) -> SelfElsewhere:
-        """Moves or converts the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
-        return self._change("to", *args, **kwargs)
-
-    def cpu(self: SelfElsewhere) -> SelfElsewhere:
-        """As ``to("cpu")``."""
-        return self.to("cpu")
-
-    def cuda(self: SelfElsewhere, device: Any = None) -> SelfElsewhere:
-        """As ``to("cuda")``."""
-        return self.to(
-            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
-        )
-
-    def type(self: SelfElsewhere, dst_type: Any) -> SelfElsewhere:
-        """Converts all parameters and buffers."""
-        return self._change("type", dst_type)
-
-    def float(self: SelfElsewhere) -> SelfElsewhere:
-        """As ``to(torch.float32)``."""
-        return self.to(torch.float32)
-
-    def double(self: SelfElsewhere) -> SelfElsewhere:
-        """As ``to(torch.float64)``."""
-        return self.to(torch.float64)
-
-    def half(self: SelfElsewhere) -> SelfElsewhere:
-        """As ``to(torch.float16)``."""
-        return self.to(torch.float16)
-
-    def bfloat16(self: SelfElsewhere) -> SelfElsewhere:
-        """As ``to(torch.bfloat16)``."""
-        return self.to(torch.bfloat16)
-
-    def requires_grad_(self: SelfElsewhere, requires_grad: bool = True) -> SelfElsewhere:
-        """Whether the parameters are to get gradients."""
-        return self._change("requires_grad_", requires_grad)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
-        self._change("zero_grad", set_to_none)
-
-    def apply(self: SelfElsewhere, fn: Callable[[nn.Module], Any] | str) -> SelfElsewhere:
-        """Calls a function on the owner, with every part of the module and then the module itself.
-
-        Args:
-            fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
-        """
-        self._ask(operations.APPLY, name_of(fn))
-        return self
-
-    def _apply(self: SelfElsewhere, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SelfElsewhere:
-        """What an outer module's `to` and `double` do to its parts: nothing to this one, which is on another worker."""
-        return self
-
-
-def name_of(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
-    """What names a function or class to the owner: with ``trust="data"`` its exposed name.
-
-    Raises:
-        ConfigurationError: It has none, and code may not be sent.
-    """
-    if isinstance(function, str) or references.here().agent.trust == "code":
-        return function
-    name = exposed_name(function)
-    if name is None:
-        raise ConfigurationError(
-            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
-        )
-    return name
-
-
-class OwnerHook:
-    """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
-
-    Args:
-        handle: Reference to the handle there.
-    """
-
-    def __init__(self, handle: RRef[Any]) -> None:
-        self._handle: RRef[Any] | None = handle
-
-    def __repr__(self) -> str:
-        return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
-
-    def remove(self) -> None:
-        """Takes the hook away. May be called again."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with torch.no_grad():
-                handle._ask(operations.UNHOOK, (), UNSET_RPC_TIMEOUT)
-
-    def __enter__(self) -> OwnerHook:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
 F = TypeVar("F", bound=Callable[..., Any])
-
-_PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
-_takers: set[CodeType] = set()  # what reads the parameters that an optimizer is to train
-
-
-def takes_parameters(function: F) -> F:
-    """Mark a function that reads parameters in order to train them."""
-    _takers.add(inspect.unwrap(function).__code__)
-    return function
-
-
-takes_parameters(torch.optim.Optimizer.__init__)
-takes_parameters(torch.optim.Optimizer.add_param_group)
-
-
-class ParametersElsewhere(dict[str, Any]):
-    """The table of parameters of a handle: it has none, and warns if an optimizer looks for some.
-
-    Args:
-        module: What to call the module.
-    """
-
-    def __init__(self, module: str) -> None:
-        super().__init__()
-        self._module = module
-
-    def items(self) -> Any:
-        """Return nothing; that is what the `parameters` of an outer module ask for."""
-        taker = _find_taker(sys._getframe(1))
-        if taker is not None:
-            warn_user(
-                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
-                f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
-                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
-                f"them, pass it the parameters of the other parts only",
-                taker,
-            )
-        return super().items()
-
-
-def _find_taker(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code not in _takers:
-        frame = frame.f_back
-    return frame
-
-
-def warn_when_differentiated(result: Any, module: str) -> Any:
-    """Let tensors that a module has computed elsewhere warn when a backward pass ends at them.
-
-    Args:
-        result: What the module returned outside of a context; tuples, lists and dicts are looked into.
-        module: What to call it.
-
-    Returns:
-        The result.
-    """
-    if isinstance(result, torch.Tensor):
-        if result.requires_grad and result.is_leaf:
-            result.register_hook(_EndOfBackward(module))  # type: ignore[no-untyped-call]
-    elif isinstance(result, tuple | list):
-        for item in result:
-            warn_when_differentiated(item, module)
-    elif isinstance(result, dict):
-        for item in result.values():
-            warn_when_differentiated(item, module)
-    return result
-
-
-def is_unrecorded() -> bool:
-    """Whether a call made now has no part in a distributed backward, although gradients are wanted."""
-    return torch.is_grad_enabled() and not ambient.current_context_id()
-
-
-class _EndOfBackward:
-    """A hook on a tensor that came from another worker outside of a context."""
-
-    __slots__ = ("_module",)
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        warn_user(
-            f"backward ends at what {self._module} returned outside of a context: no gradient goes to that worker, and its "
-            f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
-            f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
-            sys._getframe(1),
-        )
-
-
-def warn_user(text: str, frame: FrameType | None) -> None:
-    """Warn of a line of the user's code: the innermost one that led to the frame, outside of torch and gradwire."""
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back
-    if frame is None:  # in a thread of torch's engine
-        warnings.warn(text, stacklevel=1)
-        return
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    name = frame.f_globals.get("__name__", "<unknown>")
-    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry)
-
-
 Self = TypeVar("Self", bound="RemoteModule")
 
 _LABEL_BYTES = 256
 
 
-class RemoteModule(OwnedElsewhere):
+def _unsupported(name: str) -> Any:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigurationError(
+            f"Method ``{name}`` not supported for RemoteModule. Call it on the owner, in a function"
+        )
+
+    method.__doc__ = "Raise `ConfigurationError`: a handle has no parameters, buffers or parts of its own."
+    return method
+
+
+class RemoteModule(nn.Module):
     """A module that is made on a worker and stays there; calling it here runs it there.
 
     Args:
@@ -286,8 +67,6 @@ class RemoteModule(OwnedElsewhere):
         concurrency: How contexts share the parameters; see `gradwire.params.snapshots`. ``"snapshot"``: each has exact
             gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: not exact.
 
-    What goes wrong while the module is made is raised by its first use.
-
     Attributes:
         on: The owner's name, or rank if it was given by rank.
         device: The device there.
@@ -295,7 +74,7 @@ class RemoteModule(OwnedElsewhere):
 
     Raises:
         ConfigurationError: The placement or the kind of sharing cannot be understood.
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
         Exception: What making the module raises there.
     """
@@ -305,6 +84,7 @@ class RemoteModule(OwnedElsewhere):
 
     on: str | int
     device: str
+    module_rref: RRef[nn.Module]
 
     def __init__(
         self,
@@ -313,15 +93,15 @@ class RemoteModule(OwnedElsewhere):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
-        concurrency: sharing.Mode = "snapshot",
+        concurrency: snapshots.Mode = "snapshot",
     ) -> None:
-        sharing.check_mode(concurrency)
-        to, device = parse_placement(remote_device)
-        sent = name_of(module_cls)
+        snapshots.check_mode(concurrency)
+        to, device = module_owner.parse_placement(remote_device)
+        sent = _sendable(module_cls)
         with torch.no_grad():  # making it has no part in any graph
-            rref = remote(to, operations.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
+            rref = remote(to, module_owner.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
             # Waited for: what its constructor raises is raised here, and two of them do not draw from one random state.
-            rref._ask(operations.HAS_METHOD, ("forward",), UNSET_RPC_TIMEOUT)
+            rref._ask(f"{module_owner.PREFIX}has_method", ("forward",), UNSET_RPC_TIMEOUT)
         self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
 
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
@@ -330,12 +110,12 @@ class RemoteModule(OwnedElsewhere):
         self.device = device
         self.module_rref = rref
         self._label = label
-        self._methods: dict[str, bool] = {}  # what the owner said about names
-        self._parameters = ParametersElsewhere(self._title())
+        self._methods: dict[str, bool] = {}  # whether the module has methods of these names
+        self._parameters = _NoParameters(self._title())
 
     @staticmethod
     def init_from_module_rref(remote_device: To, module_rref: RRef[Any]) -> RemoteModule:
-        """Another handle on a module that somebody has a reference to.
+        """Return another handle on a module that there is a reference to.
 
         Args:
             remote_device: Where the module is, as in the constructor; the reference knows the worker, too, and counts.
@@ -345,40 +125,45 @@ class RemoteModule(OwnedElsewhere):
             ConfigurationError: The placement cannot be understood.
         """
         made = RemoteModule.__new__(RemoteModule)
-        made._attach(module_rref.owner_name(), parse_placement(remote_device)[1], module_rref, "")
+        made._attach(module_rref.owner_name(), module_owner.parse_placement(remote_device)[1], module_rref, "")
         return made
+
+    def _ask(self, operation: str, *args: Any) -> Any:
+        """Have the owner do something that has no part in any graph."""
+        with torch.no_grad():
+            return self.module_rref._ask(module_owner.PREFIX + operation, args, UNSET_RPC_TIMEOUT)
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module on its owner and returns the result.
+        """Run the module on its owner and return the result.
 
         Raises:
             OwnerLost: The owner is gone.
             RpcTimeout: It took longer than a call may.
-            Exception: What the module raised, or what went wrong when it was made.
+            Exception: What the module raised.
         """
         return self._call(*_forward_call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Starts the module on its owner and returns a future of the result."""
+        """Start the module on its owner and return a future of the result."""
         return self._start(*_forward_call(args, kwargs))
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
-        return Proxy(lambda *call: self._call(operations.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._call(module_owner.INVOKE, call, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
-        return Proxy(lambda *call: self._start(operations.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._start(module_owner.INVOKE, call, timeout))
 
     def _call(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         result = self.module_rref._ask(function, args, timeout)
-        return warn_when_differentiated(result, self._title()) if is_unrecorded() else result
+        return _warn_when_differentiated(result, self._title()) if _is_unrecorded() else result
 
     def _start(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> CallFuture[Any]:
         future = self.module_rref._submit(function, args, timeout)
-        if is_unrecorded():
+        if _is_unrecorded():
             title = self._title()
             future.add_done_callback(lambda done: _watch_result(done, title))
         return future
@@ -397,26 +182,26 @@ class RemoteModule(OwnedElsewhere):
 
     def _has_method(self, name: str) -> bool:
         if name not in self._methods:
-            self._methods[name] = bool(self._ask(operations.HAS_METHOD, name))
+            self._methods[name] = bool(self._ask("has_method", name))
         return self._methods[name]
 
     # -- the module's parameters --------------------------------------------------------------------------------------
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module."""
+        """Return the reference to the module."""
         return self.module_rref
 
     def named_remote_parameters(self, recurse: bool = True) -> list[tuple[str, RRef[nn.Parameter]]]:
-        """References to the parameters with their names, in the module's order.
+        """Return references to the parameters with their names, in the module's order.
 
         Args:
             recurse: Those of its parts, too, also if these are remote modules themselves.
         """
-        found: list[tuple[str, RRef[nn.Parameter]]] = self._ask(operations.PARAMETERS, recurse)
+        found: list[tuple[str, RRef[nn.Parameter]]] = self._ask("parameters", recurse)
         return found
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the parameters, in the module's order: what an optimizer takes.
+        """Return references to the parameters, in the module's order, for an optimizer.
 
         Args:
             recurse: Those of its parts, too, also if these are remote modules themselves.
@@ -424,11 +209,7 @@ class RemoteModule(OwnedElsewhere):
         return [rref for _, rref in self.named_remote_parameters(recurse)]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Not here: an optimizer on copies would train nothing.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise `ConfigurationError`, which is a `ValueError`: an optimizer on copies would train nothing."""
         raise ConfigurationError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead. "
             "named_parameters() gives copies to look at"
@@ -437,28 +218,33 @@ class RemoteModule(OwnedElsewhere):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Copies of the parameters, to look at: changing them changes nothing on the owner."""
+        """Return copies of the parameters, to look at: changing them changes nothing on the owner."""
         return iter(self._values("parameters", prefix, recurse))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the buffers, to look at."""
+        """Return copies of the buffers, to look at."""
         return iter(self._values("buffers", prefix, recurse))
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Copies of the buffers, to look at."""
+        """Return copies of the buffers, to look at."""
         return (value for _, value in self._values("buffers", "", recurse))
 
     def _values(self, kind: str, prefix: str, recurse: bool) -> list[tuple[str, Any]]:
         start = f"{prefix}." if prefix else ""
-        return [(start + name, value) for name, value in self._ask(operations.VALUES, kind, recurse)]
+        return [(start + name, value) for name, value in self._ask("values", kind, recurse)]
+
+    register_buffer = _unsupported("register_buffer")
+    register_parameter = _unsupported("register_parameter")
+    add_module = _unsupported("add_module")
+    share_memory = _unsupported("share_memory")
 
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """What `state_dict` calls, also that of a module which this one is a part of."""
-        state, metadata = self._ask(operations.SAVE)
+        """Add the module's state; `state_dict` calls it, also that of an outer module."""
+        state, metadata = self._ask("save")
         destination.update((prefix + name, value) for name, value in state.items())
         known = getattr(destination, "_metadata", None)
         if known is not None:
@@ -474,24 +260,81 @@ class RemoteModule(OwnedElsewhere):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What `load_state_dict` calls, also that of a module which this one is a part of."""
+        """Send the module its part of a state; `load_state_dict` calls it, also that of an outer module."""
         mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         metadata = getattr(state_dict, "_metadata", None) if not prefix else None
         versions = metadata or {"": {"version": local_metadata.get("version")}}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, error = self._ask(operations.LOAD, mine, dict(versions), assign)
+        missing, unexpected, error = self._ask("load", mine, dict(versions), assign)
         missing_keys.extend(prefix + name for name in missing)
         if strict:
             unexpected_keys.extend(prefix + name for name in unexpected)
         if error:
             error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
 
-    # -- hooks --------------------------------------------------------------------------------------------------------
+    # -- changing it --------------------------------------------------------------------------------------------------
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set the mode there and here; `eval` and the mode of an outer module come here, too."""
+        self._change("train", mode)
+        self.training = mode
+        return self
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Move or convert the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
+        return self._change("to", *args, **kwargs)
+
+    def cpu(self: Self) -> Self:
+        """As ``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self: Self, device: Any = None) -> Self:
+        """As ``to("cuda")``."""
+        return self.to(
+            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        )
+
+    def type(self: Self, dst_type: Any) -> Self:
+        """Convert all parameters and buffers."""
+        return self._change("type", dst_type)
+
+    def float(self: Self) -> Self:
+        """As ``to(torch.float32)``."""
+        return self.to(torch.float32)
+
+    def double(self: Self) -> Self:
+        """As ``to(torch.float64)``."""
+        return self.to(torch.float64)
+
+    def half(self: Self) -> Self:
+        """As ``to(torch.float16)``."""
+        return self.to(torch.float16)
+
+    def bfloat16(self: Self) -> Self:
+        """As ``to(torch.bfloat16)``."""
+        return self.to(torch.bfloat16)
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Set whether the parameters get gradients."""
+        return self._change("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
+        self._change("zero_grad", set_to_none)
+
+    def apply(self: Self, fn: Callable[[nn.Module], Any] | str) -> Self:
+        """Call a function on the owner, with every part of the module and then the module itself.
+
+        Args:
+            fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
+        """
+        self._ask("apply", _sendable(fn))
+        return self
 
     def register_owner_hook(
-        self, kind: operations.HookKind, hook: Callable[..., Any] | str, **options: Any
+        self, kind: module_owner.HookKind, hook: Callable[..., Any] | str, **options: Any
     ) -> OwnerHook:
-        """Registers a hook that runs on the owner, whoever calls the module.
+        """Register a hook that runs on the owner, whichever worker calls the module.
 
         Hooks of the usual names (`register_forward_hook`...) are registered here and run here, for calls of this handle.
 
@@ -500,37 +343,25 @@ class RemoteModule(OwnedElsewhere):
             hook: As `nn.Module` takes it; it travels to the owner. With ``trust="data"``, an exposed one or its name.
             **options: Of `nn.Module`'s method, for example ``prepend=True``.
         """
-        return OwnerHook(self._ask(operations.HOOK, kind, name_of(hook), options))
+        return OwnerHook(self._ask("hook", kind, _sendable(hook), options))
 
-    # -- what a handle cannot have ------------------------------------------------------------------------------------
+    def _change(self: Self, name: str, *args: Any, **kwargs: Any) -> Self:
+        self._ask("change", name, args, kwargs)
+        return self
 
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: the module on the owner alone has buffers."""
-        raise _refused("register_buffer")
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Do nothing: `to` and `double` of an outer module call this, and this one is on another worker."""
+        return self
 
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: the module on the owner alone has parameters."""
-        raise _refused("register_parameter")
-
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: the module on the owner alone has parts."""
-        raise _refused("add_module")
-
-    def share_memory(self: Self) -> Self:
-        """Not here: the memory is the owner's."""
-        raise _refused("share_memory")
-
-    # -- how it is shown, and travels ---------------------------------------------------------------------------------
+    # -- how it is shown, copied and sent -----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"RemoteModule({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """The class, the worker and what the reference says."""
-        mode = "training" if self.training else "eval"
-        return (
-            f"{self._label or 'module'} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
-        )
+        """Return the class, the worker and what the reference says."""
+        label, mode = self._label or "module", "training" if self.training else "eval"
+        return f"{label} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
 
     def __copy__(self: Self) -> Self:
         """Return another handle on the same module; it shares the hooks that are here, as copies of modules do."""
@@ -547,14 +378,14 @@ class RemoteModule(OwnedElsewhere):
         memo[id(self)] = made
         key = RemoteModule, self.module_rref._state.rref_id
         if key not in memo:
-            memo[key] = self._ask(operations.COPY)
+            memo[key] = self._ask("copy")
         made._attach(self.on, self.device, memo[key], self._label)
         here = {name: value for name, value in self.__dict__.items() if name not in ("module_rref", "_parameters")}
         made.__dict__.update(deepcopy(here, memo))
         return made
 
     def __reduce__(self) -> Any:
-        trip = trips.departing()
+        trip = codec.departing()
         if trip is None or trip.carrier is None:
             raise RRefError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass it in "
@@ -566,26 +397,7 @@ class RemoteModule(OwnedElsewhere):
         return self.on, self.device, self.module_rref, self._label, self.training
 
 
-def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """The operation, and its arguments: as flat as they can be, because that is what costs."""
-    return (operations.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (operations.FORWARD, args)
-
-
-def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return module._call(operations.INVOKE, (name, args, kwargs))
-
-
-def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
-    with contextlib.suppress(Exception):  # the call has failed, which whoever waits for it is told
-        warn_when_differentiated(done.value(), title)
-
-
-def _refused(name: str) -> ConfigurationError:
-    return ConfigurationError(f"Method ``{name}`` not supported for RemoteModule. Call it on the owner, in a function")
-
-
 def _rebuild(fields: Sequence[Any]) -> RemoteModule:
-    """A handle that came in a message."""
     on, device, rref, label, training = fields
     kinds = [type(on) in (str, int), type(device) is str, type(label) is str, type(training) is bool]
     if not (isinstance(rref, RRef) and all(kinds)):
@@ -597,3 +409,140 @@ def _rebuild(fields: Sequence[Any]) -> RemoteModule:
 
 
 register_plain_type(RemoteModule, "gradwire.RemoteModule", RemoteModule._pack, _rebuild)
+
+
+class OwnerHook:
+    """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
+
+    Args:
+        handle: Reference to the handle there.
+    """
+
+    def __init__(self, handle: RRef[Any]) -> None:
+        self._handle: RRef[Any] | None = handle
+
+    def __repr__(self) -> str:
+        return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
+
+    def remove(self) -> None:
+        """Take the hook away. May be called again."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with torch.no_grad():
+                handle._ask(f"{module_owner.PREFIX}unhook", (), UNSET_RPC_TIMEOUT)
+
+    def __enter__(self) -> OwnerHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """Return the operation and its arguments, as flat as they can be: packing them is most of the cost."""
+    return (module_owner.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (module_owner.FORWARD, args)
+
+
+def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call(module_owner.INVOKE, (name, args, kwargs))
+
+
+def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
+    """Return what names a function or class to the owner: with ``trust="data"`` its exposed name.
+
+    Raises:
+        ConfigurationError: It has none, and code may not be sent.
+    """
+    if isinstance(function, str) or rref_context.here().agent.trust == "code":
+        return function
+    name = exposed_name(function)
+    if name is None:
+        raise ConfigurationError(
+            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
+        )
+    return name
+
+
+# -- warnings: the user trains something, and the parameters on the owner have no part in it --------------------------------
+
+_PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_takers: set[CodeType] = set()  # functions that read parameters for an optimizer
+
+
+def takes_parameters(function: F) -> F:
+    """Mark a function that reads parameters in order to train them."""
+    _takers.add(inspect.unwrap(function).__code__)
+    return function
+
+
+takes_parameters(torch.optim.Optimizer.__init__)
+takes_parameters(torch.optim.Optimizer.add_param_group)
+
+
+class _NoParameters(dict[str, Any]):
+    """The empty table of parameters of a handle, which warns if an optimizer looks for some.
+
+    Args:
+        module: What to call the module.
+    """
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self._module = module
+
+    def items(self) -> Any:
+        """Return nothing; that is what the `parameters` of an outer module ask for."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code not in _takers:
+            frame = frame.f_back
+        if frame is not None:
+            warn_user(
+                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
+                f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
+                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
+                f"them, pass it the parameters of the other parts only",
+                frame,
+            )
+        return super().items()
+
+
+def _is_unrecorded() -> bool:
+    """Whether a call made now has no part in a distributed backward, although gradients are wanted."""
+    return torch.is_grad_enabled() and not current_context_id()
+
+
+def _warn_when_differentiated(result: Any, module: str) -> Any:
+    """Let tensors that a module has returned outside of a context warn when a backward pass ends at them."""
+    if isinstance(result, torch.Tensor):
+        if result.requires_grad and result.is_leaf:
+            result.register_hook(functools.partial(_on_end_of_backward, module))  # type: ignore[no-untyped-call]
+    elif isinstance(result, tuple | list | dict):
+        for item in result.values() if isinstance(result, dict) else result:
+            _warn_when_differentiated(item, module)
+    return result
+
+
+def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
+    with contextlib.suppress(Exception):  # the call has failed, and the caller that waits for it is told
+        _warn_when_differentiated(done.value(), title)
+
+
+def _on_end_of_backward(module: str, gradient: torch.Tensor) -> None:
+    warn_user(
+        f"backward ends at what {module} returned outside of a context: no gradient goes to that worker, and its "
+        f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
+        f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
+        sys._getframe(1),
+    )
+
+
+def warn_user(text: str, frame: FrameType | None) -> None:
+    """Warn of a line of the user's code: the innermost one that led to the frame, outside of torch and gradwire."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    if frame is None:  # in a thread of torch's engine
+        warnings.warn(text, stacklevel=1)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__", "<unknown>")
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry)

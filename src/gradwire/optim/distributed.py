@@ -16,18 +16,20 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from gradwire.autograd import worker
+from gradwire._interrupts import interruptible
+from gradwire._torch import set_grad_enabled
+from gradwire.autograd.api import current_engine
 from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
-from gradwire.errors import ConfigurationError, DecodeError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
+from gradwire.errors import ConfigurationError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
 from gradwire.nn.remote_module import warn_user
-from gradwire.optim import state_dict as states
+from gradwire.optim import state_dict as optimizer_state
 from gradwire.optim.grad_transforms import CLAMP, SCALE, Edit, EditLog
-from gradwire.optim.local import MAKE, OPERATE, LocalOptimizer, OwnedGroup, read_answer
+from gradwire.optim.local import MAKE, OPERATE, LocalOptimizer, read_answer
 from gradwire.optim.parameters import (
     Group,
     GroupReader,
@@ -38,9 +40,8 @@ from gradwire.optim.parameters import (
     divide_states,
     fold_groups,
     join_states,
-    prepare_step,
 )
-from gradwire.optim.state_dict import RESERVED, OptionLog
+from gradwire.optim.state_dict import RESERVED, NamedState, OptionLog, Options, options_of
 from gradwire.params.grads import clip_factor, total_norm
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
@@ -48,235 +49,7 @@ from gradwire.rref import RRef, remote
 from gradwire.shard.sharded_optim import whole_matrix_problem
 from gradwire.shard.torch_optimizer import is_watched
 
-
-@dataclass(slots=True)
-class Owner:
-    """One worker that has parameters.
-
-    Attributes:
-        name: Its name.
-        optimizer: What it does for the optimizer.
-        is_behind: Whether it may have missed a change of options.
-        rank: Its rank.
-        is_here: Whether that is the worker that runs this.
-    """
-
-    name: str
-    optimizer: RRef[LocalOptimizer]
-    is_behind: bool = False
-    rank: int = field(init=False)
-    is_here: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
-
-    def start(self, operation: str, args: Sequence[Any], timeout_s: float) -> CallFuture[Any]:
-        """Begins an operation on another worker."""
-        return self.optimizer._submit(OPERATE, (operation, *args), timeout_s)
-
-    def run(self, operation: str, args: Sequence[Any], timeout_s: float) -> Any:
-        """Does an operation, here or there, and waits for it."""
-        if self.is_here:
-            return getattr(self.optimizer.local_value(), operation)(*args)
-        return self.optimizer._ask(OPERATE, (operation, *args), timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What came back, by the worker's name."""
-
-    values: dict[str, Any]
-    failed: dict[str, Exception]
-
-    def add(self, others: Answers) -> None:
-        """Takes in what others have answered."""
-        self.values.update(others.values)
-        self.failed.update(others.failed)
-
-    def take(self, name: str, future: CallFuture[Any]) -> None:
-        """Waits for an answer."""
-        try:
-            self.values[name] = future.wait()
-        except Exception as error:
-            self.failed[name] = error
-
-    def read(self, operation: str) -> None:
-        """Counts owners that have answered something else as failed."""
-        for name, answer in list(self.values.items()):
-            try:
-                self.values[name] = read_answer(operation, answer)
-            except DecodeError as error:
-                del self.values[name]
-                self.failed[name] = error
-
-    def explain(self) -> str:
-        """One line for each failure."""
-        return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
-
-
-def ask_all(
-    owners: Iterable[Owner], operation: str, args_for: Callable[[Owner], Sequence[Any]], timeout_s: float
-) -> Answers:
-    """Asks all owners at the same time, and waits for all.
-
-    The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
-    them, comes last.
-    """
-    answers = Answers({}, {})
-    *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
-    if last is None:
-        return answers
-    started: list[tuple[Owner, CallFuture[Any]]] = []
-    was_enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
-    try:
-        for owner in others:
-            try:
-                started.append((owner, owner.start(operation, args_for(owner), timeout_s)))
-            except Exception as error:
-                answers.failed[owner.name] = error
-        try:
-            answers.values[last.name] = last.run(operation, args_for(last), timeout_s)
-        except Exception as error:
-            answers.failed[last.name] = error
-        for owner, future in started:
-            answers.take(owner.name, future)
-        answers.read(operation)
-    finally:
-        torch._C._set_grad_enabled(was_enabled)
-    return answers
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How an optimizer is made.
-
-    Attributes:
-        optimizer_class: Its class.
-        args: More arguments for it.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        ConfigurationError: It is no class of optimizers, or one that cannot be split over workers.
-    """
-
-    optimizer_class: type[Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        found: Any = self.optimizer_class
-        if not (isinstance(found, type) and callable(getattr(found, "step", None))):
-            raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {found!r}")
-        if issubclass(self.optimizer_class, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
-                "over workers; use it in one process, or choose another optimizer"
-            )
-
-    def check_sharded(self) -> None:
-        """Looks whether the class may step parts of parameters.
-
-        Raises:
-            ConfigurationError: It may not.
-        """
-        problem = whole_matrix_problem(self.optimizer_class)
-        if problem:
-            raise ConfigurationError(problem)
-
-    def call(self, groups: list[OwnedGroup]) -> tuple[Any, ...]:
-        """What a new owner is sent. Torch's classes go by name; others are sent themselves, which needs trust in code."""
-        name = self.optimizer_class.__name__
-        is_known = getattr(torch.optim, name, None) is self.optimizer_class
-        return name if is_known else self.optimizer_class, groups, self.args, self.kwargs
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """What the owners have made.
-
-    Attributes:
-        made: Owners that are new.
-        defaults: Of their optimizers.
-        options: Of the new groups, by number.
-    """
-
-    made: dict[str, Owner]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    options: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-
-def place(recipe: Recipe, owners: dict[str, Owner], groups: Sequence[Group], first: int) -> Placed:
-    """Has all owners make their parts of new groups, side by side.
-
-    Args:
-        recipe: For workers that own no parameters so far.
-        owners: Those that do.
-        groups: The new groups.
-        first: The number of the first of them.
-
-    Raises:
-        ConfigurationError: The class cannot step parts of parameters, and some are sharded.
-        OptimizerNotMade: One or more could not, and nobody has.
-    """
-    if any(group.parts for group in groups):
-        recipe.check_sharded()
-    parts = {
-        name: [_owned(first + number, groups[number], entries) for number, entries in found.items()]
-        for name, found in by_owner(groups).items()
-    }
-    placed, answers = Placed({}), Answers({}, {})
-    with torch.no_grad():
-        for name in [name for name in parts if name not in owners]:
-            try:
-                placed.made[name] = Owner(name, remote(name, MAKE, recipe.call(parts[name])))
-            except Exception as error:
-                answers.failed[name] = error
-    old = [owners[name] for name in parts if name in owners]
-    answers.add(ask_all(old, "add_groups", lambda owner: (parts[owner.name],), UNSET_RPC_TIMEOUT))
-    answers.add(ask_all(placed.made.values(), "describe", lambda _: (), UNSET_RPC_TIMEOUT))
-    if answers.failed:
-        grown = [owner for owner in old if owner.name in answers.values]
-        ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
-        what = recipe.optimizer_class.__name__
-        text = f"{what} could not be made on every worker that owns parameters: {answers.explain()}"
-        raise OptimizerNotMade(text, answers.failed) from next(iter(answers.failed.values()))
-    for defaults, options in answers.values.values():
-        placed.defaults.update(defaults)
-        placed.options.update({number: found for number, found in options.items() if number >= first})
-    return placed
-
-
-def _owned(number: int, group: Group, entries: Sequence[Named]) -> OwnedGroup:
-    return number, [name for name, _ in entries], [rref for _, rref in entries], group.options
-
-
 Contexts = int | Iterable[int]
-
-
-def check_contexts(contexts: Any) -> tuple[int, ...]:
-    """The ids of contexts that are alive here.
-
-    Raises:
-        ConfigurationError: These are no ids, or one is there twice.
-        UnknownContext: One was released, or never existed here.
-    """
-    found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
-    for item in found or (None,):
-        if not isinstance(item, int) or isinstance(item, bool):
-            raise ConfigurationError(
-                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
-            )
-    if len(set(found)) != len(found):
-        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
-    retrieve = worker.here().container.retrieve
-    return tuple([retrieve(item).context_id for item in found])
-
-
-def is_over(context_id: int) -> bool:
-    """Whether a context was released."""
-    return worker.here().container.find(context_id) is None
-
 
 _SHOWN_PROBLEMS = 10  # in an error
 
@@ -304,7 +77,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     is_functional_optim = False
 
     def __init__(self, optimizer_class: type[Any], params_rref: Any, *args: Any, **kwargs: Any) -> None:
-        self._recipe = Recipe(optimizer_class, args, kwargs)
+        _check_class(optimizer_class)
+        self._optimizer_class, self._args, self._kwargs = optimizer_class, args, kwargs
+        self._owners: dict[str, Owner] = {}
         self._reader = GroupReader()
         self._log = OptionLog()
         self._step_ids = itertools.count()
@@ -313,18 +88,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._commits: dict[tuple[int, ...], tuple[int, Set[int]]] = {}  # passes that the next step tells owners of
         self._sharded: list[ShardedParameter] = []
         self._parts: dict[str, PartOf] = {}  # what parameters are parts of, by name
-        groups = self._reader.read_all(params_rref)
-        placed = place(self._recipe, {}, groups, 0)
-        self._owners = placed.made
-        for group in groups:
-            self._note_sharded(group)
         self._is_made = False  # until then, `add_param_group` is called by the base class
-        super().__init__(
-            [_as_dict(group, placed.options[number]) for number, group in enumerate(groups)], placed.defaults
-        )
+        super().__init__(*self._place(self._reader.read_all(params_rref), 0))
         self._is_made = True
 
-    # -- owners --------------------------------------------------------------------------------------------------------
+    def __reduce__(self) -> Any:
+        raise OptimizerError(
+            "a DistributedOptimizer stays on the worker that made it, which alone knows what the owners were told. To step "
+            "elsewhere, send the modules or references and make another one there; to save it, use state_dict()"
+        )
+
+    # -- owners and groups ---------------------------------------------------------------------------------------------
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -332,31 +106,89 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [owner.optimizer for owner in self._owners.values()]
 
     def named_parameters(self) -> list[Named]:
-        """All parameters in order, by names of which no two are the same; of sharded ones, the parts."""
+        """Return all parameters in order, by names of which no two are the same; of sharded ones, the parts."""
         return [
             entry for group in self.param_groups for entry in zip(group["param_names"], group["params"], strict=True)
         ]
 
-    def _note_sharded(self, group: Group) -> None:
-        self._sharded += group.sharded
-        self._parts.update(group.parts)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also of workers that had none so far.
 
-    def _ask(self, operation: str, args_for: Callable[[Owner], Sequence[Any]], timeout: float) -> dict[str, Any]:
-        """Asks all owners.
+        Args:
+            param_group: ``{"params": [...], "lr": 0.1}``; parameters as in the constructor.
 
         Raises:
-            OptimizerError: One or more failed.
+            ConfigurationError: It is not a group, or something in it is not a parameter.
+            OptimizerNotMade: An owner could not add its part; no owner has.
         """
+        if self._is_made:
+            reader = self._reader.copy()
+            (param_group,), _ = self._place([reader.read(param_group)], len(self.param_groups))
+            self._reader = reader  # only now: names of a group that could not be added are free again
+        self._log.add(options_of(param_group))
+        self.param_groups.append(param_group)
+
+    def _place(self, groups: Sequence[Group], first: int) -> tuple[list[dict[str, Any]], Options]:
+        """Have all owners make their parts of new groups, whose numbers begin with ``first``, side by side.
+
+        Return the groups as `torch.optim.Optimizer` has them, and the defaults of the owners' optimizers.
+        """
+        problem = whole_matrix_problem(self._optimizer_class) if any(group.parts for group in groups) else None
+        if problem:
+            raise ConfigurationError(problem)
+        parts: dict[str, list[Any]] = {
+            name: [
+                (first + number, [name for name, _ in found], [rref for _, rref in found], groups[number].options)
+                for number, found in owned.items()
+            ]
+            for name, owned in by_owner(groups).items()
+        }
+        # Torch's classes go by name; others are sent themselves, which needs trust in code.
+        name, found = self._optimizer_class.__name__, self._optimizer_class
+        sent = name if getattr(torch.optim, name, None) is found else found
+        made: dict[str, Owner] = {}
+        answers = Answers()
+        with torch.no_grad():
+            for worker_name in [item for item in parts if item not in self._owners]:
+                try:
+                    rref = remote(worker_name, MAKE, (sent, parts[worker_name], self._args, self._kwargs))
+                    made[worker_name] = Owner(worker_name, rref)
+                except Exception as error:
+                    answers.failed[worker_name] = error
+        old = [owner for owner in self._owners.values() if owner.name in parts]
+        ask_all(old, "add_groups", lambda owner: (parts[owner.name],), UNSET_RPC_TIMEOUT, answers)
+        ask_all(made.values(), "describe", lambda _: (), UNSET_RPC_TIMEOUT, answers)
+        if answers.failed:
+            grown = [owner for owner in old if owner.name in answers.values]
+            ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
+            text = f"{name} could not be made on every worker that owns parameters: {answers.explain()}"
+            raise OptimizerNotMade(text, answers.failed) from answers.first_failure
+        self._owners.update(made)
+        defaults: Options = {}
+        options: dict[int, Options] = {}
+        for own_defaults, own_options in answers.values.values():
+            defaults.update(own_defaults)
+            options.update(own_options)
+        for group in groups:
+            self._sharded += group.sharded
+            self._parts.update(group.parts)
+        return [
+            {**options[number], "params": [rref for _, rref in group.entries], "param_names": group.names}
+            for number, group in enumerate(groups, first)
+        ], defaults
+
+    def _ask(self, operation: str, args_for: ArgsFor, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
         answers = ask_all(self._owners.values(), operation, args_for, timeout)
         if answers.failed:
             text = f"{operation} failed on {len(answers.failed)} of {len(self._owners)} workers: {answers.explain()}"
-            raise OptimizerError(text, answers.failed) from next(iter(answers.failed.values()))
+            raise OptimizerError(text, answers.failed) from answers.first_failure
         return answers.values
 
-    # -- steps -----------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @interruptible  # hooks of the user run in torch's wrapper; `_step` itself is not to be interrupted
     def step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:  # type: ignore[override]
-        """Steps every parameter that has a gradient in a context, or in several: then gradients are added up.
+        """Step every parameter that has a gradient in a context, or in several: then gradients are added up.
 
         Parameters without a gradient there are untouched, and ``.grad`` is neither used nor changed; if none has one, there
         is a warning. If it fails on some workers, the gradients are kept: call it again with the same contexts, and those
@@ -368,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnknownContext: A context was released, or never existed here.
-            OptimizerStepFailed: Some owners did not step; says who did.
+            OptimizerStepFailed: Some owners did not step; it lists those that did.
             OptimizerError: A sharded parameter was resharded since the optimizer was made.
         """
         # In a class that has a step of its own, and calls this one, torch has put its wrapper around that.
@@ -381,8 +213,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
-        if self._sharded:
-            prepare_step(self._sharded)
+        for parameter in self._sharded:
+            parameter.prepare_step()
         step_id = self._unfinished.get(contexts)
         if step_id is None:
             step_id = next(self._step_ids)
@@ -395,11 +227,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in answers.values:
             self._owners[name].is_behind = False
         if answers.failed:
-            raise _step_failed(answers)
+            stepped = tuple(answers.values)
+            text = (
+                f"the optimizer did not step on every worker. Stepped: {', '.join(stepped) or 'none'}. "
+                f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that failed"
+            )
+            raise OptimizerStepFailed(text, stepped, answers.failed) from answers.first_failure
         self._unfinished.pop(contexts, None)
         self._edits.drop(contexts)  # not before: a repeated step needs them
         if not any(answers.values.values()):
             self._warn_of_no_gradients(len(contexts))
+
+    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def _step_args(
+        self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
+    ) -> ArgsFor:
+        """What each owner is told; until it has answered, it may have missed the changes."""
+        changes = self._log.changes(self.param_groups)
+        behind = [owner.name for owner in self._owners.values() if owner.is_behind]
+        if changes:
+            for owner in self._owners.values():
+                owner.is_behind = True  # before the changes count as told: however the step ends, they are told again
+            self._log.note(changes)
+
+        def args_for(owner: Owner) -> Sequence[Any]:
+            options = self._log.everything() if owner.name in behind else changes
+            args = [step_id, contexts, pass_id if pass_id and owner.rank in ranks else 0, options, edits]
+            while not args[-1]:  # what is not there need not be told
+                args.pop()
+            return args
+
+        return args_for
 
     def _warn_of_no_gradients(self, num_contexts: int) -> None:
         """A step that changes nothing is rarely what was meant, and shows only as a loss that stays as it is.
@@ -414,43 +273,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sys._getframe(1),
         )
 
-    _step_watched = torch.optim.Optimizer.profile_hook_step(_step)
-
-    def _step_args(
-        self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
-    ) -> Callable[[Owner], Sequence[Any]]:
-        """What each owner is told; until it has answered, it may have missed the changes."""
-        changes = self._log.changes(self.param_groups)
-        behind = [owner.name for owner in self._owners.values() if owner.is_behind]
-        if changes:
-            for owner in self._owners.values():
-                owner.is_behind = True  # before the log says they were told: whatever ends the step, they hear it
-            self._log.note(changes)
-
-        def args_for(owner: Owner) -> Sequence[Any]:
-            options = self._log.everything() if owner.name in behind else changes
-            args = [step_id, contexts, pass_id if pass_id and owner.rank in ranks else 0, options, edits]
-            while not args[-1]:  # what is not there need not be told
-                args.pop()
-            return args
-
-        return args_for
-
-    def follow_backward(self, context_id: int) -> FollowUp:
-        """For ``backward(..., optimizer=self)``: the step of a context, which tells owners that the pass is committed."""
-        return _StepAfterBackward(self, check_contexts(context_id))
-
     def _forget_unfinished(self) -> None:
         for known in list(self._unfinished):  # other threads step with contexts of theirs meanwhile
             if any(is_over(item) for item in known):
                 self._unfinished.pop(known, None)
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    def follow_backward(self, context_id: int) -> FollowUp:
+        """Return the step of a context for ``backward(..., optimizer=self)``, which tells owners of the pass's commit."""
+        return _StepAfterBackward(self, check_contexts(context_id))
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of all parameters, where they are. Gradients in contexts are kept: they end with the context.
+
+        Raises:
+            OptimizerError: Some owners did not.
+        """
+        self._ask("zero_grad", lambda _: (bool(set_to_none),))
 
     def clip_grad_norm_(
         self, context_id: Contexts, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales the gradients of contexts so that the norm of all of them together, on all owners, is at most that.
+        """Scale the gradients of contexts so that the norm of all of them together, on all owners, is at most that.
 
         One round trip for the norms; the scaling goes along with the next step of the same contexts, and ends with it.
 
@@ -468,72 +313,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         contexts, norm_type = check_contexts(context_id), float(norm_type)
         edits = self._edits.of(contexts)
-        answers = self._ask("norms", lambda _: (contexts, edits, norm_type), UNSET_RPC_TIMEOUT)
-        found = {
-            name: norm
-            for parts in answers.values()
-            for names, norms in parts
-            for name, norm in zip(names, norms, strict=True)
-        }
+        found: dict[str, torch.Tensor] = {}
+        for parts in self._ask("norms", lambda _: (contexts, edits, norm_type)).values():
+            for names, norms in parts:
+                found.update(zip(names, norms, strict=True))
         ordered = [found[name] for name, _ in self.named_parameters() if name in found]
         total = total_norm(ordered, norm_type, error_if_nonfinite)
-        self._edit(contexts, SCALE, clip_factor(total, float(max_norm)))
+        self._edits.add(contexts, (SCALE, clip_factor(total, float(max_norm))))
         return total
 
     def clip_grad_value_(self, context_id: Contexts, clip_value: float) -> None:
-        """Clamps the gradients of contexts between that value and its negative, for the next step of the same contexts."""
-        self._edit(check_contexts(context_id), CLAMP, float(clip_value))
-
-    def _edit(self, contexts: tuple[int, ...], kind: Literal["scale", "clamp"], number: float) -> None:
-        if (kind, number) != (SCALE, 1.0):
-            self._edits.add(contexts, (kind, number))
+        """Clamp the gradients of contexts between that value and its negative, for the next step of the same contexts."""
+        self._edits.add(check_contexts(context_id), (CLAMP, float(clip_value)))
 
     def _are_finite(self, contexts: tuple[int, ...]) -> bool:
         """Whether all gradients on all owners are."""
         edits = self._edits.of(contexts)
-        return all(self._ask("is_finite", lambda _: (contexts, edits), UNSET_RPC_TIMEOUT).values())
+        return all(self._ask("is_finite", lambda _: (contexts, edits)).values())
 
-    # -- groups ------------------------------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, also of workers that had none so far.
-
-        Args:
-            param_group: ``{"params": [...], "lr": 0.1}``; parameters as in the constructor.
-
-        Raises:
-            ConfigurationError: It is no group, or something in it is no parameter.
-            OptimizerNotMade: An owner could not add its part; nobody has.
-        """
-        if self._is_made:
-            reader, first = self._reader.copy(), len(self.param_groups)
-            group = reader.read(param_group)
-            placed = place(self._recipe, self._owners, [group], first)
-            self._owners.update(placed.made)
-            self._note_sharded(group)
-            self._reader = reader  # only now: names of a group that could not be added are free again
-            param_group = _as_dict(group, placed.options[first])
-        self._log.add({key: value for key, value in param_group.items() if key not in RESERVED})
-        self.param_groups.append(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``.grad`` of all parameters, where they are. Gradients in contexts are kept: they end with the context.
-
-        Raises:
-            OptimizerError: Some owners did not.
-        """
-        self._ask("zero_grad", lambda _: (bool(set_to_none),), UNSET_RPC_TIMEOUT)
-
-    def __reduce__(self) -> Any:
-        raise OptimizerError(
-            "a DistributedOptimizer stays on the worker that made it, which alone knows what the owners were told. To step "
-            "elsewhere, send the modules or references and make another one there; to save it, use state_dict()"
-        )
-
-    # -- state ----------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, gathered here, in torch's form, with the parameters' names.
+        """Return the state of all parameters, gathered here, in torch's form, with the parameters' names.
 
         Of a sharded parameter it is that of the whole, however it is divided.
 
@@ -541,18 +342,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerError: An owner did not answer.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        answers = self._ask("named_state", lambda _: (True,), UNSET_RPC_TIMEOUT)
-        merged: states.NamedState = {}
-        for part in answers.values():
-            merged.update(part)
-        packed = states.pack(fold_groups(self.param_groups, self._parts), join_states(merged, self._parts))
+            _run_hook(hook, self)
+        state: NamedState = {}
+        for part in self._ask("named_state", lambda _: (True,)).values():
+            state.update(part)
+        groups = fold_groups(self.param_groups, self._parts)
+        packed = optimizer_state.pack(groups, join_states(state, self._parts))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            packed = post_hook(self, packed) or packed
+            packed = _run_hook(post_hook, self, packed) or packed
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state that was saved, here or in one process, wherever the parameters lived then.
+        """Take over a state that was saved, here or in one process, wherever the parameters lived then.
 
         Raises:
             ConfigurationError: It is the state of other parameters, or does not fit them; nothing was loaded.
@@ -560,19 +361,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        saved_state, options = states.unpack(state_dict, fold_groups(self.param_groups, self._parts))
+            state_dict = _run_hook(hook, self, state_dict) or state_dict
+        groups = fold_groups(self.param_groups, self._parts)
+        saved_state, options = optimizer_state.unpack(state_dict, groups)
         found = divide_states(saved_state, self._parts)
-        parts: dict[str, states.NamedState] = {name: {} for name in self._owners}
+        parts: dict[str, NamedState] = {name: {} for name in self._owners}
         for name, rref in self.named_parameters():
             if name in found:
                 parts[rref.owner_name()][name] = found[name]
 
         def part_of(owner: Owner) -> Sequence[Any]:
             part = parts[owner.name]
-            return (states.copied(part) if owner.is_here else part,)
+            return (optimizer_state.copied(part) if owner.is_here else part,)
 
-        told = self._ask("state_problems", lambda owner: (states.forms(parts[owner.name]),), UNSET_RPC_TIMEOUT)
+        told = self._ask("state_problems", lambda owner: (optimizer_state.forms(parts[owner.name]),))
         problems = [f"on {name}, {problem}" for name, lines in told.items() for problem in lines]
         if problems:
             more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
@@ -580,13 +382,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the state does not fit the parameters of this optimizer; nothing was loaded: "
                 f"{'; '.join(problems[:_SHOWN_PROBLEMS])}{more}"
             )
-        self._ask("load_named_state", part_of, UNSET_RPC_TIMEOUT)
+        self._ask("load_named_state", part_of)
         for group, saved in zip(self.param_groups, options, strict=True):
             kept = {key: group[key] for key in RESERVED}
             group.clear()
             group.update({**self.defaults, **saved, **kept})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+            _run_hook(post_hook, self)
 
 
 class _StepAfterBackward:
@@ -597,7 +399,7 @@ class _StepAfterBackward:
         self.ranks = frozenset(owner.rank for owner in optimizer._owners.values() if not owner.is_here)
 
     def run(self, commit: CommitPass, ranks: Set[int]) -> None:
-        """Steps; those owners that took part in the pass hear of its commit with the request."""
+        """Step; those owners that took part in the pass are told of its commit with the request."""
         self._optimizer._commits[self._contexts] = (commit.pass_id, ranks)
         try:
             self._optimizer.step(self._contexts)
@@ -605,16 +407,122 @@ class _StepAfterBackward:
             self._optimizer._commits.pop(self._contexts, None)  # a hook may have raised before
 
 
-def _as_dict(group: Group, options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "params": [rref for _, rref in group.entries], "param_names": group.names}
+def _check_class(optimizer_class: Any) -> None:
+    if not (isinstance(optimizer_class, type) and callable(getattr(optimizer_class, "step", None))):
+        raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {optimizer_class!r}")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
+            "over workers; use it in one process, or choose another optimizer"
+        )
 
 
-def _step_failed(answers: Answers) -> OptimizerStepFailed:
-    stepped = tuple(answers.values)
-    text = (
-        f"the optimizer did not step on every worker. Stepped: {', '.join(stepped) or 'none'}. "
-        f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that failed"
-    )
-    failure = OptimizerStepFailed(text, stepped, answers.failed)
-    failure.__cause__ = next(iter(answers.failed.values()))
-    return failure
+@interruptible
+def _run_hook(hook: Callable[..., Any], *args: Any) -> Any:
+    return hook(*args)
+
+
+def check_contexts(contexts: Any) -> tuple[int, ...]:
+    """Return the ids of contexts that are alive here.
+
+    Raises:
+        ConfigurationError: These are not ids, or one is there twice.
+        UnknownContext: One was released, or never existed here.
+    """
+    found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
+    for item in found or (None,):
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ConfigurationError(
+                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
+            )
+    if len(set(found)) != len(found):
+        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
+    retrieve = current_engine().container.retrieve
+    return tuple([retrieve(item).context_id for item in found])
+
+
+def is_over(context_id: int) -> bool:
+    """Return whether a context was released."""
+    return current_engine().container.find(context_id) is None
+
+
+# -- asking the owners --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Owner:
+    """One worker that has parameters."""
+
+    name: str
+    optimizer: RRef[LocalOptimizer]
+    is_behind: bool = False  # whether it may have missed a change of options
+    rank: int = field(init=False)
+    is_here: bool = field(init=False)  # whether that is the worker that runs this
+
+    def __post_init__(self) -> None:
+        self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
+
+    def run(self, operation: str, args: Sequence[Any], timeout_s: float) -> Any:
+        """Do an operation, here or there, and wait for it."""
+        if self.is_here:
+            return getattr(self.optimizer.local_value(), operation)(*args)
+        return self.optimizer._ask(OPERATE, (operation, *args), timeout_s)
+
+
+ArgsFor = Callable[[Owner], Sequence[Any]]
+
+
+@dataclass(slots=True)
+class Answers:
+    """What owners have answered, by their names."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
+
+    def take(self, name: str, operation: str, wait: Callable[[], Any]) -> None:
+        """Wait for an answer; one of another form is a failure."""
+        try:
+            self.values[name] = read_answer(operation, wait())
+        except Exception as error:
+            self.failed[name] = error
+
+    @property
+    def first_failure(self) -> Exception | None:
+        return next(iter(self.failed.values()), None)
+
+    def explain(self) -> str:
+        """Return a text with all failures."""
+        return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
+
+
+def ask_all(
+    owners: Iterable[Owner], operation: str, args_for: ArgsFor, timeout_s: float, answers: Answers | None = None
+) -> Answers:
+    """Ask all owners at the same time, and wait for all.
+
+    The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
+    them, comes last.
+
+    Returns:
+        The answers, added to those that were given.
+    """
+    answers = Answers() if answers is None else answers
+    *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
+    if last is None:
+        return answers
+    started: list[tuple[str, CallFuture[Any]]] = []
+    was_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    try:
+        for owner in others:
+            try:
+                args = (operation, *args_for(owner))
+                started.append((owner.name, owner.optimizer._submit(OPERATE, args, timeout_s)))
+            except Exception as error:
+                answers.failed[owner.name] = error
+        answers.take(last.name, operation, lambda: last.run(operation, args_for(last), timeout_s))
+        for name, future in started:
+            answers.take(name, operation, future.wait)
+    finally:
+        set_grad_enabled(was_enabled)
+    return answers

@@ -1,9 +1,9 @@
-"""What happens to the gradients of a context on their way into a step: scaled, clamped.
+"""Changes to the gradients of a context on their way into a step: scaling, clamping.
 
-Edits travel as ``(kind, number)`` with whatever needs the gradients next, and are made anew there, out of place: so what
-the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are dropped. A
-message of their own to every owner would cost another round trip for each clipping, and fail on its own: a context of which
-half is clipped. The price is that `get_gradients` shows gradients as the pass left them.
+Edits travel as ``(kind, number)`` with the next operation that needs the gradients, and are made anew there, out of place:
+so what the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are
+dropped. A message of their own to every owner would cost another round trip for each clipping, and could fail on its own,
+which leaves a context of which half is clipped. The price is that `get_gradients` shows gradients as the pass left them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-from gradwire.autograd.local_engine import GradientTable
 from gradwire.errors import ConfigurationError, DecodeError
-from gradwire.params.grads import clamped
+from gradwire.params.grads import GradientTable, clamped
 
 SCALE: Final = "scale"
 CLAMP: Final = "clamp"
@@ -21,7 +20,7 @@ Edit = tuple[Literal["scale", "clamp"], float]
 
 
 def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
-    """The gradients after all edits.
+    """Return the gradients after all edits.
 
     Raises:
         DecodeError: There is no such edit.
@@ -48,33 +47,30 @@ class EditLog:
         self._edits: dict[tuple[int, ...], tuple[Edit, ...]] = {}
 
     def of(self, contexts: tuple[int, ...]) -> tuple[Edit, ...]:
-        """The edits for contexts that are used together.
+        """Return the edits for contexts that are used together.
 
         Raises:
             ConfigurationError: Some of them were edited together with others.
         """
         if not self._edits:
             return ()
-        self._forget()
+        for known in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile
+            if any(self._is_over(item) for item in known):
+                self._edits.pop(known, None)
         found = self._edits.get(contexts, ())
-        if not found:
-            for others in list(self._edits):
-                if not set(others).isdisjoint(contexts):
-                    raise ConfigurationError(
-                        f"gradients of contexts {others} were clipped or unscaled together, so they must be used together, "
-                        f"in the same order; not with {contexts}"
-                    )
+        others = next((known for known in list(self._edits) if not set(known).isdisjoint(contexts)), None)
+        if not found and others:
+            raise ConfigurationError(
+                f"gradients of contexts {others} were clipped or unscaled together, so they must be used together, "
+                f"in the same order; not with {contexts}"
+            )
         return found
 
     def add(self, contexts: tuple[int, ...], edit: Edit) -> None:
-        """One more, after those that there are."""
-        self._edits[contexts] = (*self.of(contexts), edit)
+        """Add an edit after those that there are; scaling by one is none."""
+        if edit != (SCALE, 1.0):
+            self._edits[contexts] = (*self.of(contexts), edit)
 
     def drop(self, contexts: tuple[int, ...]) -> None:
-        """They were used: what comes next is as the passes left it."""
+        """Forget the edits of contexts after they were used: what comes next is as the passes left it."""
         self._edits.pop(contexts, None)
-
-    def _forget(self) -> None:
-        for contexts in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile
-            if any(self._is_over(item) for item in contexts):
-                self._edits.pop(contexts, None)

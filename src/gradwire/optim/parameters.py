@@ -1,179 +1,36 @@
-"""What people hand to an optimizer, as groups of named references."""
+"""Parameters as people hand them to an optimizer: read into groups of named references, sharded ones in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from gradwire.errors import ConfigurationError, OptimizerError
+from gradwire.nn.module_owner import HasRemoteParameters, walk_parameters
 from gradwire.nn.remote_module import takes_parameters
-from gradwire.optim.state_dict import NamedState
+from gradwire.optim.state_dict import NamedState, options_of
 from gradwire.rref import RRef
 from gradwire.shard.layout import Box, Layout, whole
 from gradwire.shard.sharded_optim import named_params_with_sharded_tensor
 from gradwire.shard.tensor import ShardedTensor
-from gradwire.shard.worker_backend import WorkerEngine
-
-
-@dataclass(frozen=True, slots=True)
-class PartOf:
-    """What a part is a part of.
-
-    Attributes:
-        whole: The name of the sharded parameter.
-        box: Where the part lies in it.
-        size: Of the whole.
-    """
-
-    whole: str
-    box: Box
-    size: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """By which the owner knows the part; does not depend on who the owner is."""
-        return f"{self.whole}[{', '.join(str(offset) for offset in self.box.offsets)}]"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedParameter:
-    """A sharded parameter as it was when an optimizer took it.
-
-    Attributes:
-        name: Its name.
-        tensor: The parameter.
-        layout: How it was divided.
-    """
-
-    name: str
-    tensor: ShardedTensor
-    layout: Layout
-
-    def parts(self) -> list[tuple[PartOf, RRef[Any]]]:
-        """All parts with elements, and references to them."""
-        size = tuple(self.tensor.size())
-        return [
-            (PartOf(self.name, box, size), part if isinstance(part, RRef) else RRef(part))
-            for box, part in zip(self.layout.boxes, self.tensor._parts, strict=True)
-            if box.num_elements
-        ]
-
-
-def take_sharded(name: str, tensor: ShardedTensor) -> ShardedParameter:
-    """A sharded parameter, for an optimizer.
-
-    Raises:
-        ConfigurationError: Its parts are not on RPC workers.
-    """
-    if not isinstance(tensor._engine, WorkerEngine):
-        raise ConfigurationError(
-            f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
-            f"gradwire.shard.ShardedOptimizer there"
-        )
-    return ShardedParameter(name, tensor, tensor._layout)
-
-
-def prepare_step(parameters: Iterable[ShardedParameter]) -> None:
-    """Looks whether the parts are still those that the optimizer knows, and waits for operations that still read them.
-
-    Raises:
-        OptimizerError: A parameter was resharded.
-    """
-    for parameter in parameters:
-        if parameter.tensor._layout is not parameter.layout:
-            raise OptimizerError(
-                f"parameter {parameter.name!r} was resharded, so this optimizer has parts that are not in use any more; "
-                f"make another one, and load this one's state_dict() into it"
-            )
-        parameter.tensor._engine.settle()  # a step changes parts in place
-
-
-def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]) -> list[dict[str, Any]]:
-    """Groups with one name for each parameter, whether it is divided or not."""
-    folded = []
-    for group in groups:
-        names = list(dict.fromkeys(parts[name].whole if name in parts else name for name in group["param_names"]))
-        folded.append({**group, "params": names, "param_names": names})
-    return folded
-
-
-def join_states(state: NamedState, parts: Mapping[str, PartOf]) -> NamedState:
-    """State by the names of whole parameters."""
-    found: NamedState = {}
-    pieces: dict[str, list[tuple[PartOf, dict[str, Any]]]] = {}
-    for name, values in state.items():
-        if name in parts:
-            pieces.setdefault(parts[name].whole, []).append((parts[name], values))
-        else:
-            found[name] = values
-    for name, items in pieces.items():
-        keys = dict.fromkeys(key for _, values in items for key in values)
-        found[name] = {key: _join([(part, values[key]) for part, values in items if key in values]) for key in keys}
-    return found
-
-
-def _join(items: Sequence[tuple[PartOf, Any]]) -> Any:
-    """What parts have of one kind: a tensor of the whole, or what the first of them has (a number of steps).
-
-    Parts that never had a gradient have no state; zeros stand for it.
-    """
-    first = items[0][1]
-    if not all(isinstance(value, torch.Tensor) and value.shape == part.box.sizes for part, value in items):
-        return first
-    size = items[0][0].size
-    made = torch.zeros(size, dtype=first.dtype, device=first.device)
-    for part, value in items:
-        made[part.box.slices_in(whole(size))] = value.to_dense() if value.is_sparse else value
-    return made
-
-
-def divide_states(state: NamedState, parts: Mapping[str, PartOf]) -> NamedState:
-    """State by the names of parts, from that of whole parameters."""
-    wholes = {part.whole for part in parts.values()}
-    found = {name: values for name, values in state.items() if name not in wholes}
-    for name, part in parts.items():
-        if part.whole in state:
-            found[name] = {key: _take(value, part) for key, value in state[part.whole].items()}
-    return found
-
-
-def _take(value: Any, part: PartOf) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape == part.size:
-        value = value[part.box.slices_in(whole(part.size))]
-    return value.clone(memory_format=torch.contiguous_format)  # a count of steps, too: every part counts its own
-
+from gradwire.shard.worker_backend import WorkerBackend
 
 Named = tuple[str, RRef[Any]]
 
 
-@runtime_checkable
-class HasRemoteParameters(Protocol):
-    """A module that lives on another worker."""
-
-    def named_remote_parameters(self) -> list[tuple[str, RRef[Any]]]:
-        """Its parameters, by name."""
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that share options.
+    """Parameters that share options."""
 
-    Attributes:
-        entries: Unique names and references, in order.
-        options: Those that were given for the group.
-        sharded: Parameters that are divided; the entries have their parts.
-        parts: What those entries are parts of, by their names.
-    """
-
-    entries: list[Named]
+    entries: list[Named]  # unique names and references, in order; of sharded parameters, those of the parts
     options: dict[str, Any]
     sharded: list[ShardedParameter] = field(default_factory=list)
-    parts: dict[str, PartOf] = field(default_factory=dict)
+    parts: dict[str, PartOf] = field(default_factory=dict)  # by the names of entries
 
     @property
     def names(self) -> list[str]:
@@ -194,44 +51,39 @@ class GroupReader:
         self._num_modules = 0
 
     def copy(self) -> GroupReader:
-        """One that has given the same names."""
-        made = GroupReader()
-        made._taken, made._num_parameters, made._num_modules = (
-            set(self._taken),
-            self._num_parameters,
-            self._num_modules,
-        )
+        """Return one that has given the same names."""
+        made = copy.copy(self)
+        made._taken = set(self._taken)
         return made
 
     @takes_parameters
     def read_all(self, params: Any) -> list[Group]:
-        """Groups, or one group for parameters that are not in any.
+        """Return the groups, or one group for parameters that are not in any.
 
         Raises:
-            ConfigurationError: There are none, or something is no parameter.
+            ConfigurationError: There are none, or something is not a parameter.
         """
         if isinstance(params, dict):
             raise ConfigurationError("put the group in a list: [{'params': [...]}]")
-        items = [params] if _is_one(params) else list(params)
+        items = _items(params)
         if not any(isinstance(item, dict) for item in items):
             return [self.read({"params": items})]
         return [self.read(item) for item in items]
 
     @takes_parameters
     def read(self, group: Any) -> Group:
-        """One group.
+        """Return one group.
 
         Raises:
-            ConfigurationError: It is no group, or something in it is no parameter.
+            ConfigurationError: It is not a group, or something in it is not a parameter.
         """
         if not isinstance(group, dict) or "params" not in group:
             raise ConfigurationError(f'a parameter group is a dict with "params", not {type(group).__name__}')
         params = group["params"]
         if isinstance(params, set):
             raise ConfigurationError("parameters in a set have no order; pass a list")
-        items = [params] if _is_one(params) else list(params)
-        made = Group([], {key: value for key, value in group.items() if key not in ("params", "param_names")})
-        for item in items:
+        made = Group([], options_of(group))
+        for item in _items(params):
             for name, parameter in self._named(item):
                 self._add(made, name, parameter)
         if not made.entries:
@@ -244,15 +96,12 @@ class GroupReader:
                 raise ConfigurationError(f"two parameters have the name {item[0]!r}; give each its own")
             yield item
         elif isinstance(item, HasRemoteParameters | torch.nn.Module):
-            yield from self._named_in_module(list(_parameters_of(item)))
+            number, self._num_modules = self._num_modules, self._num_modules + 1
+            found = list(walk_parameters(item, own=_own_parameters))  # type: ignore[arg-type]  # either does
+            prefix = f"{number}." if any(name in self._taken for name, _ in found) else ""
+            yield from ((prefix + name, parameter) for name, parameter in found)
         else:
             yield str(self._num_parameters), item
-
-    def _named_in_module(self, found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        number, self._num_modules = self._num_modules, self._num_modules + 1
-        if any(name in self._taken for name, _ in found):
-            return [(f"{number}.{name}", parameter) for name, parameter in found]
-        return found
 
     def _add(self, group: Group, name: str, parameter: Any) -> None:
         self._take(name)
@@ -260,7 +109,7 @@ class GroupReader:
         if not isinstance(parameter, ShardedTensor):
             group.entries.append((name, _reference(parameter)))
             return
-        sharded = take_sharded(name, parameter)
+        sharded = ShardedParameter.take(name, parameter)
         group.sharded.append(sharded)
         for part, rref in sharded.parts():
             self._take(part.name)
@@ -273,39 +122,16 @@ class GroupReader:
         self._taken.add(name)
 
 
-def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
-    """Which parameters of which groups each worker has; groups by their number."""
-    found: dict[str, dict[int, list[Named]]] = {}
-    for number, group in enumerate(groups):
-        for name, rref in group.entries:
-            found.setdefault(rref.owner_name(), {}).setdefault(number, []).append((name, rref))
-    return found
+_own_parameters = functools.partial(named_params_with_sharded_tensor, recurse=False)
 
 
-def _is_one(params: Any) -> bool:
-    """Whether that is a parameter or a module by itself, and not several."""
-    if isinstance(params, str | bytes) or not hasattr(params, "__iter__"):
-        if not isinstance(params, RRef | torch.nn.Module | HasRemoteParameters):
-            raise ConfigurationError(f"expected a list of parameters, not {type(params).__name__}")
-        return True
-    return isinstance(params, torch.Tensor | torch.nn.Module | HasRemoteParameters)
-
-
-def _parameters_of(module: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters of a module that is here or elsewhere, or partly so; each under the first of its names, as torch does."""
-    if isinstance(module, HasRemoteParameters):
-        yield from module.named_remote_parameters()
-        return
-    seen: set[torch.Tensor] = set()
-    for path, part in module.named_modules():  # a part that is there twice comes once
-        prefix = f"{path}." if path else ""
-        if isinstance(part, HasRemoteParameters):
-            yield from ((prefix + name, rref) for name, rref in part.named_remote_parameters())
-            continue
-        for name, parameter in named_params_with_sharded_tensor(part, recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                yield prefix + name, parameter
+def _items(params: Any) -> list[Any]:
+    """What an iterable has, or a parameter or module that stands by itself."""
+    if isinstance(params, torch.Tensor | torch.nn.Module | RRef | HasRemoteParameters):
+        return [params]
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise ConfigurationError(f"expected a list of parameters, not {type(params).__name__}")
+    return list(params)
 
 
 def _reference(item: Any) -> RRef[Any]:
@@ -317,3 +143,143 @@ def _reference(item: Any) -> RRef[Any]:
         f"expected an RRef of a parameter, a module, a parameter or a ShardedTensor, not {type(item).__name__}; wrap "
         f"values of other workers with gradwire.rpc.remote"
     )
+
+
+def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
+    """Return the parameters of each group that each worker has; groups by their number."""
+    found: dict[str, dict[int, list[Named]]] = {}
+    for number, group in enumerate(groups):
+        for name, rref in group.entries:
+            found.setdefault(rref.owner_name(), {}).setdefault(number, []).append((name, rref))
+    return found
+
+
+# -- sharded parameters, and their state -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """A part of a sharded parameter."""
+
+    whole: str  # the name of the sharded parameter
+    box: Box  # where the part lies in it
+    size: tuple[int, ...]  # of the whole
+
+    @property
+    def name(self) -> str:
+        """By which the owner knows the part; does not depend on who the owner is."""
+        return f"{self.whole}[{', '.join(str(offset) for offset in self.box.offsets)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """A sharded parameter as it was when an optimizer took it."""
+
+    name: str
+    tensor: ShardedTensor
+    layout: Layout
+
+    @classmethod
+    def take(cls, name: str, tensor: ShardedTensor) -> ShardedParameter:
+        """Return a sharded parameter for an optimizer.
+
+        Raises:
+            ConfigurationError: Its parts are not on RPC workers.
+        """
+        if not isinstance(tensor._backend, WorkerBackend):
+            raise ConfigurationError(
+                f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
+                f"gradwire.shard.ShardedOptimizer there"
+            )
+        return cls(name, tensor, tensor._layout)
+
+    def parts(self) -> list[tuple[PartOf, RRef[Any]]]:
+        """Return all parts with elements, and references to them."""
+        size = tuple(self.tensor.size())
+        return [
+            (PartOf(self.name, box, size), part if isinstance(part, RRef) else RRef(part))
+            for box, part in zip(self.layout.boxes, self.tensor._parts, strict=True)
+            if box.num_elements
+        ]
+
+    def prepare_step(self) -> None:
+        """Check that the parts are still those that the optimizer knows, and wait for operations that still read them.
+
+        Raises:
+            OptimizerError: The parameter was resharded.
+        """
+        if self.tensor._layout is not self.layout:
+            raise OptimizerError(
+                f"parameter {self.name!r} was resharded, so this optimizer has parts that are not in use any more; "
+                f"make another one, and load this one's state_dict() into it"
+            )
+        self.tensor._backend.settle()  # a step changes parts in place
+
+
+def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]) -> list[dict[str, Any]]:
+    """Return groups with one name for each parameter, whether it is divided or not."""
+    folded = []
+    for group in groups:
+        names = list(dict.fromkeys(parts[name].whole if name in parts else name for name in group["param_names"]))
+        folded.append({**group, "params": names, "param_names": names})
+    return folded
+
+
+def join_tensors(items: Sequence[tuple[PartOf, Any]]) -> Any:
+    """Join what parts have of one kind: a tensor of the whole, or what the first of them has (a number of steps).
+
+    Parts that never had a gradient have no state; zeros stand for it.
+    """
+    first = items[0][1]
+    if not all(isinstance(value, torch.Tensor) and value.shape == part.box.sizes for part, value in items):
+        return first
+    size = items[0][0].size
+    made = torch.zeros(size, dtype=first.dtype, device=first.device)
+    for part, value in items:
+        made[part.box.slices_in(whole(size))] = value.to_dense() if value.is_sparse else value
+    return made
+
+
+def join_states(
+    state: NamedState,
+    parts: Mapping[str, PartOf],
+    join: Callable[[Sequence[tuple[PartOf, Any]]], Any] = join_tensors,
+) -> NamedState:
+    """Return state by the names of whole parameters, from that of their parts.
+
+    ``join`` makes one value of those that the parts have under one key.
+    """
+    found: NamedState = {}
+    pieces: dict[str, dict[Any, list[tuple[PartOf, Any]]]] = {}
+    for name, values in state.items():
+        if name not in parts:
+            found[name] = values
+            continue
+        for key, value in values.items():
+            pieces.setdefault(parts[name].whole, {}).setdefault(key, []).append((parts[name], value))
+    for name, by_key in pieces.items():
+        found[name] = {key: join(items) for key, items in by_key.items()}
+    return found
+
+
+def cut_tensor(value: Any, part: PartOf) -> Any:
+    """Return what a part has of a value of its parameter: its region of a tensor, or a copy of what has another size."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == part.size:
+        value = value[part.box.slices_in(whole(part.size))]
+    return value.clone(memory_format=torch.contiguous_format)  # a count of steps, too: every part counts its own
+
+
+def divide_states(
+    state: NamedState,
+    parts: Mapping[str, PartOf],
+    cut: Callable[[Any, PartOf], Any] = cut_tensor,
+) -> NamedState:
+    """Return state by the names of parts, from that of whole parameters; ``cut`` returns what a part has of one value."""
+    wholes = {part.whole for part in parts.values()}
+    found = {name: values for name, values in state.items() if name not in wholes}
+    for name, part in parts.items():
+        if part.whole in state:
+            found[name] = {key: cut(value, part) for key, value in state[part.whole].items()}
+    return found

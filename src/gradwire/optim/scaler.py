@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gradwire.errors import ConfigurationError, OptimizerError
 from gradwire.optim.distributed import Contexts, DistributedOptimizer, check_contexts
 from gradwire.optim.grad_transforms import SCALE
+
+T = TypeVar("T")
+_STATE: dict[str, tuple[str, type[float] | type[int]]] = {  # by the key that torch's has for it
+    "scale": ("_scale", float),
+    "growth_factor": ("_growth_factor", float),
+    "backoff_factor": ("_backoff_factor", float),
+    "growth_interval": ("_growth_interval", int),
+    "_growth_tracker": ("_num_good", int),
+}
+_ByOptimizer = weakref.WeakKeyDictionary[DistributedOptimizer, T]
 
 
 class GradScaler:
@@ -31,7 +41,7 @@ class GradScaler:
         enabled: If not, losses and gradients are left as they are.
 
     Raises:
-        ConfigurationError: A factor cannot be one.
+        ConfigurationError: A factor is out of range.
     """
 
     def __init__(
@@ -52,30 +62,27 @@ class GradScaler:
         self._growth_interval = growth_interval
         self._num_good = 0
         self._enabled = enabled
-        # Since the last update: whether the gradients were finite, by optimizer and contexts.
-        self._checked: weakref.WeakKeyDictionary[DistributedOptimizer, dict[tuple[int, ...], bool]]
-        self._checked = weakref.WeakKeyDictionary()
-        # Since the last update: what was stepped with, or left out.
-        self._stepped: weakref.WeakKeyDictionary[DistributedOptimizer, set[tuple[int, ...]]]
-        self._stepped = weakref.WeakKeyDictionary()
+        # Since the last update, by optimizer: whether the gradients of contexts were finite, and which were stepped with.
+        self._checked: _ByOptimizer[dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+        self._stepped: _ByOptimizer[set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         state = f"scale {self._scale:g}" if self._enabled else "not enabled"
         return f"<GradScaler: {state}>"
 
     def is_enabled(self) -> bool:
-        """Whether it does anything."""
+        """Return whether it does anything."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """The factor; 1 if it is not enabled."""
+        """Return the factor; 1 if it is not enabled."""
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or several in a list or tuple, multiplied by the scale.
+        """Return a loss, or several in a list or tuple, multiplied by the scale.
 
         Raises:
-            ConfigurationError: Something is no tensor.
+            ConfigurationError: Something is not a tensor.
         """
         if not self._enabled:
             return outputs
@@ -88,13 +95,12 @@ class GradScaler:
         raise ConfigurationError(f"only tensors and lists of them can be scaled, not {type(outputs).__name__}")
 
     def unscale_(self, optimizer: DistributedOptimizer, context_id: Contexts) -> None:
-        """Scales the gradients of contexts down again, and looks on all owners whether all are finite: one round trip.
+        """Scale the gradients of contexts down again, and check on all owners whether all are finite: one round trip.
 
         Call it before clipping; `step` does it otherwise.
 
         Raises:
-            OptimizerError: It was called for these already since the last `update`.
-            OptimizerError: An owner did not answer.
+            OptimizerError: It was called for these already since the last `update`, or an owner did not answer.
         """
         if not self._enabled:
             return
@@ -103,16 +109,16 @@ class GradScaler:
         if contexts in checked:
             raise OptimizerError("unscale_() has already been called on this optimizer since the last update().")
         checked[contexts] = optimizer._are_finite(contexts)
-        optimizer._edit(contexts, SCALE, 1.0 / self._scale)
+        optimizer._edits.add(contexts, (SCALE, 1.0 / self._scale))
 
     def step(self, optimizer: DistributedOptimizer, context_id: Contexts) -> bool:
-        """Steps on all owners if all gradients on all of them are finite; on none otherwise.
+        """Step on all owners if all gradients on all of them are finite; on none otherwise.
 
         Returns:
             Whether it stepped.
 
         Raises:
-            OptimizerStepFailed: Some owners did not step; says who did. Call it again to repeat the step for the others.
+            OptimizerStepFailed: Some owners did not step. Call it again to repeat the step for these.
             OptimizerError: It was called for these already since the last `update`.
         """
         if not self._enabled:
@@ -135,7 +141,7 @@ class GradScaler:
         return is_finite
 
     def update(self, new_scale: float | None = None) -> None:
-        """After the steps of all optimizers: raises or lowers the scale.
+        """Raise or lower the scale, after the steps of all optimizers.
 
         Args:
             new_scale: To be used from now on; otherwise it depends on whether gradients were finite.
@@ -162,19 +168,13 @@ class GradScaler:
             self._scale, self._num_good = grown if math.isfinite(grown) else self._scale, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs; empty if it is not enabled."""
+        """Return everything that `load_state_dict` needs; empty if it is not enabled."""
         if not self._enabled:
             return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._num_good,
-        }
+        return {key: getattr(self, name) for key, (name, _) in _STATE.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the state of another, also of `torch.amp.GradScaler`.
+        """Take over the state of another, also of `torch.amp.GradScaler`.
 
         Raises:
             ConfigurationError: It is empty: it came from one that was not enabled.
@@ -185,8 +185,5 @@ class GradScaler:
             raise ConfigurationError(
                 "the state dict is empty, possibly because it came from a scaler that was disabled"
             )
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = float(state_dict["growth_factor"])
-        self._backoff_factor = float(state_dict["backoff_factor"])
-        self._growth_interval = int(state_dict["growth_interval"])
-        self._num_good = int(state_dict["_growth_tracker"])
+        loaded = {name: kind(state_dict[key]) for key, (name, kind) in _STATE.items()}
+        vars(self).update(loaded)

@@ -19,91 +19,25 @@ from gradwire.errors import ConfigurationError
 from gradwire.shard.torch_optimizer import Form, form_of
 
 Options = dict[str, Any]
-RESERVED = ("params", "param_names")
-
-
-class OptionLog:
-    """What the owners were last told of each group, by its number.
-
-    Only options that the owners' groups have are told: schedulers keep some of their own beside them.
-    """
-
-    def __init__(self) -> None:
-        self._told: list[Options] = []
-
-    def add(self, options: Options) -> None:
-        """A group that the owners have made, with these options."""
-        self._told.append({key: _kept(value) for key, value in options.items()})
-
-    def changes(self, groups: Sequence[Options]) -> dict[int, Options]:
-        """What the owners have not been told yet, by group."""
-        found: dict[int, Options] = {}
-        for number, (group, told) in enumerate(zip(groups, self._told, strict=True)):
-            for key, known in told.items():
-                value = group.get(key, known)
-                if value is not known and not _are_equal(value, known):
-                    found.setdefault(number, {})[key] = _kept(value)
-        return found
-
-    def note(self, changes: dict[int, Options]) -> None:
-        """The owners are being told that."""
-        for number, options in changes.items():
-            self._told[number].update(options)
-
-    def everything(self) -> dict[int, Options]:
-        """All options, for an owner that may have missed changes."""
-        return {number: dict(told) for number, told in enumerate(self._told)}
-
-
-def _kept(value: Any) -> Any:
-    """A tensor is changed in place by schedulers, so the log needs its own."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _are_equal(value: Any, known: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
-        return (
-            isinstance(value, torch.Tensor)
-            and isinstance(known, torch.Tensor)
-            and value.dtype == known.dtype
-            and torch.equal(value, known)
-        )
-    return type(value) is type(known) and bool(value == known)
-
-
-NamedState = dict[str, dict[str, Any]]
+NamedState = dict[str, dict[Any, Any]]
 """State of parameters by their names."""
+RESERVED = ("params", "param_names")
+"""Keys of a group that are not options."""
 
 
-def copied(state: Mapping[str, Mapping[str, Any]]) -> NamedState:
-    """Shares no memory, as what came from another worker."""
-    return {
-        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
-        for name, found in state.items()
-    }
-
-
-def forms(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Form]]:
-    """Return what an owner has to know of a state to tell whether it fits."""
-    return {name: {str(key): form_of(value) for key, value in found.items()} for name, found in state.items()}
-
-
-def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A state dict of groups, and of what the owners have; without names if nobody gave any, as torch's."""
+def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of groups and of the state of parameters by name; without names if none were given, as torch's."""
     names = _names(groups)
     numbers = {name: number for number, name in enumerate(names)}
     packed = []
     for group in groups:
-        options = {key: value for key, value in group.items() if key not in RESERVED}
         named = {} if _are_numbers(names) else {"param_names": list(group["param_names"])}
-        packed.append({**options, "params": [numbers[name] for name in group["param_names"]], **named})
+        packed.append({**options_of(group), "params": [numbers[name] for name in group["param_names"]], **named})
     return {"state": {numbers[name]: found for name, found in state.items()}, "param_groups": packed}
 
 
-def unpack(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> tuple[NamedState, list[dict[str, Any]]]:
-    """The state of the parameters in some groups by name, and the options of each group.
+def unpack(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> tuple[NamedState, list[Options]]:
+    """Return the state of the parameters in some groups by name, and the options of each group.
 
     Raises:
         ConfigurationError: The state dict is one of other parameters.
@@ -122,12 +56,11 @@ def unpack(
     for name, values in found.items():
         if not isinstance(values, Mapping):
             raise ConfigurationError(f"not the state of an optimizer: that of parameter {name!r} is not a dict")
-    options = [copy.deepcopy({k: v for k, v in group.items() if k not in RESERVED}) for group in saved]
-    return found, options
+    return found, [copy.deepcopy(options_of(group)) for group in saved]
 
 
 def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Which parameter each number of a state dict means."""
+    """Return the parameter that each number of a state dict means."""
     numbers, own = list(chain.from_iterable(group["params"] for group in saved)), _names(groups)
     if all(len(group.get("param_names", ())) == size for group, size in zip(saved, sizes, strict=True)):
         theirs = _names(saved)
@@ -148,5 +81,64 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _are_numbers(names: Sequence[str]) -> bool:
-    """Whether nobody gave these parameters names."""
+    """Whether the user gave these parameters no names."""
     return list(names) == [str(number) for number in range(len(names))]
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """Return the options of a group."""
+    return {key: value for key, value in group.items() if key not in RESERVED}
+
+
+def copied(state: Mapping[str, Mapping[Any, Any]]) -> NamedState:
+    """Return a state that shares no memory with this one, like a state that came from another worker."""
+    return {name: {key: _own(value) for key, value in found.items()} for name, found in state.items()}
+
+
+def forms(state: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, Form]]:
+    """Return what an owner has to know of a state to tell whether it fits."""
+    return {name: {str(key): form_of(value) for key, value in found.items()} for name, found in state.items()}
+
+
+class OptionLog:
+    """What the owners were last told of each group, by its number.
+
+    Only options that the owners' groups have are told: schedulers keep some of their own beside them.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[Options] = []
+
+    def add(self, options: Options) -> None:
+        """Note a group that the owners have made with these options."""
+        self._told.append({key: _own(value) for key, value in options.items()})
+
+    def changes(self, groups: Sequence[Options]) -> dict[int, Options]:
+        """Return the options that the owners have not been told yet, by group."""
+        found: dict[int, Options] = {}
+        for number, (group, told) in enumerate(zip(groups, self._told, strict=True)):
+            for key, known in told.items():
+                value = group.get(key, known)
+                if value is not known and not _are_equal(value, known):
+                    found.setdefault(number, {})[key] = _own(value)
+        return found
+
+    def note(self, changes: dict[int, Options]) -> None:
+        """Note that the owners are being told these changes."""
+        for number, options in changes.items():
+            self._told[number].update(options)
+
+    def everything(self) -> dict[int, Options]:
+        """Return all options, for an owner that may have missed changes."""
+        return {number: dict(told) for number, told in enumerate(self._told)}
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a tensor: schedulers and steps change them in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _are_equal(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+        return value.dtype == known.dtype and torch.equal(value, known)
+    return type(value) is type(known) and bool(value == known)

@@ -1,14 +1,52 @@
-"""Norms and limits of gradients, dense or sparse: for optimizers of references and of shards alike."""
+"""Gradients, dense or sparse: sums, norms and limits, and a lock on ``.grad`` of leaves.
+
+For autograd, and for optimizers of references and of shards alike.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import TypeVar
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import OptimizerError
+
+GradientTable = dict[torch.Tensor, torch.Tensor]
+"""Gradients by leaf."""
+
+K = TypeVar("K")
+
+
+def add_gradient(
+    table: MutableMapping[K, torch.Tensor], leaf: K, gradient: torch.Tensor, is_recorded: bool = False
+) -> None:
+    """Add to what a table has for a leaf, out of place: others may hold what was there.
+
+    The sum is recorded or not, whatever the grad mode of the thread that happens to add.
+    """
+    num_known, known = len(table), table.setdefault(leaf, gradient)
+    if len(table) > num_known:
+        return
+    with torch.set_grad_enabled(is_recorded):
+        if known.layout is not torch.strided and gradient.layout is torch.strided:
+            table[leaf] = gradient + known  # dense + sparse works, sparse + dense does not
+        else:
+            table[leaf] = known + gradient
+
+
+def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    """Return a gradient that shares no memory with those seen before, nor with itself: it may be changed in place."""
+    if gradient.layout is not torch.strided or gradient.is_nested or not gradient.numel():
+        return gradient
+    address = gradient.data_ptr()
+    if address in seen or 0 in gradient.stride():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    seen.add(address)
+    return gradient
 
 
 def clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:
@@ -87,7 +125,7 @@ class GradClaim:
                 left_s = None if until is None else until - time.monotonic()
                 if not blocking or (left_s is not None and left_s <= 0):
                     return False
-                _changed.wait(left_s)
+                _interrupts.wait(_changed, left_s)
             self._taken = wanted - _users.keys()
             _users.update(dict.fromkeys(self._taken, own))
         return True

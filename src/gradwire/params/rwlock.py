@@ -1,6 +1,6 @@
-"""Calls that use shared parameters, and steps that change them: neither while the other is under way.
+"""A reader-writer lock on parameters that contexts share: calls use them, steps change them, never both at once.
 
-A call reads a group of parameters, or everything if nobody knows what it will use, from its beginning to its end, except
+A call reads a group of parameters, or everything if it is not known what it will use, from its beginning to its end, except
 while it waits for something else (another call, its turn): then it reads nothing, so no circle of waiting can close. Waiting
 that gradwire cannot see is found by its effect: a call that has used no processor for two seconds is taken to wait.
 """
@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, RpcTimeout
 from gradwire.rpc.connection import current_request, while_waiting
 from gradwire.rpc.server import cpu_ticks
@@ -29,22 +30,11 @@ class UsesParameters(Protocol):
     turns: set[Group]
 
     @property
-    def context_id(self) -> int:
-        """Its id."""
-        ...
-
+    def context_id(self) -> int: ...
     @property
-    def released(self) -> str | None:
-        """Why it is over; None while it is open."""
-        ...
-
-    def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call a function once the context is over."""
-        ...
-
-    def check_alive(self) -> None:
-        """Raise an error if the context is over."""
-        ...
+    def released(self) -> str | None: ...  # where; None while it is open
+    def call_at_end(self, callback: Callable[[], None]) -> None: ...
+    def check_alive(self) -> None: ...  # raises `UnknownContext` if it is over
 
 
 class Turns:
@@ -70,13 +60,9 @@ class Turns:
         state = f"{self.num_readers} readers, {self.num_changers} changers"
         return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {self.num_in_line} in line>"
 
-    # -- reading and changing ----------------------------------------------------------------------------------------
-
     def can_read(self, is_patient: bool) -> bool:
         """Whether a call may begin to read; a patient one lets steps that wait go first."""
         return not self.num_changers and not (is_patient and self.num_pending)
-
-    # -- turns -------------------------------------------------------------------------------------------------------
 
     @property
     def num_in_line(self) -> int:
@@ -110,7 +96,7 @@ class Turns:
 
 
 class Change:
-    """A step on some groups: all of them at once, so that nobody holds one and waits for another.
+    """A step on some groups: all of them at once, so that no step holds one and waits for another.
 
     Args:
         groups: What is changed.
@@ -121,49 +107,49 @@ class Change:
         self._groups = [*groups, everything]
         self._own = groups
         self._everything = everything
-        # How many of the groups count this step. Each changes together with a group's count, in one line: Ctrl-C may come
-        # between two groups, and what was counted is taken back.
-        self._num_waiting = 0
-        self._num_begun = 0
+        self._is_waiting = self._has_begun = False
 
     def wait(self) -> None:
         """The step wants to begin."""
+        self._is_waiting = True
         for group in self._groups:
-            group.num_pending, self._num_waiting = group.num_pending + 1, self._num_waiting + 1
+            group.num_pending += 1
 
     def stop_waiting(self) -> None:
         """The step begins, or does not want to any more."""
-        while number := self._num_waiting:
-            group = self._groups[number - 1]
-            group.num_pending, self._num_waiting = group.num_pending - 1, number - 1
+        if self._is_waiting:
+            self._is_waiting = False
+            for group in self._groups:
+                group.num_pending -= 1
 
     def begin(self) -> bool:
-        """Begins, if nobody is in the way."""
+        """Begin, if no call or step is in the way."""
         if self._everything.num_readers:
             return False
         for group in self._own:
             if group.num_readers or group.num_changers:
                 return False
         for group in self._groups:
-            group.num_changers, self._num_begun = group.num_changers + 1, self._num_begun + 1
+            group.num_changers += 1
+        self._has_begun = True
         return True
 
     def end(self) -> None:
         """The step is over, if it has begun, and does not wait."""
-        while number := self._num_begun:
-            group = self._groups[number - 1]
-            group.num_changers, self._num_begun = group.num_changers - 1, number - 1
-        if self._num_waiting:
-            self.stop_waiting()
+        if self._has_begun:
+            self._has_begun = False
+            for group in self._groups:
+                group.num_changers -= 1
+        self.stop_waiting()
 
 
 Mode = Literal["snapshot", "serialize", "hogwild"]
 
 _MODES = get_args(Mode)
 
-lock = threading.RLock()  # guards the tables below, all Turns and all users
-changed = threading.Condition(lock)  # told when somebody may go on
-_guarded: dict[int, Guarded] = {}  # by id of the parameter
+lock = threading.RLock()  # guards the tables below, all Turns and all users; reentrant, because `find_all` guards
+changed = threading.Condition(lock)  # notified when a call or a step may go on
+guarded_params: dict[int, Guarded] = {}  # by id of the parameter
 _by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
 _gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
 
@@ -200,7 +186,7 @@ class Cell:
 
     @property
     def version(self) -> int | None:
-        """Counts changes in place of the values; None when nobody can change them any more and nobody did."""
+        """Counts changes in place of the values; None when they cannot be changed any more and never were."""
         if self._last_version is not None:
             return self._last_version
         param = self._ref()
@@ -232,7 +218,7 @@ class Guarded:
         self.locate(param)
 
     def locate(self, param: torch.Tensor) -> None:
-        """Notes where the parameter's memory is."""
+        """Note where the parameter's memory is."""
         now = address_of(param)
         if now == self._address:
             return
@@ -268,9 +254,11 @@ class Guarded:
         ]
 
     def move(self, param: torch.Tensor) -> None:
-        """Gives the parameter new memory with the same values; the old one stays as it is."""
+        """Give the parameter new memory with the same values; the old one stays as it is."""
         before = self.cell
-        param.data = param.data.clone()  # first: whoever finds it at its old address has found its old cell before
+        param.data = (
+            param.data.clone()
+        )  # first: a thread that finds it at its old address has found its old cell before
         with lock:
             before.leave(param._version)
             self.cell = Cell(self._ref)
@@ -279,25 +267,33 @@ class Guarded:
 
 
 def check_mode(mode: str) -> None:
-    """
-    Raises:
-        ConfigurationError: There is no such mode.
-    """
+    """Raise `ConfigurationError` if there is no such mode."""
     if mode not in _MODES:
         raise ConfigurationError(f"concurrency must be one of {', '.join(_MODES)}, not {mode!r}")
 
 
 def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
-    """See `gradwire.params.snapshots.guard`."""
+    """Set how contexts share parameters of this worker. A parameter keeps what was set first.
+
+    Args:
+        params: The parameters; only weak references are kept.
+        mode: ``"snapshot"``, ``"serialize"`` or ``"hogwild"``; see `gradwire.params.snapshots`.
+
+    Returns:
+        The group that they belong to, for `gradwire.params.snapshots.using`.
+
+    Raises:
+        ConfigurationError: There is no such mode.
+    """
     check_mode(mode)
     group = Group(mode)
     with lock:
         while _gone:
             _gone.popleft().leave()
         for param in params:
-            known = _guarded.get(id(param))
+            known = guarded_params.get(id(param))
             if known is None or not known.is_of(param):
-                _guarded[id(param)] = Guarded(param, group)
+                guarded_params[id(param)] = Guarded(param, group)
             else:
                 known.locate(param)
                 group = known.group if known.group.mode == mode else group
@@ -305,16 +301,16 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
 
 
 def find(param: torch.Tensor) -> Guarded | None:
-    """What is known about a parameter."""
-    known = _guarded.get(id(param))
+    """Return what is known about a parameter."""
+    known = guarded_params.get(id(param))
     return known if known is not None and known.is_of(param) else None
 
 
 def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded]]:
-    """What is known about parameters; those that nobody guarded are from now on, as ``"snapshot"``."""
+    """Return what is known about parameters; those that are not guarded are from now on, as ``"snapshot"``."""
     todo = list(params)
     with lock:
-        found = [(param, item) for param in todo if (item := _guarded.get(id(param))) is not None and item.is_of(param)]
+        found = [(param, item) for param in todo if (item := find(param)) is not None]
         if len(found) != len(todo):
             guard(todo, "snapshot")
             return find_all(todo)
@@ -324,7 +320,7 @@ def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded
 
 
 def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
-    """The parameters whose memory a tensor has; more than one if they are parts of one buffer."""
+    """Return the parameters whose memory a tensor has; more than one if they are parts of one buffer."""
     address = address_of(tensor)
     known = _by_memory.get(address)
     if known is None:
@@ -332,13 +328,8 @@ def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
     return [(item, cell) for item in list(known) if (cell := item.cell_at(address)) is not None]
 
 
-def has_any() -> bool:
-    """Whether any parameter of this process is guarded."""
-    return bool(_guarded)
-
-
 def address_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 if it has none of its own kind."""
+    """Return where a tensor's memory begins; 0 if it has none of its own kind."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a lazy module's before its first call
@@ -347,9 +338,9 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def _forget(key: int, ref: weakref.ref[Any]) -> None:
     """A parameter is gone. Runs in finalizers, so it takes no lock: single operations only."""
-    known = _guarded.get(key)
+    known = guarded_params.get(key)
     if known is not None and known._ref is ref:
-        _guarded.pop(key, None)
+        guarded_params.pop(key, None)
         _gone.append(known)
 
 
@@ -360,15 +351,15 @@ _PATIENCE_S = 1.0  # how long a call lets steps go first that wait for other cal
 IDLE_S = 2.0
 
 
-class _Local(threading.local):
-    call: Call | None = None  # what the current thread serves, if it has to do with shared parameters
+class _ServedCall(threading.local):
+    call: ReadingCall | None = None  # what the current thread serves, if it has to do with shared parameters
 
 
-_local = _Local()
-_readers: set[Call] = set()  # calls that read something now; guarded by `lock`
+_served = _ServedCall()
+_readers: set[ReadingCall] = set()  # calls that read something now; guarded by `lock`
 
 
-class Call:
+class ReadingCall:
     """One call that uses shared parameters: in which context, and which groups it reads now.
 
     Args:
@@ -385,15 +376,15 @@ class Call:
         self._thread = threading.get_native_id()
         self._ticks = (0, 0.0)  # processor time when it was looked at, and when that was
 
-    def __enter__(self) -> Call:
-        self._outer, _local.call = _local.call, self
+    def __enter__(self) -> ReadingCall:
+        self._outer, _served.call = _served.call, self
         if self._request is not None:
             self._request.held = self
         return self
 
     def __exit__(self, *_: object) -> None:
         self.let_go()
-        _local.call = self._outer
+        _served.call = self._outer
         if self._request is not None:
             self._request.held = None
 
@@ -403,7 +394,7 @@ class Call:
         return self._request is current_request()
 
     def read(self, group: Group) -> None:
-        """From now on, until the call waits or ends, nobody changes the group.
+        """From now on, until the call waits or ends, no step changes the group.
 
         Raises:
             RpcTimeout: A step takes longer than this call may.
@@ -424,7 +415,7 @@ class Call:
         while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
             if time.monotonic() >= deadline:
                 raise late("another trainer's step on these parameters has not ended")
-            changed.wait(_SLICE_S)
+            _interrupts.wait(changed, _SLICE_S)
 
     def let_go(self) -> None:
         """Steps may go on."""
@@ -439,7 +430,7 @@ class Call:
             _readers.discard(self)
 
     def take_back(self) -> None:
-        """Reads what it read before. If a step takes too long for that, what the call uses next will tell."""
+        """Read what it read before. If a step takes too long for that, what the call uses next will tell."""
         with contextlib.suppress(RpcTimeout):
             for group in self._wanted:
                 self.read(group)
@@ -465,14 +456,14 @@ class Call:
         return now - self._ticks[1] >= IDLE_S
 
 
-def call_of_thread() -> Call | None:
-    """The call that this thread serves, if it is known to have to do with shared parameters."""
-    call = _local.call
+def call_of_thread() -> ReadingCall | None:
+    """Return the call that this thread serves, if it is known to have to do with shared parameters."""
+    call = _served.call
     return call if call is not None and call.is_current else None
 
 
-def begin(change: Change) -> Call | None:
-    """Waits until nobody reads or changes the groups, and begins to change them.
+def begin(change: Change) -> ReadingCall | None:
+    """Wait until no call reads and no step changes the groups, and begin to change them.
 
     Returns:
         The call that this thread serves, for `end`: it reads nothing meanwhile.
@@ -480,55 +471,50 @@ def begin(change: Change) -> Call | None:
     Raises:
         RpcTimeout: Calls that use the groups, or another step, have not ended in time.
     """
-    call = _local.call
+    call = _served.call
     if call is not None:
         call.pause()
+    with lock:
+        if change.begin():
+            return call
+    has_begun = False
     try:
-        with lock:
-            if change.begin():
-                return call
         _wait_begun(change)
-    except BaseException:
-        end(change, call)
-        raise
+        has_begun = True
+    finally:
+        if not has_begun:
+            end(change, call)
     return call
 
 
-def end(change: Change, call: Call | None) -> None:
+def end(change: Change, call: ReadingCall | None) -> None:
     """The change is over."""
-    try:
-        with lock:
-            change.end()
-            changed.notify_all()
-    finally:
-        if call is not None:
-            call.go_on()
+    with lock:
+        change.end()
+        changed.notify_all()
+    if call is not None:
+        call.go_on()
 
 
 def _wait_begun(change: Change) -> None:
-    try:
-        deadline = deadline_here()
-        with while_waiting(), changed:
-            change.wait()
+    deadline = deadline_here()
+    with while_waiting(), changed:
+        change.wait()
+        try:
             while not change.begin():
                 if time.monotonic() >= deadline:
                     raise late("calls that use these parameters, or another step, have not ended")
-                changed.wait(_SLICE_S)
-                _let_sleepers_go()
-    finally:
-        with lock:
+                _interrupts.wait(changed, _SLICE_S)
+                now = time.monotonic()
+                for call in [call for call in _readers if call.has_slept(now)]:
+                    call.let_go()
+        finally:
             change.stop_waiting()
             changed.notify_all()
 
 
-def _let_sleepers_go() -> None:
-    now = time.monotonic()
-    for call in [call for call in _readers if call.has_slept(now)]:
-        call.let_go()
-
-
 def deadline_here() -> float:
-    """Until when the current thread may wait: a little less than its caller, who is to be told why."""
+    """Return until when the current thread may wait: a little less than its caller, which is to be told why."""
     request, now = current_request(), time.monotonic()
     if request is None or request.deadline == float("inf"):
         return now + _WAIT_S
@@ -536,8 +522,8 @@ def deadline_here() -> float:
 
 
 def late(reason: str) -> RpcTimeout:
-    """The error of somebody who has waited in vain."""
+    """Return the error of a call or step that has waited too long."""
     request = current_request()
     worker = request.source.server.agent.info.name if request is not None else ""
     what = f"{request.function} on worker {worker}" if request is not None else "a step of this process"
-    return RpcTimeout(f"{what} waited in vain: {reason} (phase: run)", worker, "run")
+    return RpcTimeout(f"{what} timed out waiting: {reason} (phase: run)", worker, "run")

@@ -6,7 +6,12 @@
                  the others wait in line. The result is that of some order, one trainer after the other.
     "hogwild"    Nothing is copied: backward uses the values of whatever moment it runs at, so gradients are not exact.
 
-In all of them a step waits for calls under way that use the parameters, and such calls for a step (`reading`).
+In all of them a step waits for calls under way that use the parameters, and such calls for a step (`rwlock`).
+
+torch saves a parameter itself for backward, and finds there that it was changed in place. Inside calls that are served
+within a context, hooks save an alias of the parameter's memory instead. A step that changes a parameter which another
+context has used moves it to other memory first, so the alias keeps its values. torch checks no versions where there are
+hooks, so these do, for all tensors: one that was changed in place in any other way than by such a step is an error.
 
 Parameters that contexts use outside of calls, on the worker that has them, are torch's business as ever: a step in between
 is an error in backward. Copying parts a parameter from others that it shares memory with.
@@ -17,30 +22,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from gradwire.errors import RpcTimeout
-from gradwire.params import rwlock as guards
-from gradwire.params import rwlock as reading
+from gradwire import _interrupts
+from gradwire._torch import Carried, set_grad_mode
+from gradwire.errors import AutogradError, RpcTimeout
 from gradwire.params.grads import GradClaim
 from gradwire.params.rwlock import (
     EVERYTHING,
-    Call,
+    Cell,
     Change,
     Group,
+    Guarded,
     Mode,
+    ReadingCall,
     UsesParameters,
+    begin,
     call_of_thread,
     changed,
     check_mode,
     deadline_here,
+    end,
+    find,
+    find_all,
+    find_by_memory,
+    guard,
+    guarded_params,
     late,
     lock,
 )
-from gradwire.params.saved_tensors import saving
 from gradwire.rpc.connection import current_request, while_waiting
 from gradwire.types import creator_of
 
@@ -54,6 +68,7 @@ __all__ = [
     "lending_grads",
     "mode_of",
     "recording",
+    "saving",
     "standing_still",
     "stepping",
     "time_left",
@@ -65,40 +80,25 @@ _SLICE_S = 0.2
 _WAIT_S = 600.0
 
 
-# -- for whoever has parameters -------------------------------------------------------------------------------------------
-
-
-def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
-    """Says how contexts share parameters of this worker. A parameter keeps what was said about it first.
-
-    Args:
-        params: The parameters; only weak references are kept.
-        mode: ``"snapshot"``, ``"serialize"`` or ``"hogwild"``.
-
-    Returns:
-        What they belong to, for `using`.
-
-    Raises:
-        ConfigurationError: There is no such mode.
-    """
-    return guards.guard(params, mode)
+# -- for the worker that has parameters ------------------------------------------------------------------------------------
 
 
 def groups_of(params: Iterable[torch.Tensor]) -> set[Group]:
-    """All that parameters of this worker belong to: those that were guarded together first."""
-    return {item.group for param in params if (item := guards.find(param)) is not None}
+    """Return all that parameters of this worker belong to: those that were guarded together first."""
+    return {item.group for param in params if (item := find(param)) is not None}
 
 
 def mode_of(param: torch.Tensor) -> Mode | None:
-    """How contexts share a parameter of this worker; None if nobody said."""
-    found = guards.find(param)
+    """Return how contexts share a parameter of this worker; None if it is not guarded."""
+    found = find(param)
     return found.group.mode if found is not None else None
 
 
-class stepping:
-    """Surrounds whatever changes parameters in place, such as the step of an optimizer: one at a time.
+@contextlib.contextmanager
+def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iterator[None]:
+    """Surround code that changes parameters in place, such as the step of an optimizer: one at a time.
 
-    Parameters that nobody guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
+    Parameters that are not guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
 
     Args:
         params: All that may be changed.
@@ -107,52 +107,36 @@ class stepping:
     Raises:
         RpcTimeout: Calls that use the parameters, or another step, have not ended in time.
     """
-
-    __slots__ = ("_call", "_change", "_found", "_own", "_turns")
-
-    def __init__(self, params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> None:
-        self._own = frozenset(context_ids)
-        self._found = guards.find_all(params)
-        self._turns = {item.group.turns for _, item in self._found}
-        self._change = Change(self._turns, EVERYTHING.turns)
-
-    def __enter__(self) -> None:
-        self._call = reading.begin(self._change)
-        try:
-            for param, item in self._found:
-                if item.users and item.group.mode != "hogwild" and item.users_except(self._own):
-                    item.move(param)
-        except BaseException:
-            reading.end(self._change, self._call)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._on_stepped()
-        finally:
-            reading.end(self._change, self._call)
-
-    def _on_stepped(self) -> None:
-        """The contexts need what they saw no more; as in one process, backward after the step is an error."""
+    own, found = frozenset(context_ids), find_all(params)
+    all_turns = {item.group.turns for _, item in found}
+    change = Change(all_turns, EVERYTHING.turns)
+    call = begin(change)
+    try:
+        for param, item in found:
+            if item.users and item.group.mode != "hogwild" and item.users_except(own):
+                item.move(param)
+        yield
+        # The contexts need what they saw no more; as in one process, backward after the step is an error.
         with lock:
-            for _, item in self._found:
+            for _, item in found:
                 if item.users:
-                    item.users = item.users_except(self._own)
-            for turns in self._turns:
-                if turns.holder in self._own:
+                    item.users = item.users_except(own)
+            for turns in all_turns:
+                if turns.holder in own:
                     turns.end_turn(turns.holder)
+    finally:
+        end(change, call)
 
 
 @contextlib.contextmanager
 def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surrounds reading of parameters that must see all of them at one moment, between steps.
+    """Surround reading of parameters that must see all of them at one moment, between steps.
 
     Raises:
         RpcTimeout: A step has not ended in time.
     """
     with contextlib.ExitStack() as stack:
-        call = call_of_thread() or stack.enter_context(Call(None))
+        call = call_of_thread() or stack.enter_context(ReadingCall(None))
         for group in groups_of(params):
             call.read(group)
         yield
@@ -174,19 +158,23 @@ class Held:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             limit_s = time_left()
+            deadline = time.monotonic() + limit_s
             with while_waiting():
-                if not self._lock.acquire(timeout=limit_s):
-                    raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
+                # In short waits: inside of one, Ctrl-C could leave a lock that is taken and never released.
+                while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+                    _interrupts.deliver()
+                    if time.monotonic() >= deadline:
+                        raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
         self._mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_mode(False)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._mode)
+        set_grad_mode(self._mode)
         self._lock.release()
 
 
 def lending_grads(params: Iterable[torch.Tensor]) -> Held:
-    """Surrounds whatever uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts.
+    """Surround code that uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts.
 
     Args:
         params: The parameters.
@@ -198,18 +186,104 @@ def lending_grads(params: Iterable[torch.Tensor]) -> Held:
 
 
 def time_left() -> float:
-    """Seconds that the current thread may wait: until the deadline of the call that it serves."""
+    """Return how many seconds the current thread may wait: until the deadline of the call that it serves."""
     request = current_request()
     if request is None or request.deadline == float("inf"):
         return _WAIT_S
     return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
 
+# -- what the local autograd graph keeps of shared parameters -----------------------------------------------------------
+
+Saved = tuple[torch.Tensor, int | None, Cell | None]
+"""An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
+
+
+OnUse = Callable[[Group], None]
+
+# For which context the current thread saves, and what is told what it uses. Threads of devices save in recorded passes.
+_saving_for: Carried[tuple[UsesParameters | None, OnUse | None]] = Carried(
+    "gradwire.params.saved_tensors", (None, None)
+)
+
+
+class saving:
+    """Surrounds operations that save for a context; notes which parameters it uses.
+
+    Args:
+        context: On this worker.
+        on_use: Told what is used, before it is saved; None if that is known already.
+    """
+
+    def __init__(self, context: UsesParameters, on_use: OnUse | None = None) -> None:
+        self._ours = context, on_use
+
+    def __enter__(self) -> None:
+        self._outer = _saving_for.set(self._ours)
+        _hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        _hooks.__exit__(*error)
+        _saving_for.set(self._outer)
+
+
+def _pack(tensor: torch.Tensor) -> Saved:
+    """Return what is kept of a tensor. Never the tensor itself: a result that its own node keeps is never freed."""
+    context, on_use = _saving_for.get()
+    found = _guarded_by(tensor) if context is not None else []
+    if context is not None:
+        for item, _ in found:
+            _note(context, item, on_use)
+    if len(found) != 1:  # with several, whose version it has cannot be told: at worst there is an error too many
+        return tensor.detach(), tensor._version, None
+    guarded, cell = found[0]
+    # `data` has a version of its own: what is saved in turn of this alias is not touched by the parameter's.
+    return tensor.data, None if guarded.group.mode == "hogwild" else cell.version, cell
+
+
+def _guarded_by(tensor: torch.Tensor) -> Sequence[tuple[Guarded, Cell]]:
+    """The parameter that a tensor is, or a view of, or detached from; several if they share their memory."""
+    found = find(tensor)
+    if found is None and tensor._base is not None:
+        found = find(tensor._base)
+    return find_by_memory(tensor) if found is None else ((found, found.cell),)
+
+
+def _note(context: UsesParameters, guarded: Guarded, on_use: OnUse | None) -> None:
+    if on_use is not None:
+        on_use(guarded.group)
+    user = weakref.ref(context)
+    if user not in guarded.users:
+        with lock:
+            guarded.users = [*guarded.users_except(()), user]
+
+
+def _unpack(saved: Saved) -> torch.Tensor:
+    """Return the values that were saved.
+
+    Raises:
+        AutogradError: They are not there any more.
+    """
+    tensor, version, cell = saved
+    now = tensor._version if cell is None else cell.version
+    if now not in (version, None) and version is not None:
+        raise AutogradError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} instead. "
+            "Steps of optimizers must be made with gradwire.optim or inside gradwire.params.snapshots.stepping"
+        )
+    return tensor
+
+
+# What is saved keeps these functions alive: were they to know the context, it would keep itself.
+_hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
 # -- for calls ------------------------------------------------------------------------------------------------------------
 
 
 def announces_use(name: str) -> str:
-    """Marks a function, by the name it is exposed under, that says with `using` what it uses; returns the name."""
+    """Mark a function, by the name it is exposed under, that says with `using` what it uses; return the name."""
     _announcing.add(name)
     return name
 
@@ -219,11 +293,12 @@ _announcing: set[str] = set()
 
 def concerns(function: str) -> bool:
     """Whether a function may use shared parameters; those that it announces may still have to be made."""
-    return guards.has_any() or function in _announcing
+    return bool(guarded_params) or function in _announcing
 
 
-class recording:
-    """Surrounds a function that is called within a context, on a worker with guarded parameters.
+@contextlib.contextmanager
+def recording(context: UsesParameters, function: str) -> Iterator[None]:
+    """Surround a function that is called within a context, on a worker with guarded parameters.
 
     Args:
         context: On this worker.
@@ -232,73 +307,37 @@ class recording:
     Raises:
         RpcTimeout: A step has not ended until the deadline of the call.
     """
-
-    __slots__ = ("_call", "_function", "_saving")
-
-    def __init__(self, context: UsesParameters, function: str) -> None:
-        self._call = Call(context)
-        self._function = function
-        self._saving = saving(context, self._call.read)
-
-    def __enter__(self) -> None:
-        self._call.__enter__()
-        try:
-            if self._function not in _announcing:
-                self._call.read(EVERYTHING)
-            self._saving.__enter__()
-        except BaseException:
-            self._call.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._saving.__exit__(*error)
-        finally:
-            self._call.__exit__(*error)
+    with ReadingCall(context) as call:
+        if function not in _announcing:
+            call.read(EVERYTHING)
+        with saving(context, call.read):
+            yield
 
 
-class using:
-    """Surrounds a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, first waits.
+@contextlib.contextmanager
+def using(group: Group, *others: Group) -> Iterator[None]:
+    """Surround a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, wait first.
 
     Args:
         group: What `guard` returned; with ``"serialize"``, the function waits for its turn with this one.
-        others: What else parameters belong to that it uses. Later would be too late: when torch saves a parameter, nobody
-            may wait until it is changed.
+        others: What else parameters belong to that it uses. Later would be too late: when torch saves a parameter, it is
+            not possible to wait until it is changed.
 
     Raises:
         RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
     """
-
-    __slots__ = ("_group", "_others", "_own")
-
-    def __init__(self, group: Group, *others: Group) -> None:
-        self._group = group
-        self._others = others
-        self._own: Call | None = None
-
-    def __enter__(self) -> None:
-        group, call = self._group, call_of_thread()
-        if call is None:
-            call = self._own = Call(None)
-            call.__enter__()
-        try:
-            if group.mode == "serialize" and call.context is not None:
-                _wait_turn(group, call.context)
-            call.read(group)
-            for other in self._others:
-                call.read(other)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        if self._own is not None:
-            self._own.__exit__(*error)
+    with contextlib.ExitStack() as stack:
+        call = call_of_thread() or stack.enter_context(ReadingCall(None))
+        if group.mode == "serialize" and call.context is not None:
+            _wait_turn(group, call.context)
+        for item in (group, *others):
+            call.read(item)
+        yield
 
 
 def _wait_turn(group: Group, context: UsesParameters) -> None:
     turns, context_id = group.turns, context.context_id
-    with lock:  # under which a context ends its turn when it is over; nobody would end one that it takes later
+    with lock:  # under which a context ends its turn when it is over; one that it takes later would never end
         if context.released is None and turns.ask_turn(context_id) and group in context.turns:
             return
     if group not in context.turns:
@@ -310,7 +349,7 @@ def _wait_turn(group: Group, context: UsesParameters) -> None:
             if time.monotonic() >= deadline:
                 turns.leave_line(context_id)
                 raise late(f"it is the turn of {_describe(turns.holder)}, which has neither stepped nor been released")
-            changed.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            _interrupts.wait(changed, min(_SLICE_S, max(0.0, deadline - time.monotonic())))
     context.check_alive()
 
 

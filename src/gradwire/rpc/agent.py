@@ -1,7 +1,7 @@
-"""One worker: makes calls, serves calls, notices who is gone.
+"""One worker: makes calls, serves calls, notices when others end.
 
-The agent is where the parts meet: `calling` and `serving` are its two halves, `reactor` and `reader` lend the threads,
-`_calls`, `_slots` and `_membership` decide.
+The agent builds and owns the parts: `client` and `server` are its two halves, `peers` knows the other workers, `reactor`
+and `reader` lend the threads.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gradwire import _interrupts
 from gradwire.config import WorkerConfig
 from gradwire.errors import (
     AuthenticationFailed,
     DuplicateWorker,
     IdentityTaken,
     InvalidName,
-    TransportError,
     WorkerLost,
 )
-from gradwire.rpc.client import Caller
+from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
 from gradwire.rpc.functions import CallId
-from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.oneway import Notices
 from gradwire.rpc.peers import Directory, Liveness, Membership, PeerTable, To
@@ -42,12 +42,10 @@ from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.server import Server
 from gradwire.transports import registry
-from gradwire.transports.base import Listener, Transport
 from gradwire.transports.handshake import Identity
-from gradwire.transports.stream import StreamConnection
+from gradwire.transports.registry import Listener, Transport
 from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
-from gradwire.wire.messages import Goodbye
 
 _log = logging.getLogger("gradwire")
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
@@ -108,7 +106,8 @@ class Agent:
         self.reactor = Reactor(address.info.name, config.num_worker_threads, self._sweep)
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)
-        self.caller = Caller(self)
+        self.client = Client(self)
+        self.call, self.submit, self.control = self.client.call, self.client.submit, self.client.control
         self.liveness = Liveness(self)
         self._on_close = on_close
         self._listeners: list[Listener] = []
@@ -117,11 +116,10 @@ class Agent:
         self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
-        self._lock = threading.Lock()  # guards _membership, _telling, is_closed and _is_closing
+        self._lock = threading.Lock()  # guards _membership, _telling and is_closed
         self._told = threading.Condition(self._lock)  # notified when the end of a worker has been told
         self._telling: dict[str, int] = {}  # workers whose end is being told, and the threads that do it
         self.is_closed = False
-        self._is_closing = False  # or has closed; not after Ctrl-C has cut that off
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
@@ -142,7 +140,7 @@ class Agent:
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
-        """Begins to listen and to serve.
+        """Begin to listen and to serve.
 
         Raises:
             ConfigurationError: An address cannot be bound.
@@ -156,72 +154,42 @@ class Agent:
                 self.directory.update(self.address)
             except IdentityTaken as error:
                 raise DuplicateWorker(str(error)) from error
-        except BaseException:
+        except Exception:
             for listener in self._listeners:
                 listener.close()
             self.reactor.close()
             raise
+        _interrupts.install()
         self.reactor.start()
         for listener in self._listeners:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
             self.reactor.add(listener.fileno(), on_ready, armed=True)
 
-    # -- making calls --------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------------------
 
-    def call(
-        self,
-        to: To,
-        function: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Runs a function on another worker and returns its result; see `gradwire.rpc.rpc_sync`."""
-        return self.caller.call(to, function, args, kwargs, timeout_s)
+    def ask(
+        self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
+    ) -> InterruptibleFuture[Any]:
+        """Do as `control`, but return a future of the answer."""
+        future: InterruptibleFuture[Any] = InterruptibleFuture()
 
-    def submit(
-        self,
-        to: To,
-        function: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> CallFuture[Any]:
-        """Starts a call and returns its future; see `gradwire.rpc.rpc_async`."""
-        return self.caller.submit(to, function, args, kwargs, timeout_s)
+        def on_done(call: PendingCall) -> None:
+            if call.error is not None:
+                future.set_exception(call.error)
+            else:
+                future.set_result(call.value)
 
-    def control(
-        self,
-        to: str,
-        operation: str,
-        args: tuple[Any, ...],
-        timeout_s: float,
-        on_done: Callable[[PendingCall], None],
-        answer: Any = Any,
-    ) -> None:
-        """Starts a control operation on another worker; `on_done` runs when it has ended, however it did.
-
-        Args:
-            to: Name of the worker.
-            operation: What `Server.register_control` knows there.
-            args: Plain data and tensors.
-            timeout_s: For the answer; 0 for no limit.
-            on_done: Told the call; must not wait for anything.
-            answer: What the answer is checked against: any type that msgspec knows.
-
-        Raises:
-            WorkerLost, RpcTimeout: It could not even be sent.
-        """
-        self.caller.control(to, operation, args, timeout_s, on_done, answer)
+        self.client.control(to, operation, args, timeout_s, on_done, answer)
+        return future
 
     def _sweep(self, now: float) -> float:
-        own = (self.server.sweep, self.caller.sweep, self.gathering.sweep, self.liveness.sweep)
+        own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)
         return min(sweep(now) for sweep in (*own, *self.sweeps))
 
     # -- who is there --------------------------------------------------------------------------------------------
 
     def worker_info(self, worker: To | None = None) -> WorkerInfo:
-        """Name and rank of a worker; of this one if none is named.
+        """Return name and rank of a worker; of this one if none is named.
 
         Raises:
             UnknownWorker: There is none.
@@ -242,7 +210,7 @@ class Agent:
         self.directory.update(address)
 
     def incarnation_of(self, name: str) -> int:
-        """The newest incarnation of a worker that was connected here, or is now.
+        """Return the newest incarnation of a worker that was connected here, or is now.
 
         Raises:
             UnknownWorker: There is no such worker.
@@ -251,15 +219,15 @@ class Agent:
         return self._membership.newest(name) or self.peers.address_of(name).incarnation
 
     def newest_incarnation(self, name: str) -> int:
-        """The newest incarnation of a worker that was ever connected here; 0 for none."""
+        """Return the newest incarnation of a worker that was ever connected here; 0 for none."""
         return self._membership.newest(name)
 
     def has_ended(self, name: str) -> bool:
-        """Whether a worker's end was noticed, and it has not been connected since."""
+        """Return whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)
 
     def on_connected(self, address: WorkerAddress) -> int:
-        """A worker is connected to us or we to it; an older incarnation of it has no say any more.
+        """Note a connection with a worker; what an older incarnation of it does no longer counts.
 
         Returns:
             What the end of this connection has to be told with, as `num_ends`.
@@ -280,7 +248,7 @@ class Agent:
     def on_worker_ended(
         self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
     ) -> None:
-        """A worker is gone: everything that waits for it fails, and the layers above are told, once.
+        """Fail everything that waits for a worker that is gone, and tell the layers above, once.
 
         Args:
             address: The worker.
@@ -314,15 +282,15 @@ class Agent:
             callback(address, reason)
 
     def on_worker_connected(self, callback: Callable[[WorkerAddress], None]) -> None:
-        """Asks to be told of every connection with a worker before anything is read from it; a lost one may be back."""
+        """Call back on every connection with a worker before anything is read from it; a lost worker may be back."""
         self._connected_callbacks.append(callback)
 
     def on_worker_lost(self, callback: Callable[[WorkerAddress, str], None]) -> None:
-        """Asks to be told of every worker that dies or leaves, once for each incarnation."""
+        """Call back for every worker that dies or leaves, once for each incarnation."""
         self._lost_callbacks.append(callback)
 
     def forget(self, name: str, reason: str) -> None:
-        """Whoever supervises the workers knows that one has ended, and how (``killed by SIGKILL``)."""
+        """Note the end of a worker as the process that supervises it reports it (``killed by SIGKILL``)."""
         peer = self.peers.peer(name)
         peer.lost_reason = reason
         address = self.directory.find(name)
@@ -333,14 +301,14 @@ class Agent:
     # -- end -----------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
-        """Leaves the cluster.
+        """Leave the cluster.
 
         Args:
             graceful: Wait until every worker has called `shutdown` and all calls have ended.
             timeout_s: How long to wait for that; 0 waits as long as the others live.
 
         Raises:
-            RpcTimeout: Not everybody came in time; this worker has left all the same.
+            RpcTimeout: A worker did not come in time; this one has left all the same.
         """
         try:
             if graceful and not self.is_closed:
@@ -365,60 +333,53 @@ class Agent:
                     return
 
     def close(self) -> None:
-        """Ends everything now: pending calls fail, running functions lose their callers. Idempotent."""
-        is_ours = False
-        try:
-            with self._lock:
-                if self._is_closing:
-                    return
-                self.is_closed = self._is_closing = is_ours = True
-            self._close()
-        except BaseException:  # Ctrl-C: called again, it goes on
-            if is_ours:
-                self._is_closing = False
-            raise
-
-    def _close(self) -> None:
+        """End everything now: pending calls fail, running functions lose their callers. Idempotent."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()
-        # First: any connection that ends tells a worker that this one has left.
-        self.server.wait_answered(time.monotonic() + _ANSWER_S)
-        self.caller.close(_say_goodbye)
-        self.server.close(_say_goodbye)
-        self.reactor.close()
-        self._on_close()
-        self._closed.set()
+        with contextlib.ExitStack() as steps:  # the last one first, and each of them even if Ctrl-C ends a wait before
+            steps.callback(_interrupts.uninstall)
+            steps.callback(self._closed.set)
+            steps.callback(self._on_close)
+            steps.callback(self.reactor.close)
+            steps.callback(self.server.close)
+            steps.callback(self.client.close)
+            # Before any connection ends, which tells a worker that this one has left.
+            self.server.wait_answered(time.monotonic() + _ANSWER_S)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
         self.is_closed = True
-        streams = [lane.connection for lane in self.peers.lanes()] + self.server.connections()
+        streams = [lane.stream for lane in self.peers.lanes()] + self.server.connections()
         for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Whether the worker was closed within that time."""
+        """Return whether the worker was closed within that time."""
         return self._closed.wait(timeout_s)
 
     @property
     def is_quiet(self) -> bool:
         """Whether no call is under way from here or to here."""
-        return self.server.is_idle and not self.caller.num_pending
+        return self.server.is_idle and not self.client.num_pending
 
     def statistics(self) -> AgentStatistics:
-        """What this worker does right now."""
+        """Return a snapshot of what this worker does."""
         running, waiting, queued, num_incoming = self.server.numbers()
         lanes = self.peers.lanes()
-        streams = [lane.connection for lane in lanes] + self.server.connections()
+        streams = [lane.stream for lane in lanes] + self.server.connections()
         return AgentStatistics(
             name=self.info.name,
             rank=self.info.id,
             incarnation=self.address.incarnation,
-            num_calls_made=self.caller.num_made,
+            num_calls_made=self.client.num_made,
             num_calls_served=self.server.num_served,
-            num_pending=self.caller.num_pending,
+            num_pending=self.client.num_pending,
             num_running=running,
             num_waiting=waiting,
             num_queued=queued,
@@ -427,11 +388,6 @@ class Agent:
             bytes_sent=sum(stream.bytes_sent for stream in streams),
             bytes_received=sum(stream.bytes_received for stream in streams),
         )
-
-
-def _say_goodbye(connection: StreamConnection) -> None:
-    with contextlib.suppress(TransportError, TimeoutError, OSError):
-        connection.send(Goodbye("shutdown"), deadline=time.monotonic() + 0.2)
 
 
 attachments: list[Callable[[Agent], None]] = []
@@ -451,7 +407,7 @@ def start_worker(
     after: int = 0,
     on_close: Callable[[], None] = lambda: None,
 ) -> Agent:
-    """Builds a worker and starts it.
+    """Build a worker and starts it.
 
     Args:
         info: Its name and rank.
@@ -483,14 +439,14 @@ def start_worker(
         for attach in attachments:
             attach(agent)
         agent.start()
-    except BaseException:
+    except Exception:
         clean_up()
         raise
     return agent
 
 
 def _digest_of_main() -> str:
-    """Tells whether two workers run the same script; empty in a notebook or an interactive interpreter."""
+    """Tell whether two workers run the same script; empty in a notebook or an interactive interpreter."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path else ""
@@ -499,7 +455,7 @@ def _digest_of_main() -> str:
 
 
 def check_name(name: str, limit: int) -> None:
-    """Refuses names that would be confusing in messages, paths or logs.
+    """Refuse names that would be confusing in messages, paths or logs.
 
     Raises:
         InvalidName: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.

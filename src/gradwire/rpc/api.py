@@ -40,12 +40,12 @@ _PREFIX = "gradwire"
 
 
 def is_available() -> bool:
-    """Whether calls between workers can be made on this platform."""
+    """Return whether calls between workers can be made on this platform."""
     return hasattr(os, "eventfd")
 
 
 def current_agent() -> Agent:
-    """The agent of this process.
+    """Return the agent of this process.
 
     Raises:
         NotInitialized: There is none.
@@ -182,6 +182,7 @@ def _meet(
     except ConfigurationError as error:
         StoreDirectory(point, _PREFIX).give_up(f"rank {info.id} ({name}) cannot start: {error}")
         raise
+    has_met = False
     try:
         if not start_serving:
             agent.server.hold_calls()
@@ -189,10 +190,11 @@ def _meet(
         directory.publish(agent)
         if point.world_size is not None:
             Meeting(agent, directory, point).join(deadline)
-    except BaseException:
-        set_current_agent(None)
-        agent.close()
-        raise
+        has_met = True
+    finally:
+        if not has_met:
+            set_current_agent(None)
+            agent.close()
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
@@ -277,7 +279,7 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Runs a function on another worker and returns its result.
+    """Run a function on another worker and return its result.
 
     Args:
         to: Name, rank or `WorkerInfo`.
@@ -296,7 +298,7 @@ def rpc_sync(
         Exception: What the function raised, as its own type.
     """
     agent = _agent or current_agent()
-    return agent.caller.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    return agent.client.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
 
 
 def rpc_async(
@@ -306,7 +308,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """As `rpc_sync`, but returns a `torch.futures.Future` at once; it also has ``cancel()``.
+    """Do as `rpc_sync`, but return a `torch.futures.Future` at once; it also has ``cancel()``.
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
@@ -315,7 +317,7 @@ def rpc_async(
         WorkerLost: The worker cannot be reached.
     """
     agent = _agent or current_agent()
-    future = agent.caller.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
+    future = agent.client.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
     future_list = getattr(_thread_local_var, "future_list", None)
     if future_list is not None:
         future_list.append(future)
@@ -323,7 +325,7 @@ def rpc_async(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and rank of a worker; of this one if none is named.
+    """Return name and rank of a worker; of this one if none is named.
 
     Raises:
         UnknownWorker: There is none of that name.
@@ -332,12 +334,12 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """The deadline in seconds of calls that name none."""
-    return current_agent().caller.default_timeout_s
+    """Return the deadline in seconds of calls that name none."""
+    return current_agent().client.default_timeout_s
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Switches on or off that this worker measures how long its threads wait for Python's global lock.
+    """Switch on or off that this worker measures how long its threads wait for Python's global lock.
 
     `_get_debug_info` then has the mean as ``gil_average_wait_time_us``.
     """
@@ -347,7 +349,7 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    current_agent().caller.default_timeout_s = float(seconds)
+    current_agent().client.default_timeout_s = float(seconds)
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -378,31 +380,31 @@ def _wait_all() -> Iterator[None]:
 def _all_gather(
     obj: Any, worker_names: Sequence[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Everybody's object, by worker name; every named worker must call it.
+    """Return the object of every worker by name; every named worker must call it.
 
     Raises:
-        RpcTimeout: Somebody did not; says who.
-        WorkerLost: Somebody died.
+        RpcTimeout: A worker did not; the message names it.
+        WorkerLost: A worker died.
     """
     agent = current_agent()
-    seconds = agent.caller.default_timeout_s if timeout < 0 else timeout
+    seconds = agent.client.default_timeout_s if timeout < 0 else timeout
     deadline = time.monotonic() + seconds if seconds > 0 else float("inf")
     return agent.gathering.all_gather(obj, worker_names, deadline)
 
 
 def _barrier(worker_names: Sequence[str] | None = None) -> None:
-    """Returns when every named worker has called it."""
+    """Return when every named worker has called it."""
     _all_gather(None, worker_names)
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Returns when every worker has called it and no call is under way anywhere."""
+    """Return when every worker has called it and no call is under way anywhere."""
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     current_agent().gathering.wait_all_quiet(deadline)
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Numbers about this worker, as text."""
+    """Return numbers about this worker, as text."""
     agent = current_agent()
     statistics = agent.statistics()
     info = {name: str(getattr(statistics, name)) for name in statistics.__slots__}
@@ -412,14 +414,14 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _close_at_exit() -> None:
-    """A program that ends without `shutdown` still says goodbye."""
+    """Leave in good order when a program ends without `shutdown`."""
     agent = _agent
     if agent is not None:
         agent.close()
 
 
 def _forget_after_fork() -> None:
-    """A forked child is not a worker; the connections are its parent's."""
+    """Forget the agent in a forked child, which is not a worker: the connections are its parent's."""
     global _agent, _shut_down, _reserved_for
     agent, _agent, _shut_down, _reserved_for = _agent, None, None, None
     if agent is not None:

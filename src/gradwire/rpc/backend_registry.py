@@ -79,7 +79,7 @@ BackendType("TENSORPIPE", BackendValue(TensorPipeRpcBackendOptions, _init))
 
 
 def find_backend(backend: Any) -> BackendType:
-    """The backend of that name, or of the name that a member of another enumeration, such as torch's, has.
+    """Return the backend of that name, or of the name that a member of another enumeration, such as torch's, has.
 
     Raises:
         ConfigurationError: No such backend.
@@ -93,7 +93,7 @@ def find_backend(backend: Any) -> BackendType:
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend of that name is known."""
+    """Return whether a backend of that name is known."""
     return backend_name in BackendType.__members__
 
 
@@ -102,7 +102,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
-    """Makes a further backend known.
+    """Make a further backend known.
 
     Raises:
         RuntimeError: The name is taken.
@@ -118,7 +118,7 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """Options for a backend.
+    """Return options for a backend.
 
     Raises:
         ConfigurationError: No such backend.
@@ -128,7 +128,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Starts a backend; returns its agent.
+    """Start a backend; return its agent.
 
     Raises:
         ConfigurationError: No such backend.

@@ -1,4 +1,4 @@
-"""Between calls and frames: functions, arguments and results, with the interceptors' notes."""
+"""Serialization of calls and results: functions, arguments, tensors and the interceptors' notes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, NotExposed
-from gradwire.rpc.functions import exposed_function, exposed_name
+from gradwire.rpc import functions
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import Trust, WorkerInfo
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import serialization
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Reply, read_note, read_plain
+from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
+from gradwire.wire.tensors import rebuild
 
 EVERYBODY = ""
 """Stands for the peer of a message to several workers at once."""
 
 
 class Carrier(Protocol):
-    """Whoever puts things on trips."""
+    """Puts things on messages that need to be tracked: references, for instance."""
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
-        """The message with these will never arrive."""
+        """Take back what a message carried that will never arrive."""
 
     def on_arrived(self, cargo: dict[Any, Any]) -> None:
-        """A message with these was unpacked."""
+        """Note what a message carried that was unpacked."""
 
 
 class Passage:
@@ -53,7 +54,7 @@ class Trip:
         carrier: Of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
         cargo: What the carrier put on it, or took from it.
-        passage: Outlives the trip, for whoever wonders what has become of the cargo.
+        passage: Outlives the trip, and tells whether the cargo may still be under way.
     """
 
     __slots__ = ("cargo", "carrier", "passage", "peer")
@@ -65,13 +66,13 @@ class Trip:
         self.passage = Passage()
 
     def on_not_sent(self) -> None:
-        """The message will never arrive."""
+        """Tell the carrier that the message will never arrive."""
         cargo, self.cargo = self.cargo, None
         if cargo and self.carrier is not None:
             self.carrier.on_not_sent(cargo)
 
     def on_arrived(self) -> None:
-        """The message was unpacked."""
+        """Tell the carrier that the message was unpacked."""
         if self.cargo and self.carrier is not None:
             self.carrier.on_arrived(self.cargo)
 
@@ -85,12 +86,12 @@ current = _Local()
 
 
 def departing() -> Trip | None:
-    """The trip of the message that the current thread packs, if it does."""
+    """Return the trip of the message that the current thread packs, if it does."""
     return current.departing
 
 
 def arriving() -> Trip | None:
-    """The trip of the message that the current thread unpacks, if it does."""
+    """Return the trip of the message that the current thread unpacks, if it does."""
     return current.arriving
 
 
@@ -115,81 +116,82 @@ class Codec:
         self,
         function: Callable[..., Any] | str,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, Any] | None,
         to: str,
         shares_main: bool = False,
-    ) -> tuple[str, objects.Packed]:
-        """The function's name (empty when it is in the body) and the packed arguments.
+    ) -> tuple[str, Packed]:
+        """Return the function's name (empty when it is in the body) and the packed arguments.
 
         Raises:
             CannotSend: An argument or the function cannot travel.
         """
         if isinstance(function, str):
+            name: str | None = function
             if len(function) > self._limits.name_bytes:
                 raise CannotSend(f"a function's name may have {self._limits.name_bytes} characters (Limits.name_bytes)")
-            return function, self.pack((tuple(args), kwargs), to, shares_main)
-        if not callable(function):
+        elif not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
-        name = exposed_name(function) if self._trust == "data" else objects.function_name(function, shares_main)
+        elif self._trust == "data":
+            name = functions.exposed_name(function)
+        else:
+            name = serialization.function_name(function, shares_main)
         if name is not None and len(name) <= self._limits.name_bytes:
-            return name, self.pack((tuple(args), kwargs), to, shares_main)
+            value = (tuple(args), kwargs or {})
+            return name, pack_bare(value) or self._pack_other(value, to, shares_main)
         if self._trust == "data":
             raise CannotSend(
                 f'trust="data": {describe_function(function)} cannot be sent; mark it with @gradwire.rpc.expose on both '
                 f"workers, or call it by its exposed name"
             )
-        return "", self.pack((objects.carry(function) or function, tuple(args), kwargs), to, shares_main)
+        carried = serialization.carry(function) or function
+        return "", self._pack_other((carried, tuple(args), kwargs or {}), to, shares_main)
 
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and arguments of a call that arrived.
+        """Return the function and the arguments of a call that arrived.
 
         Raises:
             NotExposed: The function may not be called.
             DecodeError: The body is not what it claims to be.
             CannotSend: A tensor needs a device that is not here.
         """
-        # The function first: nobody's arguments are decoded for a function that may not be called.
+        # The function first: no arguments are decoded for a function that may not be called.
         function = self.find(message.function)
-        values = self._receive(frame, message, peer, message.function)
-        return self.split_call(function, self.unpack(message.codec, frame.body, values, peer.name))
-
-    def split_call(
-        self, function: Callable[..., Any] | None, value: Any
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The three parts of an unpacked call."""
+        value = self.load(frame, message, peer, message.function)
         if function is None:
             function, args, kwargs = value
-            return function.load() if type(function) is objects.CarriedFunction else function, args, kwargs
+            return function.load() if type(function) is serialization.CarriedFunction else function, args, kwargs
         args, kwargs = value
         if type(args) is not tuple or type(kwargs) is not dict:
             raise CannotSend(f"the arguments of {describe_function(function)} are not a tuple and a dict")
         return function, args, kwargs
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """The function of that name; None when the name is empty (it is in the body).
+        """Return the function of that name; None when the name is empty (it is in the body).
 
         Raises:
             NotExposed: It may not be called.
         """
-        function = exposed_function(name)
+        function = functions.exposed.get(name)
+        if function is None and name.startswith("gradwire."):
+            function = functions.exposed_function(name)  # of a layer that is imported when it is first needed
         if function is not None:
             return function
         if self._trust == "data":
             raise NotExposed(
                 f'trust="data": {name!r} is not exposed on this worker; mark the function with @gradwire.rpc.expose there'
             )
-        return objects.resolve_function(name) if name else None
+        return serialization.resolve_function(name) if name else None
 
     # -- control operations: plain data at every trust level --------------------------------------------------------
 
-    def pack_control(self, args: tuple[Any, ...]) -> objects.Packed:
-        """The arguments of a control operation."""
-        return objects.pack(args, "data", self._limits)
+    def pack_control(self, args: tuple[Any, ...]) -> Packed:
+        """Pack the arguments of a control operation."""
+        return serialization.pack(args, "data", self._limits)
 
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
-        """The arguments of a control operation that arrived, checked against their type.
+        """Return the arguments of a control operation that arrived, checked against their type.
 
         Raises:
             DecodeError: They are not of that type, or notes came with them.
@@ -197,122 +199,99 @@ class Codec:
         if message.notes:
             raise DecodeError(f"{message.function} came with notes, which belong to calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
-        args = objects.unpack(message.codec, frame.body, values, "data", self._limits)
+        args = serialization.unpack(message.codec, frame.body, values, "data", self._limits)
         return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]
 
-    # -- replies -------------------------------------------------------------------------------------------------
+    # -- values --------------------------------------------------------------------------------------------------
 
-    def pack(self, value: Any, to: str, shares_main: bool = False) -> objects.Packed:
-        """A value, packed for the worker of that name.
+    def pack(self, value: Any, to: str, shares_main: bool = False) -> Packed:
+        """Pack a value for the worker of that name.
 
         Raises:
             CannotSend: It cannot travel.
         """
-        bare = objects.pack_bare(value)  # tensors need not know where they go
-        if bare is not None:
-            return bare
-        here, outer = current, current.departing
-        here.departing = trip = Trip(self.carrier, to)
+        return pack_bare(value) or self._pack_other(value, to, shares_main)  # bare tensors need not know where they go
+
+    def _pack_other(self, value: Any, to: str, shares_main: bool) -> Packed:
+        outer = current.departing
+        current.departing = trip = Trip(self.carrier, to)
         try:
-            packed = objects.pack_other(value, self._trust, self._limits, shares_main)
-        except BaseException:
+            packed = serialization.pack_other(value, self._trust, self._limits, shares_main)
+        except Exception:
             trip.on_not_sent()
             raise
         finally:
-            here.departing = outer
+            current.departing = outer
         return packed if trip.cargo is None else msgspec.structs.replace(packed, trip=trip)
 
-    def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
-        """A value that came from the worker of that name."""
-        if codec in objects.BARE:
-            return objects.unpack_bare(codec, body, values)
-        here, outer = current, current.arriving
-        here.arriving = trip = Trip(self.carrier, sender)
-        try:
-            return objects.unpack(codec, body, values, self._trust, self._limits)
-        finally:
-            here.arriving = outer
-            trip.on_arrived()
+    def load(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> Any:
+        """Return the value that a message brought: the result of a call of `function`, or its arguments.
 
-    def load_reply(self, frame: Frame, message: Reply, peer: WorkerInfo, function: str) -> Any:
-        """The value of a reply that arrived."""
-        values = self._receive(frame, message, peer, function)
+        Raises:
+            DecodeError: The body is not what it claims to be.
+            CannotSend: A tensor needs a device that is not here.
+        """
+        values = self.rebuild_tensors(frame, message) if message.tensors else []
+        if message.notes:
+            kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
+            values = self._intercept(Envelope(kind, peer, function), message.notes, values)
+        if message.codec in BARE:
+            return unpack_bare(message.codec, frame.body, values)
         return self.unpack(message.codec, frame.body, values, peer.name)
 
-    # -- tensors and notes ------------------------------------------------------------------------------------------
+    def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
+        """Return a value that came from the worker of that name."""
+        outer = current.arriving
+        current.arriving = trip = Trip(self.carrier, sender)
+        try:
+            return serialization.unpack(codec, body, values, self._trust, self._limits)
+        finally:
+            current.arriving = outer
+            trip.on_arrived()
 
-    def has_interest_in_calls(self) -> bool:
-        """Whether any interceptor wants to see a call that is made now."""
-        for interceptor in self._interceptors:  # noqa: SIM110 (three times as fast as any())
-            if interceptor.wants_calls():
-                return True
-        return False
+    @staticmethod
+    def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
+        """Return the tensors of a message that arrived."""
+        values: list[torch.Tensor] = []
+        buffers = iter(frame.buffers)
+        for meta in message.tensors:
+            values.append(rebuild(meta, buffers))
+        return values
 
-    def outgoing_notes(
-        self, envelope: Envelope, packed: objects.Packed, call_notes: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """What the interceptors attach to a message that leaves; a reply's are told what came with the call."""
-        notes = {}
+    # -- notes of interceptors ---------------------------------------------------------------------------------------
+
+    def attach_to_reply(
+        self, notes: dict[str, Any], peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]
+    ) -> None:
+        """Let the interceptors attach notes to a reply; each is told what it attached to the call."""
         for interceptor in self._interceptors:
-            if call_notes is not None:
-                if interceptor.name not in call_notes:
-                    continue
-                envelope = Envelope(envelope.kind, envelope.peer, envelope.function, call_notes[interceptor.name])
-            elif not interceptor.wants_calls():
-                continue
-            if packed.untracked:
-                interceptor.on_untracked(envelope, packed.untracked)
-            note = interceptor.outgoing(envelope, packed.tensors)
-            if note is not None:
-                notes[interceptor.name] = note
-        return notes
+            if interceptor.name in call_notes:
+                attach(notes, interceptor, Envelope("reply", peer, function, call_notes[interceptor.name]), packed)
 
-    def incoming(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Lets the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
+    def _intercept(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
 
         Raises:
             DecodeError: A note is not of the type that its interceptor wants.
         """
-        if notes:
-            for interceptor in self._interceptors:
-                if interceptor.name in notes:
-                    note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)
-                    values = list(interceptor.incoming(envelope, note, values))
-        return values
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        envelope: Envelope,
-        notes: dict[str, Any],
-    ) -> Any:
-        """Calls the function, inside what the interceptors want around it."""
         for interceptor in self._interceptors:
             if interceptor.name in notes:
-                function = interceptor.around(envelope, notes[interceptor.name], function)
-        return function(*args, **kwargs)
-
-    @staticmethod
-    def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
-        """The tensors of a message that arrived."""
-        values: list[torch.Tensor] = []
-        buffers = iter(frame.buffers)
-        for meta in message.tensors:
-            values.append(tensors.rebuild(meta, buffers))  # noqa: PERF401 (before Python 3.12 a comprehension is a call)
+                note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)
+                values = list(interceptor.incoming(envelope, note, values))
         return values
 
-    def _receive(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> list[torch.Tensor]:
-        values = self.rebuild_tensors(frame, message) if message.tensors else []
-        if message.notes:
-            kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
-            values = self.incoming(Envelope(kind, peer, function), message.notes, values)
-        return values
+
+def attach(notes: dict[str, Any], interceptor: Interceptor, envelope: Envelope, packed: Packed) -> None:
+    """Show a message that leaves to an interceptor, and keep the note that it returns, if any, in `notes`."""
+    if packed.untracked:
+        interceptor.on_untracked(envelope, packed.untracked)
+    note = interceptor.outgoing(envelope, packed.tensors)
+    if note is not None:
+        notes[interceptor.name] = note
 
 
 def describe_function(function: Any) -> str:
-    """What to call a function in messages to people."""
+    """Return what to call a function in messages to people."""
     if isinstance(function, str):
         return function
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

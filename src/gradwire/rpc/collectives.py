@@ -1,13 +1,13 @@
 """Operations in which every worker takes part: gather, barrier, and the agreement to shut down.
 
-The worker with the lowest rank collects. Everybody sends it one control call, whose answer it holds back until all have
+The worker with the lowest rank collects. Each worker sends it one control call, whose answer it holds back until all have
 come:
 
     worker1 --gather(names, value1)--> worker0 <--gather(names, value2)-- worker2
             <------- {all values} ----         ----- {all values} ----->
 
-A worker joins the oldest open round of its group that it is not in yet. Nobody counts rounds, so a worker that restarted or
-gave up is in step again with its next call.
+A worker joins the oldest open round of its group that it is not in yet. Rounds are not counted, so a worker that
+restarted or gave up is in step again with its next call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
 from gradwire.rpc.codec import EVERYBODY
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ class Gathering:
         agent.on_worker_lost(self._on_worker_lost)
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-        """Everybody's value, by worker name.
+        """Return the value of every worker by name.
 
         Raises:
             ConfigurationError: This worker is not among the names.
-            RpcTimeout: Not everybody came in time; says who did not.
+            RpcTimeout: A worker did not come in time; the message names it.
             WorkerLost: One of them died.
         """
         agent = self._agent
@@ -84,7 +84,11 @@ class Gathering:
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         collector = self._collector(group)
-        answer = self._ask(collector, args, timeout_s).wait()
+        if collector == agent.info.name:
+            future = self._on_gather(agent.info, *args)
+        else:  # it knows which workers are missing, so its error is to come first
+            future = agent.ask(collector, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, _ANSWER)
+        answer = future.wait()
         if sorted(answer) != group:
             raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
         return {
@@ -93,22 +97,6 @@ class Gathering:
 
     def _collector(self, names: Sequence[str]) -> str:
         return min((self._agent.directory.find(name).info for name in names), key=lambda info: info.id).name
-
-    def _ask(self, leader: str, args: tuple[Any, ...], timeout_s: float) -> InterruptibleFuture[dict[str, Entry]]:
-        agent = self._agent
-        if leader == agent.info.name:
-            return self._on_gather(agent.info, *args)
-        future: InterruptibleFuture[dict[str, Entry]] = InterruptibleFuture()
-
-        def on_done(call: PendingCall) -> None:
-            if call.error is not None:
-                future.set_exception(call.error)
-            else:
-                future.set_result(call.value)
-
-        # The collector knows who is missing, so let it speak first.
-        agent.control(leader, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, on_done, _ANSWER)
-        return future
 
     def _on_gather(
         self,
@@ -191,18 +179,18 @@ class Gathering:
                 answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
     def on_returned(self, name: str) -> None:
-        """A worker that was lost is back; the agent says so already. What is still told of its end comes too late."""
+        """Forget that a worker was lost, which is back. What is still told of its end comes too late."""
         with self._lock:
             self._lost.pop(name, None)
 
     def sweep(self, now: float) -> float:
-        """Ends gatherings whose time is over; returns when to look again."""
+        """End gatherings whose time is over; return when to look again."""
         wanted = float("inf")
         late: list[tuple[InterruptibleFuture[Any], list[str]]] = []
         with self._lock:
             for gathering in list(self._rounds):
                 gone = {name: item for name, item in gathering.answers.items() if item[0] <= now}
-                for name in gone:  # whoever gave up is not part of the round any more
+                for name in gone:  # a worker that gave up is not part of the round any more
                     del gathering.answers[name], gathering.entries[name]
                 missing = [name for name in gathering.missing() if name not in gone]
                 late += [(answer, missing) for _, answer in gone.values()]
@@ -216,7 +204,7 @@ class Gathering:
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Returns when every worker (or every named one) has called this and no call is under way anywhere.
+        """Return when every worker (or every named one) has called this and no call is under way anywhere.
 
         Raises:
             RpcTimeout: Not in time.
@@ -228,7 +216,7 @@ class Gathering:
             return
         while True:
             self._wait_quiet(deadline)
-            counts = self.all_gather((agent.caller.num_made, agent.server.num_served), names, deadline)
+            counts = self.all_gather((agent.client.num_made, agent.server.num_served), names, deadline)
             if counts == before:
                 break
             before = counts
@@ -236,13 +224,12 @@ class Gathering:
             self._see_off()
 
     def _see_off(self) -> None:
-        """The collector leaves last, so that its answers reach everybody."""
-        pause, deadline = threading.Event(), time.monotonic() + _SEE_OFF_S
+        """Wait until the other workers have left, so that the collector's answers reach all of them."""
+        deadline = time.monotonic() + _SEE_OFF_S
         while self._agent.server.has_visitors and time.monotonic() < deadline:
-            pause.wait(0.002)
+            _interrupts.sleep(0.002)
 
     def _wait_quiet(self, deadline: float) -> None:
-        pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
                 raise RpcTimeout(
@@ -250,4 +237,4 @@ class Gathering:
                     self._agent.info.name,
                     "run",
                 )
-            pause.wait(_LOOK_S)
+            _interrupts.sleep(_LOOK_S)

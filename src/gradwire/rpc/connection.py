@@ -1,50 +1,58 @@
-"""Connections that other workers opened, and the requests that come over them.
+"""A connection between two workers: the calls made over it, or the requests served on it.
 
-half open --handshake--> open --Call--> Server.accept, or Server.run_control on the control lane
-                              <-- Reply or Failure
+    opened here    Connection.calls     --Call-->  <--Reply, Failure--   `Client` makes and ends them
+    opened there   Connection.requests  <--Call--  --Reply, Failure-->   `Server` runs them
+    loopback       both: a worker that calls itself
+
+A connection that another worker opened is half open until its handshake is over. Two lanes lead from one worker to another:
+``calls`` for user functions, ``control`` for everything that must never wait behind them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import torch
 
+from gradwire import _interrupts
 from gradwire.errors import (
     AuthenticationFailed,
+    CallCancelled,
     ConnectionClosed,
     DecodeError,
     IdentityTaken,
     LimitExceeded,
     ResourceExhausted,
+    RpcTimeout,
     TransportError,
     WorkerLost,
 )
-from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
-from gradwire.rpc.reader import Reader, has_hold, release_hold
+from gradwire.rpc.reader import Reader, Until, current, release_hold
 from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
-from gradwire.wire import exceptions as failures
-from gradwire.wire import serialization as objects
-from gradwire.wire import tensors
+from gradwire.wire import exceptions, tensors
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Failure, Goodbye, Message, Refused, Reply
 from gradwire.wire.serialization import Packed
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
-    from gradwire.rpc.server import Server
+    from gradwire.rpc.peers import Peer
 
 
 _log = logging.getLogger("gradwire")
+_CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
@@ -52,378 +60,477 @@ _MAX_REASON_BYTES = 1024
 _MAX_GIVEN_UP = 8  # calls that one worker gave up and that still run here, for each that it may have in flight
 _MAX_CONTROL = 1024  # operations of one worker that wait for others; callers do not count them, unlike calls
 _LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
+_ROOM_LOOK_S = 0.01
 
 
 class Held(Protocol):
     """Something that a function must not keep while it waits for something else."""
 
     def let_go(self) -> None:
-        """Before the function waits."""
+        """Give it up; called before the function waits."""
 
     def take_back(self) -> None:
-        """When it goes on. Must not raise."""
+        """Take it again; called when the function goes on. Must not raise."""
 
 
-class _Local(threading.local):
-    request: Request | None = None  # what the current thread runs
-
-
-_local = _Local()
-
-
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One call being served.
 
     Attributes:
+        source: The connection that it came over.
+        call_id: Its number there.
+        function: The function's name; a name for people if the function came in the body.
+        frame: What came; None once it is unpacked.
+        notes: What interceptors attached to it.
         deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
         phase: ``queue``, ``run`` or ``reply``.
-        is_dropped: Nobody waits for the result any more.
+        is_dropped: Its caller does not wait for the result any more.
         waits_for: The call of its own that the function waits for, if any.
         held: What a layer above holds for the function, but not while it waits; or None.
     """
 
-    __slots__ = (
-        "call_id",
-        "deadline",
-        "frame",
-        "function",
-        "held",
-        "is_dropped",
-        "notes",
-        "phase",
-        "source",
-        "waits_for",
-    )
-
-    def __init__(self, source: Incoming | Any, call_id: int, function: str, timeout_s: float, frame: Any) -> None:
-        self.source = source
-        self.call_id = call_id
-        self.function = function
-        self.frame = frame
-        self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else _NEVER
-        self.phase = "queue"
-        self.is_dropped = False
-        self.waits_for: PendingCall | None = None
-        self.held: Held | None = None
-        self.notes: dict[str, Any] = {}
-
-
-def set_current_request(request: Request | None) -> None:
-    """The current thread begins or ends to serve."""
-    _local.request = request
+    source: Connection
+    call_id: int
+    function: str
+    frame: Frame | None
+    notes: dict[str, Any]
+    deadline: float
+    phase: str = "queue"
+    is_dropped: bool = False
+    waits_for: PendingCall | None = None
+    held: Held | None = None
 
 
 def current_request() -> Request | None:
-    """What the current thread is serving, if anything."""
-    return _local.request
+    """Return what the current thread is serving, if anything."""
+    return current.request
 
 
 def while_waiting() -> contextlib.AbstractContextManager[object]:
-    """Surrounds any wait that may take long: a function that waits holds neither its slot nor the reading."""
-    request = _local.request
+    """Surround any wait that may take long: a function that waits holds neither its slot nor the reading."""
+    request = current.request
     if request is not None:
-        server: Server = request.source.server
-        return server.waiting()
+        return request.source.server.waiting()
     release_hold()
     return contextlib.nullcontext()
 
 
-def is_serving() -> bool:
-    """Whether the current thread holds something that it must give up before it waits."""
-    return _local.request is not None or has_hold()
+class Connection:
+    """One connection with another worker, or of a worker with itself.
 
+    Args:
+        agent: This worker.
+        stream: Moves the frames.
 
-class Incoming:
-    """A connection that another worker opened."""
+    Attributes:
+        address: The worker at the other end; not there in a handshake, nor for loopback.
+        info: Its name and rank; not there in a handshake.
+        lane: ``calls`` or ``control``; empty in a handshake.
+        peer: The other worker, where this one opened the connection.
+        calls: Made over it and not ended yet.
+        requests: Served on it and not answered yet.
+        cancelled: Calls that were given up before they arrived here, the latest last.
+        shares_main: Whether both workers run the same script.
+        is_on_this_machine: What was written is read, even if the connection ends right after.
+        max_in_flight: Calls that may be under way on it.
+        num_waiting_for_room: Threads that wait until fewer calls are under way.
+        reader: Reads the stream; None for loopback, where nothing has to be read.
+    """
 
-    def __init__(self, server: Server, connection: StreamConnection) -> None:
-        self.server = server
-        self._agent = server.agent
-        self.connection = connection
-        self.opened = time.monotonic()
-        self._handshake: ListenerHandshake | None = ListenerHandshake(self._agent.identity, self._agent.admit)
-        self.peer: WorkerAddress | None = None
-        self.info: WorkerInfo  # who calls; since the handshake
+    address: WorkerAddress
+    info: WorkerInfo
+
+    def __init__(self, agent: Agent, stream: StreamConnection | LoopbackStream) -> None:
+        self.agent = agent
+        self.server = agent.server
+        self.stream: Any = stream
         self.lane = ""
-        self._is_welcome = False  # the caller knows that it is let in; one that gave up before is not dead
-        self._num_ends = 0  # of the peer, when it was let in
-        self.shares_main = False
+        self.peer: Peer | None = None
+        self.calls = CallTable()
         self.requests: dict[int, Request] = {}
-        self._max_in_flight = self._agent.config.limits.calls_in_flight
+        self.cancelled: dict[int, None] = {}
         self.last_call_id = 0
-        self.cancelled: dict[int, None] = {}  # calls given up before they arrived here, the latest last; see `cancel`
+        self.opened = time.monotonic()
+        self.shares_main = False
+        self.is_on_this_machine = False
+        self.num_waiting_for_room = 0
+        self._room = threading.Event()  # set when a call ends while threads wait for room
+        self.max_in_flight = agent.config.limits.calls_in_flight
+        self._handshake: ListenerHandshake | None = None
+        self._is_welcome = True  # the other side knows that the connection is open; one that gave up before is not dead
         self._goodbye: str | None = None
-        connection.decoder.accept = LISTENER_ACCEPTS
-        self.reader = Reader(connection, self._agent.reactor, self._on_handshake, self._on_end)
+        self._num_ends = 0  # of the other worker, when the connection was opened
+        self.reader: Any = None
 
     def __repr__(self) -> str:
-        who = self.peer.info.name if self.peer else "somebody"
-        return f"<Incoming {self.lane or 'half-open'} from {who}, {len(self.requests)} requests>"
+        who = self.info.name if self.lane else "an unknown worker"
+        return (
+            f"<Connection {self.lane or 'half-open'} {'to' if self.peer else 'from'} {who}, {len(self.calls)} calls, "
+            f"{len(self.requests)} requests>"
+        )
+
+    @classmethod
+    def opened_here(cls, peer: Peer, stream: StreamConnection, lane: str, address: WorkerAddress) -> Connection:
+        """Make the connection of a handshake that this worker began; to be started with ``reader.start()``."""
+        agent = peer.agent
+        made = cls(agent, stream)
+        made.peer = peer
+        stream.decoder.accept = _CALLER_ACCEPTS
+        wants_reading = made.calls.__len__ if lane == "calls" else None
+        made.reader = made.calls.reader = Reader(stream, agent.reactor, made._on_answer, made._on_end, wants_reading)
+        made._open(lane, address)
+        return made
+
+    @classmethod
+    def opened_there(cls, agent: Agent, stream: StreamConnection) -> Connection:
+        """Make a connection whose handshake another worker begins."""
+        made = cls(agent, stream)
+        made._handshake = ListenerHandshake(agent.identity, agent.admit)
+        made._is_welcome = False
+        stream.decoder.accept = LISTENER_ACCEPTS
+        made.reader = Reader(stream, agent.reactor, made._on_handshake, made._on_end)
+        return made
+
+    @classmethod
+    def loopback(cls, agent: Agent) -> Connection:
+        """Make the connection of a worker with itself."""
+        made = cls(agent, LoopbackStream(agent))
+        made.stream.connection = made
+        made.info, made.lane, made.shares_main = agent.info, "calls", True
+        made.max_in_flight = sys.maxsize
+        return made
 
     @property
     def is_half_open(self) -> bool:
         return self._handshake is not None
+
+    def _open(self, lane: str, address: WorkerAddress) -> None:
+        self.address, self.info, self.lane = address, address.info, lane
+        self.shares_main = self.agent.address.shares_main(address)
+        self.reader.is_lingered_on = lane == "calls"
+        self._num_ends = self.agent.on_connected(address)
+
+    # -- the handshake, where the other worker began it ------------------------------------------------------------
 
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
         assert handshake is not None
         deadline = time.monotonic() + 1.0
         try:
-            answer = handshake.on_message(frame.message, self.connection.certified_names())
+            answer = handshake.on_message(frame.message, self.stream.certified_names())
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
                 refusal = Refused(str(error), isinstance(error, IdentityTaken))
-                self.connection.send(refusal, deadline=deadline)
-            _log.warning("%s refused a connection: %s", self._agent.info.name, error)
+                self.stream.send(refusal, deadline=deadline)
+            _log.warning("%s refused a connection: %s", self.agent.info.name, error)
             self.reader.end(error)
             return
         if handshake.is_open:
-            self.peer, self.lane = handshake.hello.sender, handshake.hello.lane
-            self.info = self.peer.info
-            self.shares_main = self._agent.address.shares_main(self.peer)
             self._handshake = None
-            if self.lane == "control":
-                self._max_in_flight = _MAX_CONTROL
-            self._num_ends = self._agent.on_connected(self.peer)
+            if handshake.hello.lane == "control":
+                self.max_in_flight = _MAX_CONTROL
+            self._open(handshake.hello.lane, handshake.hello.sender)
             self.server.make_room_for(self)
-            self.connection.decoder.accept = _SERVER_ACCEPTS
-            self.reader.on_frame = self._on_frame
-            self.reader.is_lingered_on = self.lane == "calls"
+            self.stream.decoder.accept = _SERVER_ACCEPTS
+            self.reader.on_frame = self._on_request
         self._is_welcome = handshake.is_open  # before the caller knows: another thread may read its end at once
         try:
-            self.connection.send(answer, deadline=deadline)
+            self.stream.send(answer, deadline=deadline)
         except TimeoutError:
             self.reader.end(ConnectionClosed("the caller does not read"))
         except TransportError:
             self._is_welcome = False  # it gave up meanwhile, and is not dead for that
             raise
 
-    def _on_frame(self, frame: Frame) -> None:
+    # -- answers to calls that were made here ------------------------------------------------------------------------
+
+    def _on_answer(self, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, Goodbye):
-            self._goodbye = failures.clean(message.reason, _MAX_REASON_BYTES)
+            self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
             return
-        if not isinstance(message, Call):  # decoded together with the end of the handshake, when it was still allowed
+        assert isinstance(message, Reply | Failure)
+        call = self.calls.pop(message.call_id, None)
+        if call is None:
+            return  # cancelled or timed out here; the answer is late
+        agent, value, error = self.agent, None, None
+        if call.future is not None:
+            agent.client.completing.add(call)
+        if self.peer is not None:
+            self.peer.last_seen = time.time()
+        try:
+            if isinstance(message, Failure):
+                error = exceptions.rebuild_exception(message.error, agent.trust)
+            elif frame.shortage:
+                text = f"this worker has no memory for the result of {call.function} on worker {call.worker}"
+                error = ResourceExhausted(f"{text}: {frame.shortage}")
+            else:
+                value = agent.codec.load(frame, message, self.info, call.function)
+        except Exception as problem:  # the result cannot be rebuilt here
+            error = problem
+        except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
+            error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
+        agent.client.finish(call, value, error)
+        if self.num_waiting_for_room:
+            self._room.set()
+
+    def wait_for_room(self, call: PendingCall) -> None:
+        """Block until fewer calls are under way than may be.
+
+        Raises:
+            RpcTimeout: They were not, before the call's deadline.
+        """
+        goal = Until(lambda: len(self.calls) < self.max_in_flight)
+        self.num_waiting_for_room += 1
+        try:
+            while not goal.is_over:
+                left = call.deadline - time.monotonic()
+                if left <= 0:
+                    raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send")
+                if not self.reader.read_until(goal, call.deadline):
+                    self._room.clear()
+                    if not goal.is_over:
+                        _interrupts.wait(self._room, min(left, _ROOM_LOOK_S))
+        finally:
+            self.num_waiting_for_room -= 1
+
+    # -- requests of the other worker --------------------------------------------------------------------------------
+
+    def _on_request(self, frame: Frame) -> None:
+        message = frame.message
+        if not isinstance(message, Call):
+            if isinstance(message, Goodbye):
+                self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
+                return
+            # Decoded together with the end of the handshake, when it was still allowed.
             raise DecodeError(f"a {type(message).__name__} message after the handshake")
-        if message.call_id == NOTICE_ID:
-            self._agent.notices.received(self.info, frame)
+        call_id, requests = message.call_id, self.requests
+        if call_id == NOTICE_ID:
+            self.agent.notices.received(self.info, frame)
             return
-        if message.call_id in self.requests:
-            raise DecodeError(f"call {message.call_id} came again while it is under way")
-        self.reader.is_lingered_on = self.lane == "calls"  # a call is often followed by the next
-        request = Request(self, message.call_id, message.function, message.timeout_s, frame)
-        request.notes = message.notes
-        self.last_call_id = max(self.last_call_id, message.call_id)
-        self.requests[message.call_id] = request
-        if self.cancelled and message.call_id in self.cancelled:  # its cancellation came first: the lanes race
-            self.requests.pop(message.call_id, None)  # the connection may be ending
+        if call_id in requests:
+            raise DecodeError(f"call {call_id} came again while it is under way")
+        deadline = time.monotonic() + message.timeout_s if message.timeout_s > 0 else _NEVER
+        requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline)
+        if call_id > self.last_call_id:
+            self.last_call_id = call_id
+        if self.cancelled and call_id in self.cancelled:  # its cancellation came first: the lanes race
+            requests.pop(call_id, None)  # the connection may be ending
         elif frame.shortage:
-            text = f"worker {self._agent.info.name} has no memory for the arguments of {message.function}: {frame.shortage}"
+            text = (
+                f"worker {self.agent.info.name} has no memory for the arguments of {message.function}: {frame.shortage}"
+            )
             self.fail(request, ResourceExhausted(text))
-        elif len(self.requests) > self._max_in_flight and self._has_too_many():
-            text = f"more than {self._max_in_flight} calls in flight from one worker"
+        elif len(requests) > self.max_in_flight and self._has_too_many():
+            text = f"more than {self.max_in_flight} calls in flight from one worker"
             self.fail(request, LimitExceeded(text))
         elif self.lane == "control":
             self.server.run_control(request)
         else:
+            if self.reader is not None:
+                self.reader.is_lingered_on = True  # a call is often followed by the next
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
         # The caller no longer counts what it gave up, though it may still run here; there is an end to that, too.
         requests = list(self.requests.values())
         num_wanted = sum(not item.is_dropped for item in requests)
-        return num_wanted > self._max_in_flight or len(requests) > _MAX_GIVEN_UP * self._max_in_flight
+        return num_wanted > self.max_in_flight or len(requests) > _MAX_GIVEN_UP * self.max_in_flight
 
-    def note_cancelled(self, call_id: int) -> None:
-        """The caller gave this call up, which may still be on its way; as many are kept as may be in flight."""
+    def cancel(self, call_id: int) -> str:
+        """Drop a request on its caller's behalf, which may still be on its way; return how far it got."""
+        # Noted before looking, and looked up after a request is listed: one of the two sees the other.
         self.cancelled[call_id] = None
-        if len(self.cancelled) > self._max_in_flight:
+        if len(self.cancelled) > self.agent.config.limits.calls_in_flight:
             self.cancelled.pop(next(iter(self.cancelled)), None)
-
-    def _on_end(self, error: Exception) -> None:
-        self.server.forget(self)
-        for request in list(self.requests.values()):
-            self.server.drop(request)
-        self.requests.clear()
-        if self.peer is None:
-            return
-        self._agent.liveness.connection_ended(self.peer)
-        if isinstance(error, ConnectionClosed):
-            return
-        if isinstance(error, DecodeError):
-            _log.warning("%s closed a connection from %s: %s", self._agent.info.name, self.info.name, error)
-            self._agent.notices.lane_ended(self.info.name)
-        elif self._goodbye is not None and self._goodbye != "shutdown":
-            _log.info("%s: %s closed a connection: %s", self._agent.info.name, self.info.name, self._goodbye)
-        elif self.lane == "control" and self._is_welcome:
-            reason = "it has shut down" if self._goodbye else "it died or was killed (its connection ended)"
-            was_orderly = self._goodbye is not None
-            self._agent.on_worker_ended(self.peer, reason, was_orderly=was_orderly, num_ends=self._num_ends)
-
-    # -- what a request needs of its source -----------------------------------------------------------------------
-
-    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and its arguments."""
-        frame, request.frame = request.frame, None
-        return self._agent.codec.load_call(frame, frame.message, self.info)
+        request = self.requests.get(call_id)
+        if request is None:
+            return "reply" if call_id <= self.last_call_id else "send"
+        phase = self.server.drop(request)
+        if phase in ("queue", "held"):
+            self.requests.pop(call_id, None)
+        return phase
 
     def reply(self, request: Request, value: Any) -> None:
-        """Sends a result, unless nobody wants it any more."""
-        codec = self._agent.codec
+        """Send a result, unless its caller does not want it any more."""
+        codec = self.agent.codec
         packed = codec.pack(value, self.info.name, self.shares_main)
-        trip = packed.trip
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
-            if trip is not None:
-                trip.on_not_sent()
+            if packed.trip is not None:
+                packed.trip.on_not_sent()
             return
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
+        stream, reader, now = self.stream, self.reader, time.monotonic()
+        deadline = min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
         if request.notes:
-            envelope = Envelope("reply", self.info, request.function)
             try:
-                message.notes = codec.outgoing_notes(envelope, packed, request.notes)
-            except BaseException as error:
+                codec.attach_to_reply(message.notes, self.info, request.function, packed, request.notes)
+            except Exception as error:
                 self._fail_instead(request, packed, error)
                 return
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
-            hold_back = self.reader.has_more()
-            self.connection.send(message, packed.body, packed.tensors, self._reply_deadline(request), hold_back)
-            if hold_back and not self.reader.has_more():  # taken over meanwhile, maybe flushed before this reply
-                self.connection.flush()
+            if reader is not None and reader.inbox and reader.has_more():
+                reader.must_flush = True
+                stream.send(message, packed.body, packed.tensors, deadline, True)
+                if not reader.has_more():  # taken over meanwhile, maybe flushed before this reply
+                    stream.flush()
+            else:
+                stream.send(message, packed.body, packed.tensors, deadline)
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet
             self._fail_instead(request, packed, error)
         except (TransportError, TimeoutError) as error:
             self._on_not_sent("a reply", error)
         except Exception as error:  # a tensor that cannot be read, say
-            if self.connection.is_closed:  # part of it may be out
+            if stream.is_closed:  # part of it may be out
                 self._on_not_sent("a reply", error)
             else:
                 self._fail_instead(request, packed, error)
-        except BaseException:  # Ctrl-C: all of it may be out, and what comes after it does no harm
-            self.requests[request.call_id] = request
-            raise
 
-    def _fail_instead(self, request: Request, packed: Packed, error: BaseException) -> None:
-        """Nothing of a reply was sent: says why."""
+    def _fail_instead(self, request: Request, packed: Packed, error: Exception) -> None:
+        """Send an error in place of a reply of which nothing was sent."""
         if packed.trip is not None:
             packed.trip.on_not_sent()
         self.requests[request.call_id] = request
         self.fail(request, error)
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """Sends an error, unless nobody wants it any more."""
+        """Send an error, unless the caller does not want it any more."""
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             return
         request.phase = "reply"
-        described = failures.describe_exception(error, self._agent.info.name, self._agent.config.limits)
+        described = exceptions.describe_exception(error, self.agent.info.name, self.agent.config.limits)
+        now = time.monotonic()
+        deadline = min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
         try:
-            self.connection.send(Failure(request.call_id, described), deadline=self._reply_deadline(request))
+            self.stream.send(Failure(request.call_id, described), deadline=deadline)
         except (TransportError, TimeoutError) as problem:
             self._on_not_sent("an error", problem)
 
     def _on_not_sent(self, what: str, error: BaseException) -> None:
-        _log.info("%s could not send %s to %s: %s", self._agent.info.name, what, self.info.name, error)
-        if self.connection.is_closed:  # half of it is out, and the descriptor's number may be another's soon
-            self.reader.end(ConnectionClosed("a message was cut off"))
+        _log.info("%s could not send %s to %s: %s", self.agent.info.name, what, self.info.name, error)
+        if self.stream.is_closed:  # half of it is out, and the descriptor's number may be another's soon
+            self.end(ConnectionClosed("a message was cut off"))
 
-    @staticmethod
-    def _reply_deadline(request: Request) -> float:
-        now = time.monotonic()
-        return min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def end(self, error: Exception) -> None:
+        """Close the connection: what is under way on it fails. Idempotent."""
+        if self.reader is not None:
+            self.reader.end(error)
+            if self.peer is not None:
+                self.peer.forget_lane(self)  # the thread that ends it may not have come so far
+        else:
+            self.stream.close()
+            self._drop_requests()
+            self.fail_calls(f"{self.info.name} has shut down")
+
+    def fail_calls(self, reason: str) -> None:
+        """End the calls of a connection that is gone."""
+        for call in list(self.calls.values()):
+            if self.calls.pop(call.call_id, None) is not None:
+                lost = self.peer.lost(reason, call) if self.peer is not None else None
+                text = f"call of {call.function} failed: {reason}"
+                self.agent.client.finish(call, None, lost or WorkerLost(text, self.info.name))
+        self._room.set()
+
+    def _drop_requests(self) -> None:
+        for request in list(self.requests.values()):
+            self.server.drop(request)
+        self.requests.clear()
+
+    def _on_end(self, error: Exception) -> None:
+        """Fail what is under way when the reader has ended, and find out whether the other worker has ended, too."""
+        agent, goodbye = self.agent, self._goodbye
+        if self.peer is not None:
+            self.peer.forget_lane(self)
+        else:
+            self.server.forget(self)
+        self._drop_requests()
+        if not self.lane:
+            return
+        address, name = self.address, self.info.name
+        if isinstance(error, ConnectionClosed):
+            reason, is_cut = "this worker closed the connection", self.peer is not None
+        elif isinstance(error, DecodeError):
+            reason, is_cut = f"it sent bytes that are not a message ({error}); only this connection was closed", True
+            if self.peer is None:
+                _log.warning("%s closed a connection from %s: %s", agent.info.name, name, error)
+        elif goodbye is not None and goodbye != "shutdown":
+            reason, is_cut = f"it closed the connection: {goodbye}", self.peer is not None
+            if self.peer is None:
+                _log.info("%s: %s closed a connection: %s", agent.info.name, name, goodbye)
+        else:
+            reason = "it has shut down" if goodbye else "its connection ended without a goodbye: it died or was killed"
+            is_cut = False
+            # A worker that dies loses both lanes; one that gives up on a reply only the other.
+            if self.lane == "control" and self._is_welcome:
+                agent.on_worker_ended(address, reason, was_orderly=goodbye is not None, num_ends=self._num_ends)
+        self.fail_calls(reason)
+        if is_cut:
+            agent.notices.lane_ended(name)
+        agent.liveness.connection_ended(address)
+
+    def say_goodbye(self, reason: str, timeout_s: float = 0.0) -> None:
+        """Tell the other side why this one closes the connection next, if it can be told at once."""
+        with contextlib.suppress(TransportError, TimeoutError, OSError):
+            self.stream.send(Goodbye(reason), deadline=time.monotonic() + timeout_s)
 
 
-class LocalSource:
-    """Takes the place of an incoming connection for calls to oneself."""
+class LoopbackStream:
+    """Takes the place of a socket for calls of a worker to itself: a frame that is sent arrives as a copy.
+
+    Attributes:
+        connection: Both ends.
+    """
+
+    connection: Connection
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.calls = CallTable()
-        self.requests: dict[int, Request] = {}
+        self.is_closed = False
+        self.bytes_sent = self.bytes_received = 0
 
-    @property
-    def server(self) -> Server:
-        """Who runs the calls."""
-        return self._agent.server
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Who calls."""
-        return self._agent.info
-
-    def start(
-        self, call: PendingCall, function: str, packed: objects.Packed, notes: dict[str, Any] | None = None
+    def send(
+        self,
+        message: Call | Reply | Failure,
+        body: bytes = b"",
+        values: Sequence[torch.Tensor] = (),
+        deadline: float | None = None,
     ) -> None:
-        """Queues a call to oneself."""
-        found = self._agent.codec.outgoing_notes(Envelope("call", self.info, call.function), packed)
-        captured = objects.Packed(packed.codec, packed.body, self._copies(packed.tensors), packed.trip)
-        timeout_s = max(0.0, call.deadline - call.started) if call.deadline < float("inf") else 0.0
-        request = Request(self, call.call_id, call.function, timeout_s, (function, captured))
-        request.notes = {**found, **notes} if notes is not None else found
-        self.requests[call.call_id] = request
-        self.calls.add(call)
-        if self._agent.is_closed:  # `close` may have looked for calls before this one was listed
-            self.requests.pop(call.call_id, None)
-            self.close()
-            return
-        self._agent.reactor.expect(call.deadline)
-        self._agent.server.accept_elsewhere(request)
+        """Hand a frame over: calls to a service thread, answers in this one.
 
-    def load(self, request: Request) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and its arguments."""
-        codec = self._agent.codec
-        (name, packed), request.frame = request.frame, None
-        function = codec.find(name)
-        values = codec.incoming(Envelope("call", self.info, request.function), request.notes, packed.tensors)
-        return codec.split_call(function, codec.unpack(packed.codec, packed.body, values, self.info.name))
+        Raises:
+            CannotSend: A tensor could not travel to another worker either.
+            ConnectionClosed: The worker has shut down.
+        """
+        if self.is_closed:
+            raise ConnectionClosed("this worker has shut down")
+        buffers: list[bytearray] = []
+        if values:
+            assert not isinstance(message, Failure)
+            metas = []
+            for value in values:
+                meta, parts = tensors.describe(value, self._agent.config.limits)
+                metas.append(meta)
+                for part in parts:
+                    view, _owner = tensors.as_bytes(part)  # the owner keeps the memory alive while it is copied
+                    buffers.append(bytearray(view))
+            message.tensors = tuple(metas)
+        frame = Frame(message, body, buffers)
+        if isinstance(message, Call):
+            self._agent.reactor.run_soon(functools.partial(self._deliver, frame))
+        else:
+            self.connection._on_answer(frame)
 
-    def reply(self, request: Request, value: Any) -> None:
-        """Ends the call with a copy of the result."""
-        codec = self._agent.codec
-        packed = codec.pack(value, self.info.name, shares_main=True)
-        envelope = Envelope("reply", self.info, request.function)
-        notes = codec.outgoing_notes(envelope, packed, request.notes)
-        values = codec.incoming(envelope, notes, self._copies(packed.tensors))
-        self._finish(request, codec.unpack(packed.codec, packed.body, values, self.info.name), None)
+    def _deliver(self, frame: Frame) -> None:
+        if not self.is_closed:
+            self.connection._on_request(frame)
 
-    def fail(self, request: Request, error: BaseException) -> None:
-        """Ends the call with the error, in the form in which others would get it."""
-        agent = self._agent
-        info = failures.describe_exception(error, agent.info.name, agent.config.limits)
-        self._finish(request, None, failures.rebuild_exception(info, agent.trust))
-
-    def _finish(self, request: Request, value: Any, error: Exception | None) -> None:
-        self.requests.pop(request.call_id, None)
-        request.phase = "reply"
-        call = self.calls.pop(request.call_id, None)
-        if call is not None:
-            self._agent.caller.finish_surely(call, value, error)
-
-    def cancel(self, call_id: int) -> str:
-        """Drops a call; returns how far it got."""
-        request = self.requests.get(call_id)
-        if request is None:
-            return "reply"
-        phase = self._agent.server.drop(request)
-        if phase == "queue":
-            self.requests.pop(call_id, None)
-        return phase
-
-    def _copies(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        for value in values:
-            tensors.describe(value, self._agent.config.limits)  # refuses what could not travel to others either
-        return [_copy(value) for value in values]
+    def flush(self, deadline: float | None = None) -> None:
+        """Nothing is held back here."""
 
     def close(self) -> None:
-        """Fails whatever is still under way."""
-        name = self.info.name
-        self._agent.caller.fail_all(
-            self.calls, lambda call: WorkerLost(f"call of {call.function} failed: {name} has shut down", name)
-        )
-
-
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    copy = value.detach().clone()
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
-    return copy.requires_grad_(value.requires_grad)
+        """Refuse further frames."""
+        self.is_closed = True

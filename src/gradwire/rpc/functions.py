@@ -14,14 +14,14 @@ from gradwire.wire.serialization import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_exposed: dict[str, Callable[..., Any]] = {}
+exposed: dict[str, Callable[..., Any]] = {}  # by the names that others call them by
 _names: dict[Callable[..., Any], str] = {}
 
-_ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
+ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
 
 
 def expose(function: Any = None, *, name: str | None = None) -> Any:
-    """Marks a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
+    """Mark a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
 
     A class of modules is callable, too: others may then make such modules here (`gradwire.nn.RemoteModule`).
 
@@ -40,27 +40,27 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
     public = name or f"{function.__module__}:{function.__qualname__}"
     if not public or public.startswith("~"):
         raise ConfigurationError(f"{public!r} cannot be the name of an exposed function")
-    known = _exposed.get(public)
+    known = exposed.get(public)
     if known is not None and known is not function and not _is_redefinition(known, function):
         raise ConfigurationError(f"another function is exposed as {public!r}; pass name= to choose another")
-    _exposed[public] = function
+    exposed[public] = function
     _names[function] = public
     return function
 
 
 def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """A module or notebook cell that was run again."""
+    """Return whether a module or notebook cell was run again."""
     return (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
 
 
 def exposed_function(name: str) -> Callable[..., Any] | None:
-    """The function exposed under that name."""
-    function = _exposed.get(name)
-    return _exposed.get(name) if function is None and import_home(name) else function
+    """Return the function exposed under that name; those of gradwire are imported when they are first asked for."""
+    function = exposed.get(name)
+    return exposed.get(name) if function is None and import_home(name) else function
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:
-    """The name a function is exposed under."""
+    """Return the name a function is exposed under."""
     try:
         return _names.get(function)
     except TypeError:  # not hashable
@@ -68,7 +68,7 @@ def exposed_name(function: Callable[..., Any]) -> str | None:
 
 
 def async_execution(function: F) -> F:
-    """Marks a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
+    """Mark a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
 
     The worker thread is free as soon as the function returns. With methods, put this decorator inside ``@staticmethod``
     or ``@classmethod``.
@@ -78,7 +78,7 @@ def async_execution(function: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    setattr(wrapper, _ASYNC_MARK, function)
+    setattr(wrapper, ASYNC_MARK, function)
     return wrapper  # type: ignore[return-value]
 
 
@@ -92,8 +92,8 @@ class Later:
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Whether the function was marked with `async_execution`."""
-    return hasattr(function, _ASYNC_MARK)
+    """Return whether the function was marked with `async_execution`."""
+    return hasattr(function, ASYNC_MARK)
 
 
 CallId = Annotated[int, Meta(ge=1, le=2**63 - 1)]

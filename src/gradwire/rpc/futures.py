@@ -13,10 +13,12 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
+from gradwire import _interrupts
+from gradwire._torch import TorchFuture
 from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
 from gradwire.rpc.connection import while_waiting
 from gradwire.rpc.pending_calls import PendingCall
@@ -25,15 +27,16 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from concurrent.futures import Future as ConcurrentFuture
 
+    from gradwire.rpc.client import Client
+
 T = TypeVar("T")
 S = TypeVar("S")
 
-_SLICE_S = 0.2
 _NO_DEVICES: list[torch.device] = []
 
 
 def copies_of(error: Exception) -> Callable[[], Exception]:
-    """Makes an error like this one for everybody who is told.
+    """Return a function that makes errors like this one, one for each thread that is told.
 
     An error that is raised knows all frames it came through, and what lies in them. Kept by something that these frames
     know, a future say, it would keep all of that alive for ever.
@@ -70,14 +73,15 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         if not self.done():
             ready = threading.Lock()  # released by the thread that completes the future
             ready.acquire()
-            torch._C.Future.add_done_callback(self, lambda _: ready.release())
+            TorchFuture.add_done_callback(self, lambda _: ready.release())
             with while_waiting():
-                while not self.done() and (left_s := deadline - time.monotonic()) > 0:
-                    # In slices: Ctrl-C may have cut the callback off.
-                    ready.acquire(timeout=min(_SLICE_S, left_s))
+                left_s = deadline - time.monotonic()
+                _interrupts.acquire(
+                    ready, -1 if left_s == float("inf") else max(0.0, min(left_s, threading.TIMEOUT_MAX))
+                )
             if not self.done():
                 raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in a coroutine, without blocking its event loop: ``await rpc_async(...)``.
@@ -89,18 +93,18 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             Exception: What the future was completed with.
         """
         if not self.done():
-            import asyncio  # whoever awaits has loaded it
+            import asyncio  # a program that awaits has loaded it
 
             loop = asyncio.get_running_loop()
             arrival: asyncio.Future[None] = loop.create_future()
             self.has_callbacks = True
-            torch._C.Future.add_done_callback(self, lambda _: _wake(loop, arrival))
+            TorchFuture.add_done_callback(self, lambda _: _wake(loop, arrival))
             try:
                 yield from arrival
             except asyncio.CancelledError:
                 self._give_up()
                 raise
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def as_concurrent(self) -> ConcurrentFuture[T]:
         """Return a `concurrent.futures.Future` of the same result.
@@ -115,7 +119,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         def on_done(_: Any) -> None:
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 try:
-                    value = cast(T, torch._C.Future.wait(self))
+                    value = cast(T, TorchFuture.wait(self))
                 except Exception as error:
                     made.set_exception(_without_this_frame(error))
                 else:
@@ -128,14 +132,14 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
 
         made.add_done_callback(on_ended)
         self.has_callbacks = True
-        torch._C.Future.add_done_callback(self, on_done)
+        TorchFuture.add_done_callback(self, on_done)
         return made
 
     def _give_up(self) -> None:
-        """The result is not wanted any more. Must not wait."""
+        """Give up what the result comes from. Must not wait."""
 
     def set_exception(self, result: Any) -> None:
-        """Completes the future with an error; everybody who asks for its value gets one of their own."""
+        """Complete the future with an error; each thread that asks for its value gets a copy of its own."""
         if not isinstance(result, Exception):
             raise TypeError(f"a future fails with an exception, not with {result!r}")
         make = copies_of(result)
@@ -147,7 +151,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         self.set_result(result)
 
     def then(self, callback: Callable[[Any], S]) -> InterruptibleFuture[S]:
-        """A future for `callback(self)`, which runs when this one is completed.
+        """Return a future for `callback(self)`, which runs when this one is completed.
 
         The callback gets this future, completed; what it raises becomes the new future's error.
 
@@ -165,7 +169,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                 value = call_back(self)
             except Exception as error:
                 derived.set_exception(_without_this_frame(error))
-            except BaseException as error:  # SystemExit, say: it must not leave anybody waiting
+            except BaseException as error:  # SystemExit, say: no thread must be left waiting
                 derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
             else:
                 derived.set_result(value)
@@ -174,7 +178,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         return derived
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Runs `callback(self)` when the future is completed."""
+        """Run `callback(self)` when the future is completed."""
         self.has_callbacks = True
         call_back = _in_these_surroundings(callback)
         super().add_done_callback(lambda _: call_back(self))
@@ -198,17 +202,18 @@ def _wake(loop: AbstractEventLoop, arrival: Any) -> None:
 
 
 def _without_this_frame(error: Exception) -> Exception:
-    """The caller's frame knows the future that is to keep the error."""
+    """Remove the frame of the caller, which knows the future that is to keep the error."""
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ is not None else None)
 
 
 def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """The callback, to be run with the context variables and the grad mode of the code that adds it.
+    """Return the callback, to be run with the context variables and the grad mode of the code that adds it.
 
-    Whoever reads the answer runs the callbacks: that may be a thread that waits for another call, under `torch.no_grad`.
+    The thread that reads the answer runs the callbacks: one that waits for another call, maybe, under `torch.no_grad`.
     """
     surroundings, is_grad_enabled = contextvars.copy_context(), torch.is_grad_enabled()
 
+    @_interrupts.interruptible
     def run(future: Any) -> S:
         with torch.set_grad_enabled(is_grad_enabled):
             return surroundings.run(callback, future)
@@ -216,36 +221,19 @@ def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     return run
 
 
-class CallKeeper(Protocol):
-    """Who made a call, and can wait for it and give it up."""
-
-    def wait(self, call: PendingCall, deadline: float = ...) -> None:
-        """Blocks until the call has ended, or the deadline is over."""
-
-    def cancel(self, call: PendingCall) -> bool:
-        """Gives the call up; False if it had ended already."""
-
-    def cancel_soon(self, call: PendingCall) -> None:
-        """Gives the call up, in another thread."""
-
-
 class CallFuture(InterruptibleFuture[T]):
     """The result of a call that may still be under way.
 
     Args:
-        keeper: Who makes the call.
+        client: Makes the call.
 
     Attributes:
         call: The call, from the moment before it is sent.
     """
 
-    # What `CallHolder` says of other calls.
-    notes = on_done = None
-    is_watched = True
-
-    def __init__(self, keeper: CallKeeper) -> None:
-        torch._C.Future.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
-        self._keeper = keeper
+    def __init__(self, client: Client) -> None:
+        TorchFuture.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
+        self._client = client
         self.call: PendingCall | None = None
         self.keeps: Any = None  # what must live until the call has ended
 
@@ -267,24 +255,24 @@ class CallFuture(InterruptibleFuture[T]):
         call = self.call
         if call is not None and not (call.is_done or self.done()):
             if timeout is None:
-                self._keeper.wait(call)
+                self._client.wait(call)
             else:
-                self._keeper.wait(call, _deadline_of(timeout))
+                self._client.wait(call, _deadline_of(timeout))
                 if not self.done():
                     raise WaitTimeout(
                         f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
                         "waiting. The call goes on: wait again, or give it up with cancel()"
                     )
-        return cast(T, torch._C.Future.wait(self))
+        return cast(T, TorchFuture.wait(self))
 
     def cancel(self) -> bool:
-        """Gives the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
+        """Give the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
 
         Returns:
             False if it had ended already.
         """
-        return self.call is not None and self._keeper.cancel(self.call)
+        return self.call is not None and self._client.cancel(self.call)
 
     def _give_up(self) -> None:
         if self.call is not None:
-            self._keeper.cancel_soon(self.call)
+            self._client.cancel_soon(self.call)

@@ -50,30 +50,30 @@ class Interceptor:
     note_type: ClassVar[Any] = Any
 
     def __init_subclass__(cls) -> None:
-        """Makes the type of its notes known before there are threads."""
+        """Make the type of its notes known before there are threads."""
         prepare(cls.note_type)
 
     def wants_calls(self) -> bool:
-        """Whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""
+        """Return whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""
         return True
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
-        """Sees the tensors of a message that leaves; returns a note to attach, or None."""
+        """See the tensors of a message that leaves; return a note to attach, or None."""
         return None
 
     def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
-        """Sees tensors of a message that leaves that require grad, but are not among those that `outgoing` sees.
+        """See tensors of a message that leaves that require grad, but are not among those that `outgoing` sees.
 
         Raises:
             CannotSend: They must not leave.
         """
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Sees a message that came with a note; returns the tensors to use in place of those that came."""
+        """See a message that came with a note; return the tensors to use in place of those that came."""
         return tensors
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of the function, in a call that came with a note.
+        """Return what is called in place of the function, in a call that came with a note.
 
         A function marked with `async_execution` returns a future, and so must what replaces it.
         """

@@ -2,8 +2,8 @@
 
     sender   Notices.send   --- Call with id 0, a note and tensors --->   Notices.received   receiver
 
-A notice arrives, or whoever sent it is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
-connection was (`on_cut`). So no answer is needed to know that it was heard.
+A notice arrives, or its sender is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
+connection was (`on_cut`). So no answer is needed.
 
 On one machine notices take the lane of the calls while nothing is under way on it, so they cannot wait behind a function:
 the thread that served the last call is still there, and need not be woken. Otherwise they take the control lane.
@@ -28,13 +28,12 @@ from gradwire.errors import (
     RpcTimeout,
 )
 from gradwire.types import WorkerInfo
-from gradwire.wire import serialization as objects
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, prepare, read_note
+from gradwire.wire.serialization import EMPTY
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
-    from gradwire.rpc.peers import OpenLane, Peer
 
 
 _log = logging.getLogger("gradwire")
@@ -57,7 +56,7 @@ class Notices:
         self._cut_callbacks: list[Callable[[str], None]] = []
 
     def register(self, name: str, handler: Handler, kind: Any) -> None:
-        """Calls ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
+        """Call ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
         Args:
             name: What the notice is about.
@@ -69,17 +68,17 @@ class Notices:
         self._handlers[f"~{name}"] = handler
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
-        """Asks to be told the name of a worker that lives, but a connection with it ended: notices on it may be lost."""
+        """Call back with the name of a worker that lives, but with which a connection ended: notices on it may be lost."""
         self._cut_callbacks.append(callback)
 
     def lane_ended(self, name: str) -> None:
-        """A connection with a worker ended here; if the worker itself has, everybody is told that instead."""
+        """Tell that a connection with a worker ended here, unless the worker itself has: that is told in another way."""
         if not (self._agent.is_closed or self._agent.has_ended(name)):
             for callback in self._cut_callbacks:
                 callback(name)
 
     def is_out_of_reach(self, to: str) -> bool:
-        """Whether a worker's end was noticed, and it was not connected since: who was taken for dead may be back."""
+        """Return whether a worker's end was noticed and it was not connected since; it may be back."""
         peer = self._agent.peers.known(to)
         return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 
@@ -91,7 +90,7 @@ class Notices:
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Sends a notice; tensors are captured.
+        """Send a notice; tensors are captured.
 
         Args:
             to: Name of the worker, not of this one.
@@ -105,64 +104,60 @@ class Notices:
             RpcTimeout: No room on the connection before the deadline.
             CannotSend: A tensor cannot travel.
         """
-        limit = time.monotonic() + self._agent.config.rpc_timeout_s if deadline is None else deadline
-        message = Call(NOTICE_ID, f"~{name}", 0.0, objects.EMPTY, 0, (), {_NOTE: note})
-        peer = self._agent.peers.peer(to)
+        agent = self._agent
+        limit = time.monotonic() + agent.config.rpc_timeout_s if deadline is None else deadline
+        message = Call(NOTICE_ID, f"~{name}", 0.0, EMPTY, 0, (), {_NOTE: note})
+        peer = agent.peers.by_name.get(to) or agent.peers.peer(to)
         while True:
-            lane = _free_lane(peer) or peer.lanes.get("control") or peer.lane("control", limit)
+            lane = peer.lanes.get("calls")
+            if lane is None or lane.calls or not lane.is_on_this_machine:  # it could wait behind a function there
+                lane = peer.lanes.get("control") or peer.lane("control", limit)
             try:
-                lane.connection.send(message, b"", tensors, limit)
+                lane.stream.send(message, b"", tensors, limit)
                 return
-            except ConnectionClosed as error:  # cut off here, by Ctrl-C: the other side has not got all of it
-                _end(lane, error)
-                if self._agent.is_closed:
-                    raise NotInitialized(f"worker {self._agent.info.name} has shut down") from error
+            except ConnectionClosed as error:  # cut off here: the other side has not got all of it
+                lane.end(error)
+                if agent.is_closed:
+                    raise NotInitialized(f"worker {agent.info.name} has shut down") from error
             except ConnectionLost as error:
-                _end(lane, error)
+                lane.end(error)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
-                if lane.connection.is_closed:  # half of the message is out: the next one needs another connection
-                    _end(lane, ConnectionClosed("a message was cut off"))
                 text = f"worker {to} does not read: no room for a message ({name}) in time (phase: send)"
                 raise RpcTimeout(text, to, "send") from error
+            finally:
+                if lane.stream.is_closed:  # half of the message may be out: the next one needs another connection
+                    lane.end(ConnectionClosed("a message was cut off"))
+
+    def read(self, frame: Frame) -> Any:
+        """Return the note of a notice, checked; None for any other message, or one that this worker cannot handle."""
+        message = frame.message
+        if not isinstance(message, Call) or message.call_id != NOTICE_ID or message.function not in self._kinds:
+            return None
+        try:
+            note = message.notes[_NOTE] = read_note(message.notes[_NOTE], self._kinds[message.function])
+        except (KeyError, DecodeError):  # `received` says what is wrong with it
+            return None
+        return note
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
-        """Handles a notice that arrived.
+        """Handle a notice that arrived.
 
         Raises:
-            DecodeError: It could not be handled. Nobody waits for an answer, so the connection must end: that is heard of.
+            DecodeError: It could not be handled. There is no answer to say so, so the connection must end: that is noticed.
         """
         message = frame.message
         assert isinstance(message, Call)
         try:
             handler = self._handlers.get(message.function)
             if handler is None:
-                raise NotExposed(f"nothing here takes notices {message.function!r}")
+                raise NotExposed(f"notices {message.function!r} are not handled here")
             if frame.shortage:
                 raise ResourceExhausted(f"this worker has no memory for it: {frame.shortage}")
             if message.notes.keys() != {_NOTE} or frame.body:
                 raise DecodeError("a notice has one note, and no arguments")
             note = read_note(message.notes[_NOTE], self._kinds[message.function])
-            handler(sender, note, self._agent.codec.rebuild_tensors(frame, message))
+            handler(sender, note, self._agent.codec.rebuild_tensors(frame, message) if message.tensors else [])
         except Exception as error:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
             raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error
-
-
-def _end(lane: OpenLane, error: Exception) -> None:
-    lane.reader.end(error)
-    lane.peer.forget_lane(lane)
-
-
-def notice_of(frame: Frame) -> Any:
-    """The note of a notice; None for any other message."""
-    message = frame.message
-    return message.notes.get(_NOTE) if isinstance(message, Call) and message.call_id == NOTICE_ID else None
-
-
-def _free_lane(peer: Peer) -> OpenLane | None:
-    """The lane of the calls, if it leads to a worker on this machine and nothing is under way on it."""
-    lane = peer.lanes.get("calls")
-    if lane is None or not lane.is_on_this_machine:
-        return None
-    return lane if not lane.calls else None

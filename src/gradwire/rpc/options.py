@@ -10,11 +10,12 @@ from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
 
-DEFAULT_RPC_TIMEOUT_SEC = 60.0
+_DEFAULTS = WorkerConfig()
+DEFAULT_RPC_TIMEOUT_SEC = _DEFAULTS.rpc_timeout_s
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_INIT_TIMEOUT_SEC = 300.0
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
-DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_NUM_WORKER_THREADS = _DEFAULTS.num_worker_threads
 UNSET_RPC_TIMEOUT = -1.0
 
 DeviceMap = dict[Any, Any]
@@ -28,7 +29,7 @@ class RpcBackendOptions:
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
 
     Raises:
-        TypeError: The timeout is no number.
+        TypeError: The timeout is not a number.
     """
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
@@ -73,7 +74,7 @@ class RpcOptions(RpcBackendOptions):
         bind_host: str | None = None,
         bind_port: int = 0,
         limits: Limits | None = None,
-        shared_memory_from: int = 64 << 10,
+        shared_memory_from: int = _DEFAULTS.shared_memory_from,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads = num_worker_threads
@@ -87,7 +88,7 @@ class RpcOptions(RpcBackendOptions):
         self.shared_memory_from = shared_memory_from
 
     def worker_config(self, token: bytes, bind_host: str) -> WorkerConfig:
-        """The settings of one worker, whose address as seen from the meeting point is `bind_host`.
+        """Return the settings of one worker, whose address as seen from the meeting point is `bind_host`.
 
         Raises:
             ConfigurationError: One of them is wrong.
@@ -136,7 +137,7 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Adds a map from devices here to devices there.
+        """Add a map from devices here to devices there.
 
         Raises:
             ConfigurationError: Two devices map to one.
@@ -148,5 +149,5 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         self.device_maps[to] = known
 
     def set_devices(self, devices: list[Any]) -> None:
-        """The devices that calls may use."""
+        """Return the devices that calls may use."""
         self.devices = [torch.device(device) for device in devices]

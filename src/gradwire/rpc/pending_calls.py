@@ -1,23 +1,25 @@
 """Calls under way, as their caller sees them. No threads, sockets or clocks inside.
 
     PENDING --answer--> DONE
-       |----deadline--> EXPIRING (the callee was asked how far it got) --its word, or silence--> DONE
+       |----deadline--> EXPIRING (the callee was asked how far it got) --answer, or no answer--> DONE
        |----cancel, worker lost--> DONE
 
-Every call ends exactly once: whoever takes it out of the table (`pop`, one dictionary operation) may finish it.
+Every call ends exactly once: the thread that takes it out of the table (`pop`, one dictionary operation) may finish it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from gradwire.errors import ConfigurationError
 from gradwire.rpc.codec import Passage
+
+if TYPE_CHECKING:
+    from gradwire.rpc.reader import Reader
 
 _NO_DEADLINE: Final = float("inf")
 
@@ -33,54 +35,46 @@ PHASE_TEXT: Final = {
 
 
 class PendingCall(msgspec.Struct, eq=False):
-    """One call, from the moment it is made until it has a result or an error."""
+    """One call, from the moment it is made until it has a result or an error.
+
+    Attributes:
+        on_done: Runs in the thread that finishes the call; must not wait for anything.
+        future: Gets the result.
+        is_over: The answer is here; only callbacks may still have to run.
+        is_done: It has ended, and its callbacks have run.
+        is_expiring: Its deadline has passed, and the callee was asked how far it got.
+        waiters: Locks that serve as signals, one for each thread that waits; released when the call is done.
+        table: The calls under way on its connection, this one included until it ends.
+        passage: Of what it carries, if another part wants to know whether that is under way.
+    """
 
     call_id: int
     worker: str
     function: str
     started: float
     deadline: float
-    on_done: Callable[[PendingCall], None] | None = None  # runs in the thread that finishes the call
+    on_done: Callable[[PendingCall], None] | None = None
     future: Any = None
     is_done: bool = False
-    is_answered: bool = False  # the answer is here; only its callbacks are still to run
+    is_over: bool = False
     is_expiring: bool = False
     value: Any = None
     error: Exception | None = None
-    waiter: Any = None  # a lock that the finishing thread releases, made by a thread that waits
+    waiters: list[Any] = []
     table: CallTable | None = None
-    passage: Passage | None = None  # of what it carries, if somebody wonders
+    passage: Passage | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
         return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
 
-    def again(self) -> PendingCall:
-        """The same call with another id, for another attempt to send it."""
-        again = PendingCall(new_call_id(), self.worker, self.function, self.started, self.deadline, self.on_done)
-        again.future = self.future
-        if self.passage is not None:
-            again.embark(self.passage)
-        return again
-
-    def embark(self, passage: Passage) -> None:
-        """It carries what somebody wonders about."""
-        self.passage, passage.call_id = passage, self.call_id
-
-    def disembark(self) -> None:
-        """It has ended: what it carries has arrived by now, or nobody wants it there."""
-        if self.passage is not None and self.passage.call_id == self.call_id:
-            self.passage.call_id = 0
-
-    def mark_done(self) -> None:
-        """It has its result or error: wakes the thread that waits."""
-        self.is_done = True
-        if self.waiter is not None:
-            with contextlib.suppress(RuntimeError):  # released already
-                self.waiter.release()
+    def wake(self) -> None:
+        """Wake the threads that wait; call it when `is_done` is set."""
+        for waiter in list(self.waiters):
+            waiter.release()
 
     def timeout_text(self, phase: str, now: float) -> str:
-        """What a timeout in that phase should say."""
+        """Return what a timeout in that phase should say."""
         return (
             f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
             f"{now - self.started:.3g} s: "
@@ -88,39 +82,21 @@ class PendingCall(msgspec.Struct, eq=False):
         )
 
 
-class CallHolder(msgspec.Struct):
-    """Knows a call from before it is sent (Ctrl-C may hit before whoever starts it could return it), and what is special.
+class CallTable(dict[int, PendingCall]):
+    """The calls under way on one connection, by id. The thread that pops one may finish it.
 
     Attributes:
-        call: The call, as it was last sent.
-        notes: Travel with it, beside those of the interceptors.
-        on_done: Runs in the thread that ends it; must not wait for anything.
-        is_watched: Whether the answer is read as soon as it is there; else by whoever waits for it or for another answer
-            of that worker, or by the clock within a second or two.
+        reader: Reads their answers, for threads that wait; None for calls of a worker to itself.
     """
 
-    call: PendingCall | None = None
-    notes: dict[str, Any] | None = None
-    on_done: Callable[[PendingCall], None] | None = None
-    is_watched: bool = False
-
-
-class CallTable(dict[int, PendingCall]):
-    """The calls under way on one connection, by id. Whoever pops one may finish it."""
-
-    reader: Any = None  # who can read the answers, for threads that wait; opaque here
-
-    def add(self, call: PendingCall) -> None:
-        """A call is about to be sent."""
-        call.table = self
-        self[call.call_id] = call
+    reader: Reader | None = None
 
     def has_older_than(self, when: float) -> bool:
-        """Whether a call is under way that was made before that time."""
+        """Return whether a call is under way that was made before that time."""
         return any(call.started < when for call in list(self.values()))
 
     def expire(self, now: float) -> tuple[list[PendingCall], float]:
-        """Calls whose deadline has passed, each named once, and the earliest deadline of the others."""
+        """Return calls whose deadline has passed, each once, and the earliest deadline of the others."""
         expired, earliest = [], _NO_DEADLINE
         for call in list(self.values()):
             if call.is_expiring:
@@ -137,7 +113,7 @@ new_call_id: Callable[[], int] = itertools.count(1).__next__  # atomic, and uniq
 
 
 def check_timeout(timeout_s: float) -> float:
-    """A timeout as calls carry it: 0 for none.
+    """Return a timeout as calls carry it: 0 for none.
 
     Raises:
         ConfigurationError: It is negative or not a number.

@@ -1,13 +1,12 @@
-"""The threads that read, and the clock.
+"""Service threads around one epoll, and the clock.
 
 The thread that reads is the thread that runs: handing a message to another thread costs more than the socket. All service
 threads wait in one `epoll`; the kernel gives an event to one of them (the one that waited last, so it is warm). That
-thread reads and runs what it read. There is always at least one more thread waiting, so whatever the first one runs,
-somebody reads; nobody is woken for it. Events are one-shot: a connection that is being read wakes nobody else until it
-is armed again.
+thread reads and runs what it read. There is always at least one more thread waiting, so that reading goes on whatever the
+first one runs. Events are one-shot: a connection that is being read wakes no other thread until it is armed again.
 
 The clock thread sleeps while nothing happens. While something runs it looks every 2 ms whether a reader is stuck in user
-code, and passes that reader's connection on (`Reader.take_over`). It also calls the agent's deadline sweep.
+code, and passes that reader's connection on (`Reader.take_over_if_stuck`). It also calls the agent's deadline sweep.
 """
 
 from __future__ import annotations
@@ -26,27 +25,6 @@ from typing import Protocol
 from gradwire.errors import ConnectionClosed
 
 
-class Bell:
-    """Wakes one waiting thread; rung while nobody waits, it lets the next one pass. Rung twice is rung once."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # taken: nobody has rung; released by any thread
-        self._lock.acquire()
-
-    def ring(self) -> None:
-        """Wakes whoever waits."""
-        try:  # noqa: SIM105  (it is on the way of every call, and suppress() costs more than the release)
-            self._lock.release()
-        except RuntimeError:  # it was rung already
-            pass
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it was rung within that time."""
-        return self._lock.acquire(timeout=max(0.0, timeout_s))
-
-
 class GilMeter:
     """Samples the wait: gives the lock up and counts how long it takes to get it back."""
 
@@ -55,7 +33,7 @@ class GilMeter:
         self._num_samples = 0
 
     def sample(self) -> None:
-        """Takes one sample; called by the clock, a few dozen times a second."""
+        """Take one sample; called by the clock, a few dozen times a second."""
         began = time.perf_counter()
         time.sleep(0)  # lets go of the lock and asks for it again
         self._total_s += time.perf_counter() - began
@@ -83,11 +61,15 @@ _local = threading.local()  # .reactor: whose service thread this is
 class Watched(Protocol):
     """Something the clock looks after while it is busy."""
 
+    @property
+    def reactor(self) -> Reactor: ...
+
     def take_over_if_stuck(self, before: float) -> None:
-        """Passes the reading on if user code has been running since before that time."""
+        """Pass the reading on if user code has been running since before that time."""
 
 
-_busy_here: set[Watched] = set()  # over all reactors of this process; single operations only
+busy: set[Watched] = set()
+"""Readers of this process, of all its workers, that run what they read; changed by single operations only."""
 
 
 class Reactor:
@@ -100,38 +82,37 @@ class Reactor:
     """
 
     def __init__(self, name: str, max_idle: int, sweep: Callable[[float], float]) -> None:
-        self._name = name
+        self.name = name
         self._max_idle = max(2, max_idle)
-        self._sweep = sweep
+        self.sweep = sweep
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._registering = threading.Lock()  # guards changes of _handlers and of what epoll watches, which go together
-        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._tasks: collections.deque[Callable[[], object]] = collections.deque()
         self._lock = threading.Lock()  # guards _num_idle, _threads and _closing
         self._num_idle = 0
         self._num_spawned = 0
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._has_closed = False  # no service thread takes tasks any more
-        self.lacks_thread = False  # nobody may be left to read: the clock tries again to start one
-        self._busy: set[Watched] = set()
+        self.lacks_thread = False  # no thread may be left to read: the clock tries again to start one
         self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
-        self._linger = threading.Lock()  # held by the thread that stays with its connection
-        self._clock = _Clock(self)
+        self.linger = threading.Lock()  # held by the one service thread that stays with its connection; see `Reader`
+        self.clock = _Clock(self)
 
     def start(self) -> None:
-        """Starts two service threads and the clock."""
+        """Start two service threads and the clock."""
         with self._lock:
             self._spawn()
             self._spawn()
-        self._clock.start()
+        self.clock.thread.start()
 
     # -- descriptors ---------------------------------------------------------------------------------------------
 
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
-        """Calls `handler` in a service thread, once for each arming, when the descriptor can be read.
+        """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
         One that is not armed is watched for its end.
 
@@ -146,17 +127,17 @@ class Reactor:
                 raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
-        """Asks for the next event of this descriptor."""
+        """Ask for the next event of this descriptor."""
         with contextlib.suppress(OSError, ValueError):  # it was closed at the same moment
             self._epoll.modify(descriptor, _ARMED)
 
     def disarm(self, descriptor: int) -> None:
-        """Asks for the end of the connection alone; an event that is already on its way may still arrive."""
+        """Ask for the end of the connection alone; an event that is already on its way may still arrive."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(descriptor, _DISARMED)
 
     def remove(self, descriptor: int, handler: Callable[[], None] | None = None) -> None:
-        """Forgets a descriptor; call it before closing.
+        """Forget a descriptor; call it before closing.
 
         Args:
             descriptor: Its number.
@@ -169,75 +150,37 @@ class Reactor:
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 
-    def run_soon(self, task: Callable[[], None]) -> None:
-        """Runs a task in a service thread; after `close`, in one that is started for it."""
+    def run_soon(self, task: Callable[[], object]) -> None:
+        """Run a task in a service thread; after `close`, in one that is started for it."""
         self._tasks.append(task)
         self._wake()
         # Looked at after the task was listed: `close` may have looked before. A finalizer at the program's end starts none.
         if self._has_closed and not sys.is_finalizing():
             # Not here: the caller may hold a lock that the task needs.
-            last = threading.Thread(target=self._run_rest, name=f"gradwire-{self._name}-last", daemon=True)
+            last = threading.Thread(target=self._run_rest, name=f"gradwire-{self.name}-last", daemon=True)
             with contextlib.suppress(RuntimeError):  # a limit of the system
                 last.start()
 
     # -- activity, as seen by the clock -----------------------------------------------------------------------------
 
-    def enter(self, watched: Watched) -> None:
-        """A reader begins to run what it read."""
-        self._busy.add(watched)
-        _busy_here.add(watched)
-        if not self._clock.is_awake:
-            self._clock.wake()
-
-    def leave(self, watched: Watched) -> None:
-        """A reader has run what it read."""
-        self._busy.discard(watched)
-        _busy_here.discard(watched)
-
-    def begin_lingering(self, watched: Watched) -> bool:
-        """A reader has run what it read; whether the thread may stay with its connection, as one thread at a time may."""
-        if not self._linger.acquire(False):
-            return False
-        self._busy.discard(watched)
-        _busy_here.discard(watched)
-        return True
-
-    def end_lingering(self, watched: Watched) -> None:
-        """The thread goes on, or back to epoll."""
-        self._linger.release()
-        self.enter(watched)
-
     def expect(self, when: float) -> None:
-        """The sweep is wanted at that time at the latest."""
-        if when < self._clock.next_sweep:
-            self._clock.expect(when)
+        """Sweep at that time at the latest."""
+        if when < self.clock.next_sweep:
+            self.clock.expect(when)
 
-    @staticmethod
-    def is_process_busy() -> bool:
-        """Whether any worker of this process is running something, so that others should not compete for the GIL."""
-        return bool(_busy_here)
-
-    @property
-    def has_busy(self) -> bool:
-        """Whether a reader is running something."""
-        return bool(self._busy)
-
-    def look_after_busy(self, before: float) -> bool:
-        """Passes on what is stuck; whether anything was busy."""
-        busy = list(self._busy)
-        for watched in busy:
-            watched.take_over_if_stuck(before)
-        return bool(busy)
+    def busy_readers(self) -> list[Watched]:
+        """Return the readers of this worker that run something."""
+        return [watched for watched in list(busy) if watched.reactor is self]
 
     # -- threads -------------------------------------------------------------------------------------------------
 
     def is_service_thread(self) -> bool:
-        """Whether the calling thread is one of these."""
+        """Return whether the calling thread is one of these."""
         return getattr(_local, "reactor", None) is self
 
     def is_clock_thread(self) -> bool:
-        """Whether the calling thread is the clock, in which no user code may run."""
-        return threading.current_thread() is self._clock.thread
+        """Return whether the calling thread is the clock, in which no user code may run."""
+        return threading.current_thread() is self.clock.thread
 
     @property
     def num_threads(self) -> int:
@@ -249,17 +192,17 @@ class Reactor:
             os.eventfd_write(self._wake_fd, 1)
 
     def _spawn(self) -> None:
-        """Adds a thread that counts as idle from now on; the caller holds the lock."""
+        """Add a thread that counts as idle from now on; the caller holds the lock."""
         thread = threading.Thread(
-            target=self._serve, name=f"gradwire-{self._name}-service-{self._num_spawned + 1}", daemon=True
+            target=self._serve, name=f"gradwire-{self.name}-service-{self._num_spawned + 1}", daemon=True
         )
         try:
             thread.start()
         except RuntimeError as error:  # a limit of the system: go on with those there are, and try again later
             if not self.lacks_thread:
-                _log.warning("%s: no further thread can be started: %s", self._name, error)
+                _log.warning("%s: no further thread can be started: %s", self.name, error)
                 self.lacks_thread = True
-                self._clock.wake()
+                self.clock.wake()
             return
         self.lacks_thread = False
         self._threads.add(thread)
@@ -267,7 +210,7 @@ class Reactor:
         self._num_spawned += 1
 
     def replace_missing_thread(self) -> None:
-        """Tries again to start a thread that could not be started, unless another one has become free meanwhile."""
+        """Try again to start a thread that could not be started, unless another one has become free meanwhile."""
         with self._lock:
             if self._num_idle > 0 or self._closing:
                 self.lacks_thread = False
@@ -298,7 +241,7 @@ class Reactor:
                 return
 
     def _may_wait_again(self) -> bool:
-        """Whether a thread that has run what it got is still needed."""
+        """Return whether a thread that has run what it got is still needed."""
         with self._lock:
             if self._closing or self._num_idle >= self._max_idle:
                 self._threads.discard(threading.current_thread())
@@ -320,26 +263,26 @@ class Reactor:
         task()
 
     def _run_rest(self) -> None:
-        """After the end: futures to be completed, say. Whoever waits for one must not wait for ever."""
+        """After the end: futures to be completed, say. A thread that waits for one must not wait for ever."""
         with contextlib.suppress(IndexError):  # several threads may do this at once
             while True:
                 task = self._tasks.popleft()
                 self._guard(task)
 
-    def _guard(self, handler: Callable[[], None]) -> None:
+    def _guard(self, handler: Callable[[], object]) -> None:
         try:
             handler()
-        except BaseException:  # a service thread outlives whatever it runs
-            _log.exception("%s: a handler failed; please report this", self._name)
+        except BaseException:  # callbacks of users run here; a service thread outlives them
+            _log.exception("%s: a handler failed; please report this", self.name)
 
     def close(self) -> None:
-        """Ends all threads, waiting briefly for those that run user code. Idempotent."""
+        """End all threads, waiting briefly for those that run user code. Idempotent."""
         with self._lock:
             if self._wake_fd < 0:
                 return
-            self._closing = True  # it may be already: Ctrl-C has cut the first attempt off
+            self._closing = True
             threads = list(self._threads)
-        self._clock.close()
+        self.clock.close()
         self._wake()
         deadline = time.monotonic() + _JOIN_S
         for thread in threads:
@@ -348,7 +291,7 @@ class Reactor:
         self._has_closed = True
         self._run_rest()
         self._epoll.close()
-        # A late run_soon must not write to whoever gets this number next.
+        # A late run_soon must not write to the next owner of this number.
         descriptor, self._wake_fd = self._wake_fd, -1
         os.close(descriptor)
 
@@ -358,32 +301,27 @@ class _Clock:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._bell = Bell()  # wakes the clock before its time
+        self._alarm = threading.Lock()  # released to wake the clock before its time
+        self._alarm.acquire()
         self._closing = False
         self.is_awake = False
         self.next_sweep = float("inf")
         self._is_sweep_due = False  # set by wake(), which next_sweep alone cannot tell from a sweep that just ended
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next three
         self._is_sweeping = False
         self._wanted = float("inf")  # what was expected during a sweep, which may have looked already
         self._is_in_demand = False  # something was expected since the last sweep, though it may be over by now
-        self.thread = threading.Thread(target=self._run, name=f"gradwire-{reactor._name}-clock", daemon=True)
-
-    def start(self) -> None:
-        self.thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"gradwire-{reactor.name}-clock", daemon=True)
 
     def wake(self) -> None:
         self.is_awake = True
         self._is_sweep_due = True
-        self.next_sweep = 0.0  # so that nobody wakes it a second time
-        try:
-            self._bell.ring()
-        except KeyboardInterrupt:  # it may have hit before the bell rang, and nobody else rings it now
-            self._bell.ring()
-            raise
+        self.next_sweep = 0.0  # so that no other thread wakes it a second time
+        with contextlib.suppress(RuntimeError):  # it is about to wake already
+            self._alarm.release()
 
     def expect(self, when: float) -> None:
-        """A sweep is wanted earlier than planned."""
+        """Sweep earlier than planned."""
         with self._lock:
             self._is_in_demand = True
             if self._is_sweeping:  # waking it would make it sweep once more for every call that is made meanwhile
@@ -405,39 +343,42 @@ class _Clock:
                     # Calls may come and go faster than the clock wakes: each would wake it again.
                     soon = now + _SWEEP_S if self._is_in_demand else float("inf")
                     self.next_sweep, self._is_in_demand = min(wanted, self._wanted, soon), False
-            if self._look_after_busy(now):
+            if busy and self._look_after_busy(now):
                 active_until = now + _AWAKE_S
             if now < active_until:
                 pause = _TICK_S
             else:
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
-                pause = _TICK_S if self._reactor.has_busy else min(60.0, self.next_sweep - now)
+                is_busy = bool(busy and self._reactor.busy_readers())
+                pause = _TICK_S if is_busy else min(60.0, self.next_sweep - now)
             if self._reactor.lacks_thread:
                 self._reactor.replace_missing_thread()
                 pause = min(pause, _AWAKE_S)
             if self._reactor.gil_meter is not None:
                 self._reactor.gil_meter.sample()
                 pause = min(pause, _SAMPLE_S)
-            if self._bell.wait(pause):
+            if self._alarm.acquire(timeout=max(0.0, pause)):
                 active_until = time.monotonic() + _AWAKE_S
 
     def _look_after_busy(self, now: float) -> bool:
+        readers = self._reactor.busy_readers()
         try:
-            return self._reactor.look_after_busy(now - _TICK_S)
+            for watched in readers:
+                watched.take_over_if_stuck(now - _TICK_S)
         except Exception:
-            _log.exception("%s: passing a connection on failed; please report this", self._reactor._name)
-            return True
+            _log.exception("%s: passing a connection on failed; please report this", self._reactor.name)
+        return bool(readers)
 
     def _sweep(self, now: float) -> float:
         try:
-            return self._reactor._sweep(now)
+            return self._reactor.sweep(now)
         except Exception:
-            _log.exception("%s: the deadline sweep failed; please report this", self._reactor._name)
+            _log.exception("%s: the deadline sweep failed; please report this", self._reactor.name)
             return now + 1.0
 
     def close(self) -> None:
         self._closing = True
-        self._bell.ring()
+        self.wake()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(_JOIN_S)

@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, urlparse
 
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
+from gradwire import _interrupts
 from gradwire.config import Limits
 from gradwire.errors import (
     AuthenticationFailed,
@@ -43,7 +44,7 @@ from gradwire.errors import (
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import EncodedAddress, WorldSize
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rpc.peers import StaticDirectory
+from gradwire.rpc.peers import StaticDirectory, not_unique_text
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.transports import registry
 from gradwire.transports.tcp import is_loopback
@@ -54,7 +55,7 @@ _LOOK_S = 0.05
 
 
 class MeetingPointLost(RendezvousFailed):
-    """The store went away before everybody had met; it may be opened again."""
+    """The store went away before all workers had met; it may be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class MeetingPoint:
     is_served_here: bool = False
 
     def reopen(self) -> Any:
-        """The store for a question after the meeting, or None if it is gone.
+        """Return the store for a question after the meeting, or None if it is gone.
 
         The process that serves it may end before others. A client of torch's that is used then prints C++ stack traces, so
         none is kept: one is made for the question, where something listens.
@@ -95,7 +96,7 @@ class MeetingPoint:
             return None
 
     def without_client(self) -> MeetingPoint:
-        """The point as it is kept after the meeting: a store that is served elsewhere is let go of."""
+        """Return the point as it is kept after the meeting: a store that is served elsewhere is let go of."""
         return self if self.port is None or self.is_served_here else dataclasses.replace(self, store=None)
 
     @property
@@ -110,7 +111,7 @@ class MeetingPoint:
 
 
 def open_meeting_point(init_method: str, rank: int, world_size: int | None, timeout_s: float) -> MeetingPoint:
-    """Opens the store that an init method names.
+    """Open the store that an init method names.
 
     Raises:
         ConfigurationError: The method, rank or world size makes no sense.
@@ -129,7 +130,7 @@ def open_meeting_point(init_method: str, rank: int, world_size: int | None, time
         if not os.path.isdir(os.path.dirname(path)):  # the store would try to open it until the deadline
             raise RendezvousFailed(f"cannot meet at {init_method}: there is no folder {os.path.dirname(path)}")
         try:
-            # It will hold the token: nobody else may read it.
+            # It will hold the token, which no other user may read.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             store = FileStore(path, -1)
         except (RuntimeError, OSError) as error:
@@ -193,7 +194,7 @@ def _open_tcp(host: str, port: int, is_server: bool, rank: int, timeout_s: float
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
+    """Return a descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
 
     None where something listens there already: another store of this process, which is then shared, or a real conflict,
     about which the store complains.
@@ -206,7 +207,7 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
-    """One secret for all workers that meet there: whoever comes first chooses it.
+    """Return one secret for all workers that meet there: the first one chooses it.
 
     Raises:
         MeetingPointLost: The store went away.
@@ -218,14 +219,14 @@ def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
-    """Returns when somebody listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
-    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    """Return when a server listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
             return
         except OSError:
-            pause.wait(_LOOK_S)
+            _interrupts.sleep(_LOOK_S)
 
 
 _log = logging.getLogger("gradwire")
@@ -247,8 +248,8 @@ _ERRORS: dict[str, type[DuplicateWorker | RendezvousFailed]] = {
 class StoreDirectory(StaticDirectory):
     """Workers as published in a store.
 
-    What the store says of a worker tells where to look for it. Its name and rank are bound when it has shown who it is, or
-    when rank 0 says who has come: a file may hold what an earlier run has left there.
+    What the store holds about a worker tells where to look for it. Its name and rank are bound when it has shown who it
+    is, or when rank 0 says who has come: a file may hold what an earlier run has left there.
 
     Args:
         point: Where.
@@ -266,7 +267,7 @@ class StoreDirectory(StaticDirectory):
     # -- before all have met -----------------------------------------------------------------------------------------
 
     def publish(self, agent: Agent) -> None:
-        """Makes this worker known.
+        """Make this worker known.
 
         Raises:
             DuplicateWorker: Another worker that answers has the same name or rank.
@@ -275,10 +276,7 @@ class StoreDirectory(StaticDirectory):
         known = self._read(f"name/{info.name}")
         for other in (known, self._read(f"rank/{info.id}")):
             if other is not None and other.info != info and _is_there(agent, other):
-                text = (
-                    f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {info.name} of rank "
-                    f"{info.id}; every rank needs a name of its own and every name a rank of its own"
-                )
+                text = not_unique_text(other.info, info)
                 _read_notes.add(self.announce("duplicate", text))
                 raise DuplicateWorker(text)
         try:
@@ -293,14 +291,14 @@ class StoreDirectory(StaticDirectory):
             self.settle()
 
     def announce(self, kind: Obstacle, text: str) -> str:
-        """Leaves a note for all who wait for this world: it cannot become complete. Returns the note."""
+        """Leave a note for all who wait for this world: it cannot become complete. Return the note."""
         note = f"{time.time_ns()}:{kind}:{text}"
         with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
             self._point.store.set(f"{self._prefix}/obstacle", note)
         return note
 
     def check_obstacle(self, since_ns: int) -> None:
-        """Looks for such a note. One that is older than this worker, or that this process has read before, does not count.
+        """Look for such a note. One that is older than this worker, or that this process has read before, does not count.
 
         Raises:
             DuplicateWorker, RendezvousFailed: There is one.
@@ -325,12 +323,12 @@ class StoreDirectory(StaticDirectory):
             self._linger()
 
     def _linger(self) -> None:
-        """Where the store ends with this process: lets the others read what it holds."""
+        """Let the others read what the store holds, where it ends with this process."""
         if self._point.is_served_here:
-            threading.Event().wait(_LINGER_S)
+            _interrupts.sleep(_LINGER_S)
 
     def check_store(self) -> None:
-        """Asks the store for anything.
+        """Ask the store for anything.
 
         Raises:
             MeetingPointLost: It does not answer.
@@ -341,12 +339,12 @@ class StoreDirectory(StaticDirectory):
             raise MeetingPointLost(f"the meeting point {self._point.where} went away: {error}") from error
 
     def last_incarnation(self, name: str) -> int:
-        """What the store knows of an earlier life of that worker; 0 for nothing."""
+        """Return what the store knows of an earlier life of that worker; 0 for nothing."""
         known = self._read(f"name/{name}")
         return known.incarnation if known is not None else 0
 
     def at_rank(self, rank: int) -> WorkerAddress | None:
-        """What the store says about a rank."""
+        """Return what the store holds about a rank."""
         return self._read(f"rank/{rank}")
 
     def hint(self, address: WorkerAddress) -> None:
@@ -356,14 +354,14 @@ class StoreDirectory(StaticDirectory):
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """This worker is in: with a world size all are known now, and the store is only asked for who restarts."""
+        """Note that this worker is in: with a world size all are known, and the store is only asked about restarts."""
         self._point = self._point.without_client()
         self._hints = {}
         if self.is_fixed:
             self.complete()
 
     def withdraw(self, info: WorkerInfo) -> None:
-        """Lets go of the store and its port, and forgets this worker in a file.
+        """Let go of the store and its port, and forgets this worker in a file.
 
         A store that is served is not told: it may end at the same moment, of which torch would print C++ stack traces. Who
         looks for this worker finds that nothing listens at its address.
@@ -375,7 +373,7 @@ class StoreDirectory(StaticDirectory):
                     point.store.set(f"{self._prefix}/{key}", b"")
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """The worker of that name or rank, from memory or from the store.
+        """Return the worker of that name or rank, from memory or from the store.
 
         Raises:
             UnknownWorker: There is none.
@@ -392,12 +390,12 @@ class StoreDirectory(StaticDirectory):
             return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Reads the store again."""
+        """Read the store again."""
         found = self._look_up(f"name/{name}")
         return found if found is not None and self._take_hint(found) else None
 
     def update(self, address: WorkerAddress) -> None:
-        """As `StaticDirectory.update`; where workers come and go, the store has the first word about one that is new.
+        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new.
 
         Raises:
             IdentityTaken: Name or rank is bound otherwise.
@@ -419,7 +417,7 @@ class StoreDirectory(StaticDirectory):
         self._hints.pop(address.info.name, None)
 
     def infos(self) -> list[WorkerInfo]:
-        """All workers, by rank; without a world size, those that have published themselves."""
+        """Return all workers, by rank; without a world size, those that have published themselves."""
         if self.is_fixed:
             return super().infos()
         found = {info.name: info for info in super().infos()}
@@ -445,7 +443,7 @@ class StoreDirectory(StaticDirectory):
         return True
 
     def _look_up(self, key: str, patience_s: float = 0.0) -> WorkerAddress | None:
-        """As `_read`, for calls under way: a store that does not answer must not hold them up, nor keep Ctrl-C out."""
+        """Do as `_read`, for calls under way: a store that does not answer must not hold them up, nor keep Ctrl-C out."""
         found: list[WorkerAddress | None] = []
 
         def read() -> None:
@@ -483,7 +481,7 @@ class StoreDirectory(StaticDirectory):
 
 
 def _is_there(agent: Agent, address: WorkerAddress) -> bool:
-    """Whether anything listens at an address; a run that was killed leaves its addresses behind."""
+    """Return whether anything listens at an address; a run that was killed leaves its addresses behind."""
     try:
         uri = registry.choose_uri(address, agent.address.host, agent.transports)
         agent.transports[uri.partition(":")[0]].connect(uri, time.monotonic() + 1.0).close()
@@ -501,7 +499,7 @@ _Addresses = list[EncodedAddress]
 
 
 class Host:
-    """Rank 0: answers everybody with all addresses once all ranks are there.
+    """Rank 0: answers every worker with all addresses once all ranks are there.
 
     Args:
         agent: The worker of rank 0.
@@ -561,10 +559,7 @@ class Host:
         name, rank = address.info.name, address.info.id
         for other in self._joined.values():
             if (other.info.name == name) != (other.info.id == rank):
-                return (
-                    f"worker name or rank is not unique: {other.info.name} of rank {other.info.id} and {name} of rank "
-                    f"{rank}; every rank needs a name of its own and every name a rank of its own"
-                )
+                return not_unique_text(other.info, address.info)
         return None
 
     def _answer_if_complete(self) -> None:
@@ -599,11 +594,10 @@ class Meeting:
         self._next_check = 0.0  # when to look for an obstacle again
         self._refused_by = 0  # incarnation of the rank 0 that does not let this worker in
         self._refused_at = 0.0
-        self._pause = threading.Event()  # never set: a wait that Ctrl-C interrupts
         agent.server.register_control("met", lambda source: self._met)
 
     def join(self, deadline: float) -> None:
-        """Returns when every rank is there.
+        """Return when every rank is there.
 
         Raises:
             RendezvousFailed: A rank did not arrive in time, or was refused; says which, and why.
@@ -628,7 +622,7 @@ class Meeting:
                 if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
                     raise self._failure() from error
                 raise
-            self._pause.wait(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
+            _interrupts.sleep(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
         raise self._failure() from self._problem
 
     def _host(self) -> InterruptibleFuture[Any]:
@@ -655,22 +649,14 @@ class Meeting:
             return  # left from an earlier run
 
     def _ask_to_join(self) -> InterruptibleFuture[Any] | None:
-        """Sends this worker's address to rank 0; None if rank 0 is not there or cannot be reached yet."""
+        """Send this worker's address to rank 0; None if rank 0 is not there or cannot be reached yet."""
         leader = self._directory.at_rank(0)
         if leader is None or leader.info.name == self._agent.info.name:  # the latter is left from an earlier run
             return None
         self._directory.hint(leader)
-        answer: InterruptibleFuture[Any] = InterruptibleFuture()
-
-        def on_done(call: PendingCall) -> None:
-            if call.error is not None:
-                answer.set_exception(call.error)
-            else:
-                answer.set_result(call.value)
-
         args = (encode_address(self._agent.address), self._world_size)
         try:
-            self._agent.control(leader.info.name, "join", args, 0.0, on_done, _Addresses)
+            answer = self._agent.ask(leader.info.name, "join", args, 0.0, _Addresses)
         except GradwireError as error:
             self._problem = error
             self._on_failure(leader, error)
@@ -679,7 +665,7 @@ class Meeting:
         return answer
 
     def _on_failure(self, leader: WorkerAddress, error: GradwireError) -> None:
-        """This worker cannot reach rank 0: goes on trying, unless rank 0 is there and does not let it in.
+        """Go on trying to reach rank 0, unless it is there and does not let this worker in.
 
         Raises:
             RendezvousFailed, DuplicateWorker: So it is; the others are told.
@@ -697,7 +683,7 @@ class Meeting:
             raise DuplicateWorker(text) if is_taken else RendezvousFailed(text)
 
     def _has_way_to(self, leader: WorkerAddress) -> bool:
-        """Whether both have a transport in common; beyond one machine that takes keys."""
+        """Return whether both have a transport in common; beyond one machine that takes keys."""
         try:
             registry.choose_uri(leader, self._agent.address.host, self._agent.transports)
         except ConnectFailed:
@@ -706,12 +692,12 @@ class Meeting:
 
     def _wait_for(self, answer: InterruptibleFuture[Any] | None, deadline: float) -> None:
         while answer is not None and not answer.done() and time.monotonic() < deadline:
-            self._pause.wait(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
+            _interrupts.sleep(0.002 if time.monotonic() < deadline - 5 else _LOOK_S)
             if not answer.done():
                 self._check_obstacle()
 
     def _check_obstacle(self) -> None:
-        """Looks now and then whether the world cannot become complete: then there is nothing to wait for.
+        """Look now and then whether the world cannot become complete.
 
         Raises:
             DuplicateWorker, RendezvousFailed: It cannot.
@@ -721,7 +707,7 @@ class Meeting:
             self._directory.check_obstacle(self._agent.address.incarnation)
 
     def _take(self, answer: InterruptibleFuture[Any]) -> bool:
-        """Whether the answer was everybody's addresses."""
+        """Return whether the answer was the addresses of all workers."""
         try:
             met: list[bytes] = answer.wait()
             addresses = [decode_address(raw, self._agent.config.limits) for raw in met]

@@ -1,7 +1,7 @@
-"""Runs what other workers ask for.
+r"""Runs what other workers ask for.
 
     Call --> queued --slot--> running --result--> Reply
-         \\-- control lane: runs at once, in the thread that read it
+         \-- control lane: runs at once, in the thread that read it
 
 A function runs in the thread that read its request. When it waits for a call of its own, it gives up both its slot and
 the reading, so others go on.
@@ -15,11 +15,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from gradwire import _interrupts
+from gradwire._torch import TorchFuture
 from gradwire.errors import (
     CallCancelled,
     ConnectionClosed,
@@ -27,18 +30,16 @@ from gradwire.errors import (
     ResourceExhausted,
     RpcError,
     RpcTimeout,
-    TransportError,
 )
-from gradwire.rpc.connection import Incoming, Request, current_request, set_current_request
-from gradwire.rpc.functions import Later, is_async_execution
+from gradwire.rpc.connection import Connection, Request
+from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.oneway import notice_of
-from gradwire.rpc.reader import Reader, release_hold
-from gradwire.transports.base import Listener
+from gradwire.rpc.reader import Reader, Until, current, release_hold
+from gradwire.transports.registry import Listener
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Goodbye, prepare
+from gradwire.wire.messages import Call, prepare
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -92,11 +93,11 @@ class Slots(Generic[R]):
         return self._is_serving
 
     def on_hold(self) -> None:
-        """The worker does not serve yet: requests of others that arrive are held back."""
+        """Hold back requests of other workers: this one does not serve yet."""
         self._is_serving = False
 
     def on_serve(self) -> list[R]:
-        """The worker serves from now on: the requests to run at once."""
+        """Serve from now on; return the requests to run at once."""
         self._is_serving = True
         self._queue.extend(self._held)
         self._held.clear()
@@ -106,7 +107,7 @@ class Slots(Generic[R]):
         return granted
 
     def on_request(self, request: R, *, is_own: bool = False) -> bool:
-        """A request arrived: True if it may run now; else it is queued, or held back unless it is the worker's own."""
+        """Return whether a request may run now; else queue it, or hold it back unless it is the worker's own."""
         if not (self._is_serving or is_own):
             self._held.append(request)
             return False
@@ -117,13 +118,13 @@ class Slots(Generic[R]):
         return False
 
     def on_finished(self) -> R | None:
-        """A function ended: the request that gets its slot."""
+        """Return the request that gets the slot of a function that ended."""
         self._num_running -= 1
         self._num_finished += 1
         return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
-        """A running function begins to wait for a call: the request that gets its slot."""
+        """Return the request that gets the slot of a function that begins to wait for a call."""
         self._num_running -= 1
         self._num_waiting += 1
         return self._next()
@@ -134,7 +135,7 @@ class Slots(Generic[R]):
         self._num_running += 1
 
     def on_cancelled(self, request: R) -> bool:
-        """A request is no longer wanted: True if it was still queued or held back."""
+        """Remove a request that is no longer wanted; return True if it was still queued or held back."""
         for requests in (self._queue, self._held):
             if request in requests:
                 requests.remove(request)
@@ -169,6 +170,7 @@ _failures = logging.getLogger("gradwire.failures")  # what user functions raise;
 _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
+_GOODBYE_S = 0.2
 _ANSWER_LOOK_S = 0.002
 
 Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
@@ -186,8 +188,8 @@ class Server:
         self.agent = agent
         self._lock = threading.Lock()  # guards _slots
         self._slots: Slots[Request] = Slots(num_slots)
-        self._incoming: set[Incoming] = set()
-        self._paused: dict[Listener, float] = {}  # until when to accept nobody, because there is no descriptor left
+        self._incoming: set[Connection] = set()
+        self._paused: dict[Listener, float] = {}  # until when to accept no connection, for lack of descriptors
         self._control: dict[str, Callable[..., Any]] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
         self._keeper: tuple[str, Keep] | None = None
@@ -199,7 +201,7 @@ class Server:
         self._answering: dict[object, int] = {}
 
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
-        """Makes ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
+        """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
         Args:
             name: Of the operation.
@@ -213,7 +215,7 @@ class Server:
         self._control[f"~{name}"] = handler
 
     def register_keeper(self, name: str, keep: Keep) -> None:
-        """Calls that come with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
+        """Let calls with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
 
         Interceptors do not see the note, and put what they want around the whole.
         """
@@ -222,7 +224,7 @@ class Server:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def on_listener_ready(self, listener: Listener) -> None:
-        """Somebody connects."""
+        """Accept the workers that connect."""
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
@@ -234,70 +236,69 @@ class Server:
 
     def _accept_all(self, listener: Listener) -> None:
         reactor = self.agent.reactor
-        while (connection := listener.accept_nowait()) is not None:
+        while (stream := listener.accept_nowait()) is not None:
             half_open = [item for item in list(self._incoming) if item.is_half_open]
             if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
-                min(half_open, key=lambda item: item.opened).reader.end(ConnectionClosed("too many handshakes at once"))
-            incoming = Incoming(self, connection)
+                min(half_open, key=lambda item: item.opened).end(ConnectionClosed("too many handshakes at once"))
+            incoming = Connection.opened_there(self.agent, stream)
             self._incoming.add(incoming)
             try:
                 incoming.reader.start()
             except ConnectionClosed as error:  # this worker has just shut down
-                incoming.reader.end(error)
+                incoming.end(error)
                 return
             if self.agent.is_closed:  # it may have closed all connections before this one was among them
-                incoming.reader.end(ConnectionClosed("shutdown"))
+                incoming.end(ConnectionClosed("shutdown"))
                 return
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
 
-    def make_room_for(self, newest: Incoming) -> None:
-        """A worker has opened another connection: of too many with the same purpose, the oldest gives way."""
+    def make_room_for(self, newest: Connection) -> None:
+        """End the oldest connections of a worker that has opened too many for the same purpose."""
         known = [
-            item
-            for item in list(self._incoming)
-            if item.peer is not None and item.lane == newest.lane and item.info.name == newest.info.name
+            item for item in list(self._incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
             reason = f"more than {self.agent.config.limits.connections} connections of one worker"
-            with contextlib.suppress(TransportError, TimeoutError):
-                item.connection.send(Goodbye(reason), deadline=time.monotonic())
-            item.reader.end(ConnectionClosed(reason))
+            item.say_goodbye(reason)
+            item.end(ConnectionClosed(reason))
 
-    def forget(self, incoming: Incoming) -> None:
-        """A connection ended."""
+    def forget(self, incoming: Connection) -> None:
+        """Forget a connection that ended."""
         self._incoming.discard(incoming)
 
     def take_notices(
         self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handles notices of a worker in the calling thread, which waits for them; whether anything came.
+        """Handle notices of a worker in the calling thread, which waits for them.
 
         Args:
             name: The worker's.
             seconds: How long.
             is_done: Whether the thread need not wait any longer.
-            is_wanted: Told a note, whether it may be handled here; the rest goes to service threads.
+            is_wanted: Told the note of a notice, whether it may be handled here; the rest goes to service threads.
+
+        Returns:
+            Whether anything came.
         """
 
         def may_run_here(frame: Frame) -> bool:
-            note = notice_of(frame)
+            note = self.agent.notices.read(frame)
             return note is not None and is_wanted(note)
 
         for incoming in list(self._incoming):
-            if incoming.lane == "calls" and incoming.peer is not None and incoming.peer.info.name == name:
-                return incoming.reader.serve_for(seconds, is_done, may_run_here)
+            if incoming.lane == "calls" and incoming.info.name == name:
+                return bool(incoming.reader.serve_for(seconds, Until(is_done), may_run_here))
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
-        """Closes what an older incarnation of a worker had opened."""
+        """Close what an older incarnation of a worker had opened."""
         for incoming in list(self._incoming):
-            peer = incoming.peer
-            if peer is not None and peer.info.name == name and peer.incarnation <= incarnation:
-                incoming.reader.end(ConnectionClosed("an older incarnation"))
+            if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
+                incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
-        """Closes handshakes that take too long, and grants a slot when nothing moves; returns when to look again."""
+        """Close handshakes that take too long, and grants a slot when nothing moves; return when to look again."""
         wanted = _NEVER
         for listener, until in list(self._paused.items()):
             if until <= now:
@@ -309,7 +310,7 @@ class Server:
             if incoming.is_half_open:
                 ends = incoming.opened + self.agent.config.limits.handshake_timeout_s
                 if ends <= now:
-                    incoming.reader.end(ConnectionClosed("the handshake took too long"))
+                    incoming.end(ConnectionClosed("the handshake took too long"))
                 else:
                     wanted = min(wanted, ends)
         if self._slots.num_queued:
@@ -324,30 +325,32 @@ class Server:
         return wanted
 
     def _has_worked(self) -> bool:
-        """Whether any function that runs has used the processor since the last look; those that wait have not."""
+        """Return whether any function that runs has used the processor since the last look; those that wait have not."""
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
         before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def accept(self, request: Request) -> None:
-        """Runs a request here and now if a slot is free; queues it otherwise."""
-        with self._lock:
-            may_run = self._slots.on_request(request)
-        if may_run:
-            self._run(request)
-        else:
-            self.agent.reactor.expect(time.monotonic() + _STALL_S)
-
-    def accept_elsewhere(self, request: Request) -> None:
-        """As `accept`, for a call of this worker to itself: runs in another thread, and is never held back."""
-        with self._lock:
-            may_run = self._slots.on_request(request, is_own=True)
-        if may_run:
-            self._run_soon(request)
-        else:
-            self.agent.reactor.expect(time.monotonic() + _STALL_S)
+    def accept(self, request: Request | None, has_slot: bool = False) -> None:
+        """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
+        if request is not None and not has_slot:
+            with self._lock:  # a worker's own calls are never held back
+                may_run = self._slots.on_request(request, is_own=request.source.reader is None)
+            if not may_run:
+                self.agent.reactor.expect(time.monotonic() + _STALL_S)
+                return
+        while request is not None:
+            with self._lock:
+                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+                if is_wanted:
+                    request.phase = "run"
+            if is_wanted:
+                self._run(request)
+            else:
+                request.source.requests.pop(request.call_id, None)
+            with self._lock:
+                request = self._slots.on_finished()
 
     def hold_calls(self) -> None:
         """Hold calls of other workers back until `start_serving`."""
@@ -363,58 +366,49 @@ class Server:
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
 
     def _run_soon(self, request: Request) -> None:
-        self.agent.reactor.run_soon(lambda: self._run(request))
+        self.agent.reactor.run_soon(partial(self.accept, request, True))
 
-    def _run(self, request: Request | None) -> None:
-        while request is not None:
-            self._execute(request)
-            with self._lock:
-                request = self._slots.on_finished()
-
-    def _execute(self, request: Request) -> None:
-        with self._lock:
-            is_wanted = not request.is_dropped and time.monotonic() < request.deadline
-            if is_wanted:
-                request.phase = "run"
-        if not is_wanted:
-            request.source.requests.pop(request.call_id, None)
-            return
-        outer, thread, notes = current_request(), threading.get_ident(), request.notes
-        set_current_request(request)
-        self._executing[thread] = request
+    def _run(self, request: Request) -> None:
+        """Run the user's function, inside what the interceptors want around it, and send its result or its error."""
+        outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
+        current.request = self._executing[thread] = request
         try:
+            frame, request.frame = request.frame, None
+            assert frame is not None
+            assert isinstance(frame.message, Call)
             keeper = self._keeper if notes else None
             kept = notes.pop(keeper[0], None) if keeper is not None else None
-            function, args, kwargs = request.source.load(request)
+            function, args, kwargs = self.agent.codec.load_call(frame, frame.message, source.info)
             called = function
             if keeper is not None and kept is not None:
-                called = keeper[1](request.source.info, request.function, kept, function)
+                called = keeper[1](source.info, request.function, kept, function)
             if notes:
-                envelope = Envelope("call", request.source.info, request.function)
-                value = self.agent.codec.run(called, args, kwargs, envelope, notes)
-            else:
-                value = called(*args, **kwargs)
-            del args, kwargs  # a tensor that only the arguments held is free before the reply is made
+                envelope = Envelope("call", source.info, request.function)
+                for interceptor in self.agent.interceptors:
+                    if interceptor.name in notes:
+                        called = interceptor.around(envelope, notes[interceptor.name], called)
+            value = called(*args, **kwargs)
+            del args, kwargs, frame  # a tensor that only the arguments held is free before the reply is made
             if type(value) is Later:
                 self._answer_later(request, value.future)
-            elif is_async_execution(function):
+            elif hasattr(function, ASYNC_MARK):
                 self._answer_later(request, value)
             else:
-                request.source.reply(request, value)
+                source.reply(request, value)
         except BaseException as error:  # whatever the function raised belongs to the caller
             if _failures.isEnabledFor(logging.DEBUG):
-                who = self.agent.info.name, request.function, request.source.info.name
+                who = self.agent.info.name, request.function, source.info.name
                 _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
-            request.source.fail(request, error)
+            source.fail(request, error)
         finally:
-            set_current_request(outer)
+            current.request = outer
             self._executing.pop(thread, None)
             self.num_served += 1
             if not torch.is_grad_enabled():  # what a function switches off stays off in its thread
                 torch.set_grad_enabled(True)
 
     def _answer_later(self, request: Request, future: Any) -> None:
-        if not isinstance(future, torch.futures.Future | torch._C.Future):
+        if not isinstance(future, TorchFuture):
             raise RpcError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                 f"{request.function}, which is marked with async_execution, returned {type(future).__name__}"
@@ -423,14 +417,14 @@ class Server:
         def answer(done: Any) -> None:
             with self.answering():
                 try:
-                    request.source.reply(request, torch._C.Future.wait(done))
-                except BaseException as error:
+                    request.source.reply(request, TorchFuture.wait(done))
+                except BaseException as error:  # the value may be of a class of the user, which packs itself
                     request.source.fail(request, error)
 
         future.add_done_callback(answer)
 
     def run_control(self, request: Request) -> None:
-        """Runs a control handler in the thread that read the request."""
+        """Run a control handler in the thread that read the request."""
         with self.answering():
             try:
                 handler = self._control.get(request.function)
@@ -438,12 +432,14 @@ class Server:
                     raise NotExposed(f"no control operation {request.function!r}")
                 kind = self._control_kinds[request.function]
                 frame, request.frame = request.frame, None
+                assert frame is not None
+                assert isinstance(frame.message, Call)
                 value = handler(request.source.info, *self.agent.codec.load_control(frame, frame.message, kind))
-                if isinstance(value, torch._C.Future):
+                if isinstance(value, TorchFuture):
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
-            except BaseException as error:
+            except Exception as error:
                 request.source.fail(request, error)
 
     @contextlib.contextmanager
@@ -465,7 +461,7 @@ class Server:
         return [key for key, thread in list(self._answering.items()) if thread != own]
 
     def drop(self, request: Request) -> str:
-        """Nobody wants this result any more: it leaves the queue, or its result is not sent. Returns its phase."""
+        """Drop a request whose result is not wanted: it leaves the queue, or its result is not sent. Return its phase."""
         with self._lock:
             request.is_dropped = True
             is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
@@ -474,29 +470,21 @@ class Server:
             request.frame = None
         nested = request.waits_for
         if nested is not None:
-            self.agent.caller.cancel(nested)
+            self.agent.client.cancel(nested)
         return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
-        """Drops a call on its caller's behalf; returns how far it got."""
+        """Drop a call on its caller's behalf; return how far it got."""
         for incoming in list(self._incoming):
-            if incoming.lane == "calls" and incoming.peer is not None and incoming.info == peer:
-                # Noted before looking, and looked up after a request is listed: one of the two sees the other.
-                incoming.note_cancelled(call_id)
-                request = incoming.requests.get(call_id)
-                if request is not None:
-                    phase = self.drop(request)
-                    if phase in ("queue", "held"):
-                        incoming.requests.pop(call_id, None)
-                    return phase
-                return "reply" if call_id <= incoming.last_call_id else "send"
+            if incoming.lane == "calls" and incoming.info == peer:
+                return incoming.cancel(call_id)
         return "send"
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds every wait for a call: a function that waits holds neither its slot nor the reading."""
+        """Surround every wait for a call: a function that waits holds neither its slot nor the reading."""
         release_hold()
-        request = current_request()
+        request = current.request
         if request is None:
             yield
             return
@@ -516,17 +504,17 @@ class Server:
                 held.take_back()
 
     def time_left(self, timeout_s: float) -> float:
-        """A timeout (0 for none), shortened to what the current request has left.
+        """Return a timeout (0 for none), shortened to what the current request has left.
 
         Raises:
             RpcTimeout: Nothing is left.
             CallCancelled: The caller has given up.
         """
-        request = current_request()
+        request = current.request
         if request is None:
             return timeout_s
         if request.is_dropped:
-            raise CallCancelled(f"nobody waits for {request.function} any more, so it can make no more calls")
+            raise CallCancelled(f"{request.function} was given up by its caller, so it can make no more calls")
         if request.deadline == float("inf"):
             return timeout_s
         left = request.deadline - time.monotonic()
@@ -555,47 +543,46 @@ class Server:
         return any(incoming.lane == "control" for incoming in list(self._incoming))
 
     def has_control_lane_of(self, name: str) -> bool:
-        """Whether that worker has a control lane open to this one."""
-        known = [incoming for incoming in list(self._incoming) if incoming.peer is not None]
-        return any(incoming.lane == "control" and incoming.info.name == name for incoming in known)
+        """Return whether that worker has a control lane open to this one."""
+        return any(incoming.lane == "control" and incoming.info.name == name for incoming in list(self._incoming))
 
     def visitors(self) -> list[WorkerAddress]:
-        """Who has a connection open to this worker."""
-        return [incoming.peer for incoming in list(self._incoming) if incoming.peer is not None]
+        """Return the workers that have a connection open to this one."""
+        return [incoming.address for incoming in list(self._incoming) if incoming.lane]
 
     def has_unread_call_of(self, name: str) -> bool:
-        """Whether a call of that worker lies here whose arguments nobody has looked at yet."""
+        """Return whether a call of that worker lies here whose arguments are not unpacked yet."""
         return any(
             request.frame is not None
             for incoming in list(self._incoming)
-            if incoming.peer is not None and incoming.info.name == name
+            if incoming.lane and incoming.info.name == name
             for request in list(incoming.requests.values())
         )
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """Functions running, waiting and queued, and connections."""
+        """Return the numbers of functions running, waiting and queued, and of connections."""
         slots = self._slots
         return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
 
     def readers(self) -> list[Reader]:
-        """Who reads what other workers opened."""
+        """Return the readers of what other workers opened."""
         return [incoming.reader for incoming in list(self._incoming)]
 
     def connections(self) -> list[StreamConnection]:
-        """What other workers opened."""
-        return [incoming.connection for incoming in list(self._incoming)]
+        """Return the streams that other workers opened."""
+        return [incoming.stream for incoming in list(self._incoming)]
 
-    def close(self, say_goodbye: Callable[[StreamConnection], None]) -> None:
-        """Ends every connection in good order."""
+    def close(self) -> None:
+        """End every connection in good order."""
         for incoming in list(self._incoming):
-            say_goodbye(incoming.connection)
-            incoming.reader.end(ConnectionClosed("shutdown"))
+            incoming.say_goodbye("shutdown", _GOODBYE_S)
+            incoming.end(ConnectionClosed("shutdown"))
 
     def wait_answered(self, deadline: float) -> None:
         """Return when the answers that are due now have been sent, or the deadline has passed."""
-        due, pause = self._answers_due(), threading.Event()  # never set: a wait that Ctrl-C interrupts
+        due = self._answers_due()
         while any(key in self._answering for key in due) and time.monotonic() < deadline:
-            pause.wait(_ANSWER_LOOK_S)
+            _interrupts.sleep(_ANSWER_LOOK_S)
 
 
 def cpu_ticks(thread: int) -> int:

@@ -1,4 +1,4 @@
-"""`RRef` and `remote`: PyTorch's names, on the references of this worker."""
+"""`RRef` and `remote`: the public API of references, with PyTorch's names."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
-from gradwire.rpc import codec as trips
+from gradwire.rpc.codec import EVERYBODY, arriving, departing
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peers import To
-from gradwire.rpc.pending_calls import CallHolder
-from gradwire.rref import context as references
-from gradwire.rref import owner as operations
-from gradwire.rref._messages import is_number
+from gradwire.rref import context
+from gradwire.rref._messages import is_number, is_worker
 from gradwire.rref._ownership import ForkPhase
 from gradwire.rref.context import References
-from gradwire.rref.owner import NOTE, Creates
+from gradwire.rref.owner import FETCH, INVOKE, NOTE, TYPE_OF, Creates
 from gradwire.rref.values import Owned, UserFork, deleted, describe
 from gradwire.types import WorkerInfo
 from gradwire.wire.serialization import register_plain_type
 
+T = TypeVar("T")
+
+_NEVER = float("inf")
+
+Backward = Callable[["RRef[Any]", int, bool], None]
+_backward: list[Backward] = []  # set by the layer above, which alone knows how
+
 
 class Proxy:
-    """Has every attribute: ``proxy.name(*args, **kwargs)`` makes the call.
-
-    Args:
-        call: Told the method's name, the arguments and the keyword arguments.
-    """
+    """Has every attribute: ``proxy.name(*args, **kwargs)`` calls ``call(name, args, kwargs)``."""
 
     __slots__ = ("_call",)
 
@@ -49,23 +50,15 @@ def _forward(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) 
     return call(name, args, kwargs)
 
 
-T = TypeVar("T")
-
-_NEVER = float("inf")
-
-Backward = Callable[["RRef[Any]", int, bool], None]
-_backward: list[Backward] = []  # set by the layer above, which alone knows how
-
-
 class RRef(Generic[T]):
-    """A reference to a value on some worker. It may travel inside arguments and results; the value lives while one does.
+    """A reference to a value on some worker. It may travel inside arguments and results; the value lives while one exists.
 
     Args:
         value: A value of this worker, which becomes its owner.
-        type_hint: For programs written for PyTorch; not looked at.
+        type_hint: Accepted for programs written for PyTorch; not used.
 
     Raises:
-        NotInitialized: This process is no worker.
+        NotInitialized: This process is not a worker.
     """
 
     __slots__ = ("__weakref__", "_is_open", "_known", "_state")
@@ -75,7 +68,7 @@ class RRef(Generic[T]):
     _is_open: bool  # deleted when it is closed: of two threads that close it, one can
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        known = references.here()
+        known = context.here()
         owned = Owned(known.new_id())
         owned.set(value)
         self._known, self._is_open, self._state = known, True, owned
@@ -104,23 +97,23 @@ class RRef(Generic[T]):
             where = f"owned here by {self._known.agent.info.name}, {phase}"
         return f"<RRef {describe(state.rref_id)} {where}>"
 
-    # -- whose it is -------------------------------------------------------------------------------------------------
+    # -- the owner ---------------------------------------------------------------------------------------------------
 
     def is_owner(self) -> bool:
-        """Whether the value is on this worker."""
+        """Return whether the value is on this worker."""
         return isinstance(self._state, Owned)
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Return the worker that has the value."""
         state = self._state
         return state.owner if isinstance(state, UserFork) else self._known.agent.info
 
     def owner_name(self) -> str:
-        """The name of the worker that has the value."""
+        """Return the name of the worker that has the value."""
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference."""
+        """Return whether the owner has listed this reference."""
         state = self._state
         if isinstance(state, UserFork) and not state.is_done:
             self._known.watch(state)
@@ -129,13 +122,13 @@ class RRef(Generic[T]):
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The value: itself on its owner, a copy elsewhere. Inside a context the fetch is recorded like any call.
+        """Return the value: itself on its owner, a copy elsewhere. Inside a context the fetch is recorded like any call.
 
         Args:
             timeout: Seconds to wait for it, also while it is still being made; 0 for no limit.
 
         Raises:
-            RpcTimeout: It did not come in time.
+            RpcTimeout: It did not arrive in time.
             OwnerLost: Its owner is gone.
             RRefError: This reference was deleted, or the value was never made.
             Exception: What the function raised that was to make it.
@@ -146,34 +139,25 @@ class RRef(Generic[T]):
         if not state.is_used:
             deadline, call = self._deadline(timeout), state.call
             if call is not None:
-                self._known.agent.caller.wait_until(call, deadline)
-            if state.error is not None:
-                raise state.error()
+                self._known.agent.client.wait_until(call, deadline)
+            state.check()
             early = state.use()
             if early is not None:
                 return early  # type: ignore[no-any-return]
             if deadline < _NEVER:
-                timeout = self._time_left(timeout, deadline)
-        return self._ask(operations.FETCH, (), timeout)  # type: ignore[no-any-return]
-
-    def _time_left(self, timeout: float, deadline: float) -> float:
-        """
-        Raises:
-            RpcTimeout: None.
-        """
-        left = deadline - time.monotonic()
-        if left > 0:
-            return left
-        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
-        text, name = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run)", self.owner_name()
-        raise RpcTimeout(f"RPC ran for more than its time: {text} on worker {name}. Pass a larger timeout", name, "run")
+                seconds, timeout = self._seconds(timeout), deadline - time.monotonic()
+                if timeout <= 0:
+                    name = state.owner.name
+                    text = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run) on worker {name}"
+                    raise RpcTimeout(f"RPC ran for more than its time: {text}. Pass a larger timeout", name, "run")
+        return self._ask(FETCH, (), timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
-        """The value, on its owner.
+        """Return the value, on its owner.
 
         Raises:
             NotTheOwner: It is on another worker.
-            RpcTimeout: It was not made in the time of a call.
+            RpcTimeout: It was not made within the timeout of a call.
             Exception: What the function raised that was to make it.
         """
         state = self._state
@@ -186,23 +170,23 @@ class RRef(Generic[T]):
     def _wait(self, owned: Owned, timeout: float) -> Any:
         if self._is_closed:
             raise deleted(owned.rref_id)()
-        return self._known.wait(owned, self._deadline(timeout))
+        return owned.wait_value(self._deadline(timeout), self._known.agent.info.name)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs a backward pass from the value, which must be a tensor with one element, on its owner.
+        """Run a backward pass from the value, which must be a tensor with one element, on its owner.
 
         Args:
             dist_autograd_ctx_id: The context; without one, and on the owner only, gradients go to ``.grad``.
             retain_graph: Keep the graph for another pass.
 
         Raises:
-            RRefError: The value is no tensor, or there is no context and it is on another worker.
+            RRefError: The value is not a tensor, or there is no context and it is on another worker.
             BackwardFailed: The pass failed.
         """
         _backward[0](self, int(dist_autograd_ctx_id), retain_graph)
 
     def close(self) -> None:
-        """Lets go of the value now, instead of when this object is collected. May be called again."""
+        """Let go of the value now, instead of when this object is collected. May be called again."""
         try:
             del self._is_open
         except AttributeError:
@@ -216,19 +200,19 @@ class RRef(Generic[T]):
     # -- methods of the value ------------------------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.rpc_sync().method(*args)`` calls a method of the value on its owner and returns the result."""
-        return Proxy(lambda *call: self._ask(operations.INVOKE, call, timeout))
+        """Return a proxy: ``rref.rpc_sync().method(*args)`` calls a method on the owner and returns its result."""
+        return Proxy(lambda *call: self._ask(INVOKE, call, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.rpc_async().method(*args)`` does so, too, and returns a future."""
-        return Proxy(lambda *call: self._submit(operations.INVOKE, call, timeout))
+        """Return a proxy: ``rref.rpc_async().method(*args)`` calls a method on the owner and returns a future."""
+        return Proxy(lambda *call: self._submit(INVOKE, call, timeout))
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.remote().method(*args)`` does so, too, and returns a reference to the result."""
+        """Return a proxy: ``rref.remote().method(*args)`` calls a method and returns a reference to its result."""
 
         def call(*parts: Any) -> RRef[Any]:
             name, args = self._prepare(parts, timeout)
-            return create(self._known, name, operations.INVOKE, args, None, timeout, keep=self)
+            return create(self._known, name, INVOKE, args, None, timeout, keep=self)
 
         return Proxy(call)
 
@@ -239,10 +223,10 @@ class RRef(Generic[T]):
     @overload
     def _get_type(self, timeout: float = ..., *, blocking: Literal[False]) -> torch.futures.Future[type]: ...
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it."""
+        """Return the type of the value, or a future of it."""
         state = self._state
         if isinstance(state, UserFork) and state.type_ is None:
-            future = self._submit(operations.TYPE_OF, (), timeout)
+            future = self._submit(TYPE_OF, (), timeout)
             if not blocking:
                 return future
             state.type_ = future.wait()
@@ -254,7 +238,7 @@ class RRef(Generic[T]):
         return done
 
     def _get_future(self) -> torch.futures.Future[None]:
-        """Completes when the owner has answered the call that makes the value."""
+        """Return a future that completes when the owner has answered the call that makes the value."""
         future: InterruptibleFuture[None] = InterruptibleFuture()
         state = self._state
 
@@ -267,25 +251,20 @@ class RRef(Generic[T]):
             self._known.watch(state)
         return future
 
-    # -- how it travels --------------------------------------------------------------------------------------------------
+    # -- serialization -------------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
         return _rebuild, (self._pack(),)
 
     def _pack(self) -> tuple[Any, ...]:
-        """What another worker needs to make a reference of its own.
-
-        Raises:
-            RRefError: Not inside a message.
-            OwnerLost: It leads nowhere.
-        """
-        trip, state, known = trips.departing(), self._state, self._known
+        """Return what another worker needs to make a reference of its own."""
+        trip, state, known = departing(), self._state, self._known
         if trip is None or trip.carrier is not known:
             raise RRefError(
                 "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
-                "pass it in the arguments or the result of a call, or send what to_here() returns"
+                "pass it in the arguments or the result of a call, or pickle what to_here() returns"
             )
-        if trip.peer == trips.EVERYBODY:
+        if trip.peer == EVERYBODY:
             raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
         if trip.cargo is None:
             trip.cargo = {}
@@ -293,22 +272,24 @@ class RRef(Generic[T]):
         if trip.peer == known.agent.info.name:
             if isinstance(state, Owned):
                 known.share(state)
-            trip.cargo[id(self)] = self  # stays alive while the message is under way
-            number = state.fork_id if isinstance(state, UserFork) else 0
-            return state.rref_id, number, owner, known.own, None
+            trip.cargo[id(self)] = self  # stays alive while the message is in transit
+            return state.rref_id, state.fork_id, owner, known.own, None
         if id(self) not in trip.cargo:
-            trip.cargo[id(self)], maker = known.depart(state, trip.peer, trip.passage)
+            trip.cargo[id(self)], maker = known.fork_for(state, trip.peer, trip.passage)
             trip.cargo[-id(self)] = (self, maker)  # so that its id stays its own
         return state.rref_id, trip.cargo[id(self)], owner, known.own, trip.cargo[-id(self)][1]
 
     # -- calls to the owner ----------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout: float) -> float:
-        seconds = self._known.agent.caller.default_timeout_s if timeout < 0 else timeout
+        seconds = self._seconds(timeout)
         return time.monotonic() + seconds if seconds > 0 else _NEVER
 
+    def _seconds(self, timeout: float) -> float:
+        return self._known.agent.client.default_timeout_s if timeout < 0 else timeout
+
     def _prepare(self, args: Sequence[Any], timeout: float) -> tuple[str, tuple[Any, ...]]:
-        """Whom to call, and with what."""
+        """Return the worker to call, and the full arguments."""
         state = self._state
         if isinstance(state, UserFork):
             state.use()
@@ -320,14 +301,13 @@ class RRef(Generic[T]):
     def _ask(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         name, full = self._prepare(args, timeout)
         try:
-            value = self._known.agent.caller.call(name, function, full, None, None if timeout < 0 else timeout)
+            value = self._known.agent.client.call(name, function, full, None, None if timeout < 0 else timeout)
         except WorkerLost as lost:
             if lost.worker != name or isinstance(lost, OwnerLost):
                 raise
-            raise self._lost(lost) from lost
+            raise OwnerLost(f"{self!r} is lost with its owner: {lost}", lost.worker, lost.last_seen) from lost
         except RRefError:
-            if isinstance(self._state, UserFork):
-                self._state.check()  # why the value is not there may be known here by now
+            self._state.check()  # why the value is not there may be known here by now
             raise
         if isinstance(self._state, UserFork) and not self._state.is_done:  # the answer to the creation is on its way
             self._known.on_created(self._state)
@@ -335,12 +315,9 @@ class RRef(Generic[T]):
 
     def _submit(self, function: str, args: Sequence[Any], timeout: float) -> CallFuture[Any]:
         name, full = self._prepare(args, timeout)
-        future = self._known.agent.caller.submit(name, function, full, None, None if timeout < 0 else timeout)
+        future = self._known.agent.client.submit(name, function, full, None, None if timeout < 0 else timeout)
         future.keeps = self  # the value must live until the call has arrived
         return future
-
-    def _lost(self, lost: WorkerLost) -> OwnerLost:
-        return OwnerLost(f"{self!r} is lost with its owner: {lost}", lost.worker, lost.last_seen)
 
 
 PyRRef = RRef
@@ -353,12 +330,12 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Runs a function on a worker, which keeps the result, and returns a reference to it at once.
+    """Run a function on a worker, which keeps the result, and return a reference to it at once.
 
     What the function raises is raised by `RRef.to_here`.
 
     Args:
-        to: Name, rank or `WorkerInfo`; this worker, too.
+        to: Name, rank or `WorkerInfo`; may be this worker.
         func: The function; with ``trust="data"`` an exposed one, or its exposed name.
         args: Its arguments, captured now.
         kwargs: Its keyword arguments.
@@ -367,9 +344,9 @@ def remote(
     Raises:
         ConfigurationError: The timeout is negative or not a number.
         CannotSend: An argument cannot travel.
-        UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
+        UnknownWorker, WorkerLost: The worker does not exist, or cannot be reached.
     """
-    known = references.here()
+    known = context.here()
     name = to if type(to) is str else known.agent.peers.name_of(to)
     return create(known, name, func, args or (), kwargs, timeout)
 
@@ -383,58 +360,52 @@ def create(
     timeout: float,
     keep: Any = None,
 ) -> RRef[Any]:
-    """Starts the call that makes a value, and returns a reference to it; `keep` lives until the call has ended."""
+    """Start the call that makes a value, and return a reference to it; `keep` lives until the call has ended."""
     agent = known.agent
     is_here = name == agent.address.info.name
     state = known.make_here() if is_here else known.create_fork(agent.peers.address_of(name))
     state.keeps = keep
     rref = RRef._of(known, state)
     note = Creates(state.rref_id, state.fork_id, known.own[1])
-    holder = CallHolder(notes={NOTE: note}, on_done=functools.partial(known.on_answered, state))
+    on_done = functools.partial(known.on_answered, state)
+    timeout_s = None if timeout < 0 else timeout
+    call = None
     try:
-        state.call = call = agent.caller.start(name, function, args, kwargs, None if timeout < 0 else timeout, holder)
-        if call.is_done:  # before it was known here
-            state.call = None
-    except BaseException as error:
-        known.on_failed(state, error if isinstance(error, Exception) else RRefError("interrupted"))
+        call = agent.client.start(name, function, args, kwargs, timeout_s, on_done=on_done, notes={NOTE: note})
+    except Exception as error:
+        known.on_failed(state, error)
         raise
+    finally:
+        if call is None:  # Ctrl-C, or the error above, which counts
+            known.on_failed(state, RRefError(f"the call that was to make the value of {rref!r} was interrupted"))
+    state.call = call
+    if call.is_done:  # maybe before it was known here
+        state.call = None
     return rref
 
 
 def set_backward(run: Backward) -> None:
-    """The layer above says how a backward pass begins at the value of a reference."""
+    """Set what `RRef.backward` does: the layer above knows how a pass begins at the value of a reference."""
     _backward[:] = [run]
 
 
 def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
-    """A reference that came in a message."""
-    trip = trips.arriving()
+    """Make a reference that arrived in a message."""
+    trip = arriving()
     if trip is None or trip.carrier is None:
         raise RRefError("a reference can only be unpickled when it came in a message of gradwire.rpc")
     known: References = trip.carrier  # type: ignore[assignment]
     rref_id, fork_id, owner, sender, maker = fields
-    owner, sender, maker = _worker(owner), _worker(sender), None if maker is None else _worker(maker)
-    if not (is_number(rref_id) and is_number(fork_id)) or known.agent.worker_info(sender[0]).name != trip.peer:
+    is_valid = is_number(rref_id) and is_number(fork_id) and is_worker(owner) and is_worker(sender)
+    if not is_valid or not (maker is None or is_worker(maker)) or known.agent.worker_info(sender[0]).name != trip.peer:
         raise ValueError("not a reference")
     if trip.cargo is None:
         trip.cargo = {}
     key = (rref_id, fork_id)
     if key not in trip.cargo:
-        state = (
-            known.arrive_here(rref_id, fork_id)
-            if sender == known.own
-            else known.arrive(rref_id, fork_id, owner, sender, maker)
-        )
-        trip.cargo[key] = RRef._of(known, state)
+        trip.cargo[key] = RRef._of(known, known.receive(rref_id, fork_id, owner, sender, maker))
     found: RRef[Any] = trip.cargo[key]
     return found
-
-
-def _worker(value: Any) -> tuple[int, int]:
-    rank, incarnation = value
-    if not (is_number(rank) and is_number(incarnation)):
-        raise ValueError("not a worker")
-    return rank, incarnation
 
 
 register_plain_type(RRef, "gradwire.RRef", RRef._pack, _rebuild)

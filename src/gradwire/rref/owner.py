@@ -1,8 +1,9 @@
-"""What users of a reference ask of its owner: called by name, with plain data, at every trust level.
+"""What the owner of a value does for the users of references: the operations that they call, and making values for them.
 
-Ids can be guessed. With ``trust="data"`` a value is therefore there only for workers that are listed with it. Honest callers
-are: the owner lists whom it sends a reference to, a third worker's fork is confirmed before it is used, and whoever had the
-value made is listed when that call arrives, or is to make it.
+The operations are called by name, with plain data, at every trust level. Ids can be guessed. With ``trust="data"`` a value
+is therefore there only for workers that are listed with it. Honest callers are: the owner lists a worker that it sends a
+reference to, a third worker's fork is confirmed before it is used, and the worker that has a value made is listed when that
+call arrives, or is known as its maker.
 """
 
 from __future__ import annotations
@@ -16,39 +17,97 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from gradwire._interrupts import interruptible
+from gradwire._torch import storage_use_count
 from gradwire.errors import DecodeError, NotExposed, RRefError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import current_request
 from gradwire.rpc.functions import Later, expose, exposed_name, is_async_execution
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.rref import context as references
-from gradwire.rref._messages import Number, Worker, is_number
+from gradwire.rref import context
+from gradwire.rref._messages import Number, Worker, is_number, is_worker
 from gradwire.rref.context import References
 from gradwire.rref.values import Owned, describe
 from gradwire.types import WorkerInfo, creator_of
-from gradwire.wire import exceptions as failures
+from gradwire.wire.exceptions import describe_exception, rebuild_exception
 from gradwire.wire.messages import prepare, read_note
 
-FETCH = "gradwire.rref.fetch"
-INVOKE = "gradwire.rref.invoke"
-TYPE_OF = "gradwire.rref.type_of"
+FETCH: Final = "gradwire.rref.fetch"
+INVOKE: Final = "gradwire.rref.invoke"
+TYPE_OF: Final = "gradwire.rref.type_of"
+NOTE: Final = "rref"
+
+_EARLY_BYTES: Final = 1024
+_CONSTANT: Final = frozenset((bool, int, float, complex))
+
+
+# -- operations -----------------------------------------------------------------------------------------------------------
+
+
+def fetch(rref_id: int, maker: Worker | None) -> Any:
+    """Return the value, now or when it is made."""
+    return _when_made(_find(rref_id, maker), lambda value: value)
+
+
+def type_of(rref_id: int, maker: Worker | None) -> Any:
+    """Return the value's type, now or when the value is made."""
+    return _when_made(_find(rref_id, maker), type)
+
+
+def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
+    """Call a method of the value.
+
+    Raises:
+        DecodeError: These are not a name, arguments and keyword arguments.
+        NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
+    """
+    if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
+        raise DecodeError("not a method call: expected a name, arguments and keyword arguments")
+    value = find_value(rref_id, maker)
+    if context.here().agent.trust == "data":
+        check_exposed(value, name)
+    method = getattr(value, name)
+    result = _run(method, args, kwargs)
+    return Later(result) if is_async_execution(method) else result
+
+
+for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
+    expose(_function, name=_name)
+
+
+def find_value(rref_id: Any, maker: Any) -> Any:
+    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served.
+
+    Raises:
+        RRefError: It is not here.
+        RpcTimeout: It was not made in time.
+    """
+    owned, request = _find(rref_id, maker), current_request()
+    if owned.is_done:
+        return owned.get()
+    deadline = request.deadline if request is not None else time.monotonic() + 60.0
+    return owned.wait_value(deadline, context.here().agent.info.name)
+
+
+def check_exposed(value: Any, name: str) -> None:
+    """Raise `NotExposed` if a method of the value is not marked with `gradwire.rpc.expose`."""
+    function = getattr(type(value), name, None)
+    if function is None or exposed_name(function) is None:
+        raise NotExposed(
+            f'trust="data": {type(value).__name__}.{name} is not exposed; mark it with @gradwire.rpc.expose'
+        )
 
 
 def _find(rref_id: Any, maker: Any) -> Owned:
-    if not is_number(rref_id) or (maker is not None and not _is_worker(maker)):
-        raise DecodeError("not the id of a reference")
-    known, request = references.here(), current_request()
+    if not is_number(rref_id) or (maker is not None and not is_worker(maker)):
+        raise DecodeError("not a valid reference id")
+    known, request = context.here(), current_request()
     if request is not None and (maker is not None or known.agent.trust == "data"):
         _check_caller(known, rref_id, maker, request.source.info)
     return known.find(rref_id, maker)
 
 
 def _check_caller(known: References, rref_id: int, maker: Worker | None, info: WorkerInfo) -> None:
-    """
-    Raises:
-        DecodeError: The caller speaks of another worker's calls.
-        RRefError: It may not ask for that value, or waits for too many that its calls have not made.
-    """
     agent = known.agent
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
@@ -56,10 +115,9 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     access = known.access_of(caller, rref_id)
     if access.is_held or (access.is_here and agent.trust == "code"):
         return
-    if (
-        access.is_here or maker is None or creator_of(rref_id) != info.id
-    ):  # no worker has values made under the ids of another
-        raise RRefError(  # the same text for what is here and what is not: ids are not to be tried out
+    # Ids are given out by the worker that has a value made, so no worker waits for those of another.
+    if access.is_here or maker is None or creator_of(rref_id) != info.id:
+        raise RRefError(  # the same text for what is here and what is not: ids must not be tried out
             f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
             f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
         )
@@ -70,25 +128,7 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
         )
 
 
-def _is_worker(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and all(map(is_number, value))
-
-
-def find_value(rref_id: Any, maker: Any) -> Any:
-    """The value of that id, once it is made; at most until the deadline of the call that is being served.
-
-    Raises:
-        RRefError: It is not here.
-        RpcTimeout: It was not made in time.
-    """
-    owned, request = _find(rref_id, maker), current_request()
-    if owned.is_done:
-        return owned.get()
-    return references.here().wait(owned, request.deadline if request is not None else time.monotonic() + 60.0)
-
-
-def when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
-    """``answer(value)``, now or when the value is there."""
+def _when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
     if owned.is_done:
         return answer(owned.get())
     future: InterruptibleFuture[Any] = InterruptibleFuture()
@@ -103,132 +143,86 @@ def when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
     return Later(future)
 
 
-def fetch(rref_id: int, maker: Worker | None) -> Any:
-    """The value itself."""
-    return when_made(_find(rref_id, maker), lambda value: value)
+@interruptible
+def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the program's code."""
+    return function(*args, **kwargs)
 
 
-def type_of(rref_id: int, maker: Worker | None) -> Any:
-    """The value's type."""
-    return when_made(_find(rref_id, maker), type)
-
-
-def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a method of the value.
-
-    Raises:
-        DecodeError: These are not a name, arguments and keyword arguments.
-        NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
-    """
-    if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
-        raise DecodeError("not the call of a method: its name, its arguments and its keyword arguments")
-    value = find_value(rref_id, maker)
-    if references.here().agent.trust == "data":
-        check_exposed(value, name)
-    method = getattr(value, name)
-    result = method(*args, **kwargs)
-    return Later(result) if is_async_execution(method) else result
-
-
-def check_exposed(value: Any, name: str) -> None:
-    """
-    Raises:
-        NotExposed: The method is not marked.
-    """
-    function = getattr(type(value), name, None)
-    if function is None or exposed_name(function) is None:
-        raise NotExposed(
-            f'trust="data": {type(value).__name__}.{name} is not exposed; mark it with @gradwire.rpc.expose'
-        )
-
-
-def check_future(value: Any, label: str) -> None:
-    """
-    Raises:
-        RRefError: A function marked with `async_execution` returned something else than a future.
-    """
-    if not hasattr(value, "add_done_callback"):
-        raise RRefError(
-            f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but {label}, "
-            f"which is marked with async_execution, returned {type(value).__name__}"
-        )
-
-
-for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
-    expose(_function, name=_name)
-
-
-NOTE: Final = "rref"
-
-_EARLY_BYTES: Final = 1024
-_CONSTANT: Final = frozenset((bool, int, float, complex))
+# -- making values --------------------------------------------------------------------------------------------------------
 
 
 class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Goes with a call whose result is to stay with the callee.
-
-    Attributes:
-        rref_id: What the value is to be called.
-        fork_id: The caller's reference to it; 0 if the caller is the callee.
-        incarnation: Of the caller.
-    """
+    """The note of a call whose result is to stay with the callee."""
 
     rref_id: Number
-    fork_id: Number
-    incarnation: Number
+    fork_id: Number  # the caller's reference to it; 0 if the caller is the callee
+    incarnation: Number  # of the caller
 
 
-class Keeper:
-    """Keeps the results of calls that come with a `Creates`."""
+def attach(agent: Agent) -> None:
+    """Let a new worker, which has references, make values for others."""
+    agent.server.register_keeper(NOTE, functools.partial(_keep, context.of(agent)))
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._known = references.of(agent)
 
-    def keep(self, caller: WorkerInfo, name: str, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of a function, whose result is kept here."""
-        message = read_note(note, Creates)
-        owned = self._known.begin_making(message.rref_id, message.fork_id, (caller.id, message.incarnation))
-        owned.label = name
-        return functools.partial(self._make, owned, function, message.fork_id != 0)
+def _keep(known: References, caller: WorkerInfo, name: str, note: Any, function: Callable[..., Any]) -> Any:
+    """Return what is called in place of a function whose result is kept here."""
+    message = read_note(note, Creates)
+    owned = known.begin_making(message.rref_id, message.fork_id, (caller.id, message.incarnation))
+    owned.label = name
+    return functools.partial(_make, known.agent, owned, function, message.fork_id != 0)
 
-    def _make(self, owned: Owned, function: Callable[..., Any], is_wanted: bool, *args: Any, **kwargs: Any) -> Any:
-        is_async = is_async_execution(function)
+
+def _make(
+    agent: Agent, owned: Owned, function: Callable[..., Any], may_be_early: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a function and keep its result; return a copy of it for the caller if it is small and not shared."""
+    is_async = is_async_execution(function)
+    try:
+        value = _run(function, args, kwargs)
+        if type(value) is Later:
+            return Later(_make_later(agent, owned, value.future))
+        if is_async:
+            if not hasattr(value, "add_done_callback"):
+                raise RRefError(
+                    f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                    f"{owned.label}, which is marked with async_execution, returned {type(value).__name__}"
+                )
+            return _make_later(agent, owned, value)
+        is_early = may_be_early and is_unshared(value)
+        owned.set(value)
+        return value if is_early else None
+    except BaseException as error:
+        _fail(agent, owned, error)
+    if not is_async:
+        return None
+    failed: InterruptibleFuture[None] = InterruptibleFuture()
+    failed.set_result(None)
+    return failed
+
+
+def _make_later(agent: Agent, owned: Owned, future: Any) -> InterruptibleFuture[None]:
+    answer: InterruptibleFuture[None] = InterruptibleFuture()
+
+    def on_done(done: Any) -> None:
         try:
-            value = function(*args, **kwargs)
-            if type(value) is Later:
-                return Later(self._make_later(owned, value.future))
-            if is_async:
-                check_future(value, owned.label)
-                return self._make_later(owned, value)
-            is_early = is_wanted and is_unshared(value)
-            owned.set(value)
-            return value if is_early else None
+            owned.set(done.value() if hasattr(done, "value") else done.wait())
         except BaseException as error:
-            self._fail(owned, error)
-        return _done() if is_async else None
+            _fail(agent, owned, error)
+        answer.set_result(None)
 
-    def _make_later(self, owned: Owned, future: Any) -> InterruptibleFuture[None]:
-        answer: InterruptibleFuture[None] = InterruptibleFuture()
+    future.add_done_callback(on_done)
+    return answer
 
-        def on_done(done: Any) -> None:
-            try:
-                owned.set(done.value() if hasattr(done, "value") else done.wait())
-            except BaseException as error:
-                self._fail(owned, error)
-            answer.set_result(None)
 
-        future.add_done_callback(on_done)
-        return answer
-
-    def _fail(self, owned: Owned, error: BaseException) -> None:
-        agent = self._agent
-        info = failures.describe_exception(error, agent.info.name, agent.config.limits)
-        owned.fail(lambda: failures.rebuild_exception(info, agent.trust))
+def _fail(agent: Agent, owned: Owned, error: BaseException) -> None:
+    """Make what the program's function raised the outcome of the value."""
+    info = describe_exception(error, agent.info.name, agent.config.limits)
+    owned.fail(lambda: rebuild_exception(info, agent.trust))
 
 
 def is_unshared(value: Any) -> bool:
-    """Whether a value is small, and nobody but the caller's one variable refers to it or to its memory."""
+    """Return whether a value is small, and only one variable of the caller refers to it or to its memory."""
     kind = type(value)
     if kind is not torch.Tensor:
         return kind in _CONSTANT
@@ -241,9 +235,9 @@ def is_unshared(value: Any) -> bool:
     ):
         return False
     storage = value.untyped_storage()
-    # Two: the tensor and the variable above; a view's memory has what it is a view of besides. Memory of others (numpy's,
-    # a buffer's) cannot be resized.
-    return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.resizable() and not storage.is_shared()
+    # Two: the tensor and the variable above; a view's memory is also referred to by what it is a view of. Memory that others
+    # own (numpy, a buffer) cannot be resized.
+    return storage_use_count(storage) <= 2 and storage.resizable() and not storage.is_shared()
 
 
 def _count_references(value: Any) -> int:
@@ -256,17 +250,5 @@ def _count_of_one_variable() -> int:
 
 
 _num_references = _count_of_one_variable()  # as seen from inside a function that got the variable's value
-
-
-def attach(agent: Agent) -> None:
-    """Lets a new worker, which has references, make values for others."""
-    agent.server.register_keeper(NOTE, Keeper(agent).keep)
-
-
-def _done() -> InterruptibleFuture[None]:
-    future: InterruptibleFuture[None] = InterruptibleFuture()
-    future.set_result(None)
-    return future
-
 
 prepare(Creates)

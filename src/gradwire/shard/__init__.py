@@ -1,4 +1,4 @@
-"""Tensors divided among the ranks of a process group, or among RPC workers: PyTorch's ``torch.distributed._shard``."""
+"""Tensors divided among the ranks of a process group, or among RPC workers: the API of ``torch.distributed._shard``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from gradwire.shard.api import _shard_tensor, load_with_process_group, shard_mod
 from gradwire.shard.dtensor import from_dtensor, to_dtensor
 from gradwire.shard.grad_clip import clip_grad_norm_, clip_grad_value_
 from gradwire.shard.metadata import ShardMetadata
-from gradwire.shard.planner import BalancedPlanner
 from gradwire.shard.sharded_optim import ShardedOptimizer, named_params_with_sharded_tensor
 from gradwire.shard.sharded_tensor import (
     MEM_FORMAT_ENCODING,
@@ -18,7 +17,7 @@ from gradwire.shard.sharded_tensor import (
     TensorProperties,
 )
 from gradwire.shard.sharder import Sharder
-from gradwire.shard.sharding_plan import ShardingPlan, ShardingPlanner
+from gradwire.shard.sharding_plan import BalancedPlanner, ShardingPlan, ShardingPlanner
 from gradwire.shard.sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,

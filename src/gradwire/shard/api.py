@@ -1,36 +1,33 @@
-"""Shards parameters and whole modules, in place.
+"""Shards tensors, parameters and whole modules.
 
-Everything that can be wrong is found out before anything is changed; in a process group all ranks are asked first, and go on
-only together. Then parameters are divided one after the other, and each original is freed before the next one's turn.
+Everything is checked before anything is changed; in a process group all ranks agree first. Then parameters are divided one
+after the other, and each original is freed before the next one's turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import distributed_c10d
 
+from gradwire._interrupts import interruptible
+from gradwire._torch import default_process_group
 from gradwire.shard.apply_plan import (
-    ParameterStep,
-    SharderStep,
     Steps,
-    Work,
     check_module,
+    divide_parameters,
     prepare,
     read_parameter,
     read_plan,
+    run_sharders,
+    send_lacking,
     slots_of_tensors,
     specs_in,
-    supply,
 )
-from gradwire.shard.backend import Engine
-from gradwire.shard.creation import divide_tensor
-from gradwire.shard.group_backend import GroupEngine, Said, agree
-from gradwire.shard.metadata import ShardedTensorMetadata
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.placement import current_process_group
 from gradwire.shard.sharding_plan import ShardingPlan
 from gradwire.shard.sharding_spec import ChunkShardingSpec, ShardingSpec
@@ -39,10 +36,11 @@ from gradwire.shard.tensor import ShardedTensor
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
 
 
+@interruptible  # the method may be that of a class of the program
 def _shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> ShardedTensor:
-    """Divides a tensor as the spec does: `ShardingSpec.shard`, or what a spec of another class has in its place.
+    """Divide a tensor with the method `shard` of the spec.
 
     Raises:
         TypeError: `sharding_spec` is not a `ShardingSpec`.
@@ -57,7 +55,7 @@ def _shard_tensor(
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Replaces a parameter, or a buffer, by a sharded tensor of the same values.
+    """Replace a parameter, or a buffer, by a sharded tensor of the same values.
 
     Args:
         module: Has the parameter. If submodules have it, too, they get the sharded one, too.
@@ -68,9 +66,9 @@ def shard_parameter(
 
     Raises:
         AttributeError: The module has no such parameter.
-        TypeError: The spec is none.
-        ValueError: The parameter is no contiguous tensor, cannot be divided like this, or ranks want different things.
-        RuntimeError: There is no process group, or this process is no RPC worker.
+        TypeError: `sharding_spec` is not a `ShardingSpec`.
+        ValueError: The parameter is not a contiguous tensor, cannot be divided like this, or ranks want different things.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
     """
 
     def read() -> Steps:
@@ -83,12 +81,11 @@ def shard_parameter(
             )
         return Steps([read_parameter(module, param_name, sharding_spec, slots_of_tensors(module))])
 
-    work = prepare(module, read, [sharding_spec], src_rank, process_group)
-    _divide_all(work, src_rank)
+    divide_parameters(prepare(module, read, [sharding_spec], src_rank, process_group), src_rank)
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
-    """Shards a module by a plan: its parameters, its submodules, what becomes of its outputs.
+    """Shard a module by a plan: its parameters, its submodules, what becomes of its outputs.
 
     If it raises because the plan does not fit, the module is as it was, on every rank. If ranks or workers are lost in the
     middle, or a `Sharder` fails after it changed its submodule, it is not.
@@ -105,115 +102,52 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         process_group: The ranks; None for the default group.
 
     Raises:
-        TypeError: Something in the plan is neither a spec nor a `Sharder`, or a `Sharder` returned no module.
+        TypeError: Something in the plan is neither a spec nor a `Sharder`, or a `Sharder` did not return a module.
         AttributeError: The module has no such parameter or submodule.
         KeyError: A `Sharder` is to replace the module itself.
         RuntimeError: A `Sharder` and another entry are about the same part of the module; or there is no process group, or
-            this process is no RPC worker.
+            this process is not an RPC worker.
         ValueError: A parameter cannot be divided like this, or ranks want different things.
     """
     work = prepare(module, lambda: read_plan(module, plan), specs_in(plan), src_rank, process_group)
-    replacements = _run_sharders(module, work)
-    _divide_all(work, src_rank)
-    if work.group is not None:
-        supply(work.group, module, work.lacking, src_rank, work.device)
+    replacements = run_sharders(work)
+    divide_parameters(work, src_rank)
+    send_lacking(work, module, src_rank)
     for step, made in zip(work.steps.sharders, replacements, strict=True):
-        for parent, attribute in step.slots:
-            setattr(parent, attribute, made)
+        step.replace(made)
     for path, spec in work.steps.outputs.items():
         _reshard_output(module.get_submodule(path), spec)
     for path in work.steps.local_outputs:
         _collect_local_shard(module.get_submodule(path))
 
 
-# -- done to the module ------------------------------------------------------------------------------------------------
-
-
-def _run_sharders(module: nn.Module, work: Work) -> list[nn.Module]:
-    """What the `Sharder`s make, if all of them, on all ranks, make what can be used."""
-    made: list[nn.Module] = []
-
-    def run() -> Said:
-        made.extend(_run_sharder(step) for step in work.steps.sharders)
-        for path in (*work.steps.outputs, *work.steps.local_outputs):
-            for step, found in zip(work.steps.sharders, made, strict=True):
-                if path.startswith(f"{step.path}."):
-                    found.get_submodule(path.removeprefix(f"{step.path}."))
-        return {}
-
-    if work.steps.sharders and work.group is not None:
-        agree(work.group, run)
-    else:
-        run()
-    return made
-
-
-def _run_sharder(step: SharderStep) -> nn.Module:
-    found = step.sharder.shard(step.module)
-    if not isinstance(found, nn.Module):
-        raise TypeError(
-            f"{type(step.sharder).__name__}.shard must return an nn.Module for '{step.path}', not {type(found).__name__}"
-        )
-    return found
-
-
-def _divide_all(work: Work, src_rank: int) -> None:
-    for step, (engine, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
-        _divide(step, engine, metadata, src_rank, has_values)
-
-
-def _divide(
-    step: ParameterStep, engine: Engine, metadata: ShardedTensorMetadata, src_rank: int, has_values: bool
-) -> None:
-    """Puts a sharded tensor wherever the module has the parameter; nobody here keeps the original."""
-    tensor = step.tensor
-    if type(step.spec).shard is ShardingSpec.shard:
-        made = divide_tensor(engine, tensor, step.spec, metadata, src_rank, has_values)
-    else:  # a class of its own has its own way
-        group = engine.group if isinstance(engine, GroupEngine) else None
-        made = step.spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
-    if isinstance(tensor, nn.Parameter):
-        made._is_param = True  # what makes torch take a tensor of a class of one's own for a parameter
-    for owner, attribute in step.slots:
-        setattr(owner, attribute, made)
-
-
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Has a module's sharded output divided in another way; a plain one is left as it is.
-
-    Returns:
-        The module.
-    """
-
-    def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return output.redistribute(resharding_spec) if isinstance(output, ShardedTensor) else output
-
-    module.register_forward_hook(hook)
-    return module
+    """Redistribute a module's sharded output by another spec; leave a plain one as it is. Return the module."""
+    return _change_output(module, lambda output: output.redistribute(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Has a module return a plain tensor for a sharded one; a plain one is left as it is.
+    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module.
 
     In a process group it is what the rank has; if the tensor is cut into slices of length 1, without that dimension. Over
     RPC workers it is the whole tensor.
-
-    Returns:
-        The module.
     """
+    return _change_output(module, _collect)
 
+
+def _change_output(module: nn.Module, change: Callable[[ShardedTensor], torch.Tensor]) -> nn.Module:
     def hook(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return _collect(output) if isinstance(output, ShardedTensor) else output
+        return change(output) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
     return module
 
 
 def _collect(output: ShardedTensor) -> torch.Tensor:
-    if not isinstance(output._engine, GroupEngine):
+    if not isinstance(output._backend, GroupBackend):
         return output.full_tensor()
     found, spec = output.local_tensor(), output.sharding_spec()
     if isinstance(spec, ChunkShardingSpec) and output.shape[spec.dim] == len(spec.placements):
@@ -226,7 +160,7 @@ def _collect(output: ShardedTensor) -> torch.Tensor:
 
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """What is made or loaded in this block belongs to a process group. Blocks can be nested; the inner one counts."""
+    """Use a process group for what is made or loaded in this block. Blocks can be nested; the inner one counts."""
     token = current_process_group.set(process_group)
     try:
         yield process_group
@@ -235,10 +169,10 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def _get_current_process_group() -> Any:
-    """That of `load_with_process_group`, or the default one.
+    """Return the group of `load_with_process_group`, or the default one.
 
     Raises:
         ValueError: There is neither.
     """
     group = current_process_group.get()
-    return group if group is not None else distributed_c10d._get_default_group()
+    return group if group is not None else default_process_group()

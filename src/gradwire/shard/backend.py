@@ -1,19 +1,19 @@
-"""What operations on sharded tensors are written in, so that each is written once.
+"""The operations that everything on sharded tensors is written in, so that each function of torch is implemented once.
 
-An engine knows where the parts of tensors are and how functions get to them. There are two. In a **process group**
-(`group_engine`) every rank runs the same program and handles its own parts. Over **RPC workers** (`worker_engine`) one
+A backend knows where the parts of tensors are and how functions get to them. There are two. In a **process group**
+(`group_backend`) every rank runs the same program and handles its own parts. Over **RPC workers** (`worker_backend`) one
 worker runs the program and handles all parts, which are references to tensors elsewhere.
 
     run         a function of parts, where they are; what it returns stays there
     move        from one layout to another; what is moved keeps its gradient, which goes back the same way
-    replicate   parts -> the same plain tensor for everybody who runs the program
+    replicate   parts -> the same plain tensor for every participant
     divide      such a tensor -> parts
-    spread      everybody's own rows -> parts
-    ask         questions to parts, made by everybody for themselves, and the answers
+    spread      every participant's own rows -> parts
+    ask         questions to parts, made by every participant for itself, and the answers
 
-Two kinds of plain tensors meet sharded ones. What is **one's own** (the rows of a batch) may be different for everybody who
-runs the program; its gradient is one's own, too. What is **replicated** (a bias, the result of a reduction) is the same
-everywhere, and so is its gradient: the total.
+The *participants* are the processes that run the program: all ranks, or one worker. Two kinds of plain tensors meet sharded
+ones. A participant's **own** (the rows of a batch) may be different for each of them, and so is its gradient. What is
+**replicated** (a bias, the result of a reduction) is the same everywhere, and so is its gradient: the total.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Part = torch.Tensor | RRef[Any]
 Request = tuple[torch.Tensor, ...]
 """What is asked of one part: tensors of one dimension, of any length."""
 
-Answerer = Callable[[torch.Tensor, Request, list[list[int]], Any], torch.Tensor]
-"""Answers what everybody asks of one part: all answers, one after the other.
+Answerer = Callable[[torch.Tensor, Request, Any], torch.Tensor]
+"""Answers what all participants ask of one part: all answers, one after the other.
 
-Gets the part, all requests, joined tensor by tensor, how long each tensor of each request was, and the setting of the part.
+Gets the part, all requests, joined tensor by tensor, and the setting of the part.
 """
 
 
@@ -46,14 +46,14 @@ class Question:
     """What a process asks of all parts of a tensor.
 
     Attributes:
-        function: Gives the answers, where the part is. Must be found by name everywhere.
-        requests: What is asked of each box, also of those this process does not handle. All have as many tensors, of the
-            same dtypes, whoever asks.
-        settings: For each box, a plain value for the function; the same, whoever asks.
+        function: Gives the answers, where the part is. Must be importable by name everywhere.
+        requests: What is asked of each box, also of those this process does not handle. All participants' have as many
+            tensors, of the same dtypes.
+        settings: For each box, a plain value for the function, the same for all participants.
         along: The position of the tensor in a request that is as long as the answer.
         rests: The other dimensions of the answers of each box.
         like: Tells dtype and device of the answers.
-        error: Why this process cannot ask; everybody raises then.
+        error: Why this process cannot ask; all participants raise then.
         asks_all: Whether parts are asked, too, of which nothing is wanted, so that they take part in backward.
     """
 
@@ -67,43 +67,43 @@ class Question:
     asks_all: bool = False
 
     def shape(self, number: int) -> tuple[int, ...]:
-        """Of the answer that a box gives to this process."""
+        """Return the shape of the answer that a box gives to this process."""
         return self.requests[number][self.along].size(0), *self.rests[number]
 
 
-class Engine(ABC):
+class Backend(ABC):
     """Where parts are and how functions get to them.
 
-    All methods but `numbers` concern everybody: in a process group each rank must call them, in the same order. Lists of
-    parts are in the order of `numbers`.
+    All methods but `box_numbers` are collective: in a process group each rank must call them, in the same order. Lists of
+    parts are in the order of `box_numbers`.
     """
 
     @property
     @abstractmethod
-    def here(self) -> Place:
-        """This process."""
+    def own_place(self) -> Place:
+        """The place that this process is."""
 
     @property
     @abstractmethod
-    def askers(self) -> tuple[Place, ...]:
-        """Everybody who runs the program: all ranks, or this worker alone."""
+    def participants(self) -> tuple[Place, ...]:
+        """All processes that run the program: all ranks, or this worker alone."""
 
     @abstractmethod
     def complete(self, layout: Layout) -> Layout:
-        """The layout, with empty boxes for those who must have one."""
+        """Return the layout with empty boxes for places that must have one."""
 
     @abstractmethod
-    def numbers(self, layout: Layout) -> list[int]:
-        """The boxes whose parts this process handles: its own, or all."""
+    def box_numbers(self, layout: Layout) -> list[int]:
+        """Return the boxes whose parts this process handles: its own, or all."""
 
     @abstractmethod
     def run(
         self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
     ) -> list[Part]:
-        """``function(column[0], ..., **constants)`` for each part, where it is. The results stay there.
+        """Call ``function(column[0], ..., **constants)`` for each part, where it is. The results stay there.
 
         Args:
-            function: Must be found by name everywhere: at the top of a module, or of torch.
+            function: Must be importable by name everywhere: at the top of a module, or of torch.
             layout: Tells where.
             columns: For each part, its arguments: parts, tensors that are here, or plain values.
             constants: Plain values, the same for all.
@@ -113,12 +113,12 @@ class Engine(ABC):
     def move(
         self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
     ) -> list[Part]:
-        """The parts of another layout. Gradients go back the same way; those of several copies add up.
+        """Return the parts of another layout. Gradients go back the same way; those of several copies add up.
 
         Args:
             parts: Of the old layout.
-            old: Who has what.
-            new: Who is to have what.
+            old: Where they are.
+            new: Where they are to be.
             like: Tells dtype and device.
             is_sum: Whether old boxes that overlap are parts of a sum; else they must not overlap.
         """
@@ -127,45 +127,45 @@ class Engine(ABC):
     def replicate(
         self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
     ) -> torch.Tensor:
-        """The whole tensor for everybody. Its gradient counts as the same everywhere."""
+        """Return the whole tensor to every participant. Its gradient counts as the same everywhere."""
 
     @abstractmethod
     def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:
-        """The parts of a tensor that is the same everywhere. Its gradient is the total, for everybody."""
+        """Return the parts of a tensor that is the same everywhere. Its gradient is the total, everywhere."""
 
     @abstractmethod
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
-        """The parts of everybody's own rows, for the next `run`. The gradient is one's own.
+        """Return the parts of every participant's own rows, for the next `run`. The gradient is that of the own rows.
 
         Args:
-            rows: One's own.
-            batch: Whose rows are where; its places are the askers.
-            layout: Who is to have what; boxes may overlap.
+            rows: This participant's own.
+            batch: Whose rows are where; its places are the participants.
+            layout: Where they are to be; boxes may overlap.
         """
 
     @abstractmethod
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Asks every part something, and returns the answers of all boxes, all of them here.
+        """Ask every part something, and return the answers of all boxes, all of them here.
 
         Tensors in requests and answers keep their gradients, except for integers.
 
         Raises:
             Exception: The error of the question.
-            RuntimeError: Somebody else's question has one.
+            RuntimeError: Another participant's question has an error.
         """
 
     @abstractmethod
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers that everybody says, in the order of `askers`. All say as many."""
+        """Return every participant's numbers, in the order of `participants`. All must pass as many."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every participant's value, in the order of `participants`."""
 
     @abstractmethod
     def settle(self, parts: Sequence[Part] = ()) -> None:
-        """Returns when every function that was started has ended, so that what it reads may be changed in place.
+        """Wait until every function that was started has ended, so that what it reads may be changed in place.
 
         Args:
             parts: If one of these could not be made, its error is raised.
         """
-
-    @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """What everybody who runs the program says, in the order of `askers`."""

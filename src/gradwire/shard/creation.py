@@ -1,4 +1,4 @@
-"""Sharded tensors from nothing and from tensors that are not sharded; those of shards are in `local_shards`."""
+"""Makes sharded tensors: from nothing, from a plain tensor, and from the shards that each rank has."""
 
 from __future__ import annotations
 
@@ -13,107 +13,23 @@ import torch.distributed as dist
 
 from gradwire import rpc
 from gradwire.rref import RRef
-from gradwire.shard import redistribute as moving
-from gradwire.shard.backend import Engine, Part
-from gradwire.shard.group_backend import GroupEngine, NoGroupEngine, agree
+from gradwire.shard import redistribute
+from gradwire.shard.backend import Backend, Part
+from gradwire.shard.group_backend import GroupBackend, NoGroupBackend, Proposal, agree, all_or_none
 from gradwire.shard.layout import Box, Layout, Place, cut, whole
 from gradwire.shard.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import _parse_and_validate_remote_device as _parse_and_validate_remote_device
-from gradwire.shard.placement import engine_for, find_group, layout_of
+from gradwire.shard.placement import backend_for, find_group, layout_of
 from gradwire.shard.sharding_spec import ShardingSpec, as_placement, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
-from gradwire.shard.worker_backend import value_of
+from gradwire.shard.worker_backend import ranges_in, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-ROUND_BYTES = 16 * 2**20
-"""What is on its way at a time, of all shards together."""
-
-_MIN_PIECE_BYTES = 2**18
-
-
-def scatter(
-    engine: Engine, tensor: torch.Tensor, source: Place, layout: Layout, devices: Sequence[str], has_values: bool
-) -> list[Part]:
-    """The parts of a tensor, each with memory of its own, as leaves.
-
-    Args:
-        engine: Knows the way to the parts.
-        tensor: Of the same size and dtype for everybody; may be without data (``meta``) where it is not the source's.
-        source: Whose tensor counts.
-        layout: Who is to have what.
-        devices: Of all boxes of the layout.
-        has_values: Whether the source's tensor has data; if not, parts are whatever was in memory.
-    """
-    sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
-    own_devices = [devices[number] for number in engine.numbers(layout)]
-    with torch.no_grad():
-        if has_values and isinstance(engine, GroupEngine):
-            return _to_ranks(engine, tensor, int(source), layout, own_devices)
-        parts = engine.run(
-            make_empty, layout, sizes, own_devices, dtype=tensor.dtype, requires_grad=tensor.requires_grad
-        )
-        if has_values:
-            _fill_on_workers(engine, tensor.detach(), layout, parts)
-    return parts
-
-
-def _to_ranks(
-    engine: GroupEngine, tensor: torch.Tensor, source: int, layout: Layout, devices: Sequence[str]
-) -> list[Part]:
-    """What is moved between ranks goes in pieces anyway."""
-    like = torch.empty(0, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
-    held = [tensor.detach()] if engine.here == source else []
-    moved = moving.move(held, Layout((whole(tensor.size()),), (source,)), layout, engine.group, like)
-    return [part.to(device).requires_grad_(tensor.requires_grad) for part, device in zip(moved, devices, strict=True)]
-
-
-def _fill_on_workers(engine: Engine, tensor: torch.Tensor, layout: Layout, parts: list[Part]) -> None:
-    outer, here = whole(tensor.size()), engine.here
-    for pieces in rounds(layout.boxes, tensor.element_size()):
-        waiting = []
-        for number, box in pieces:
-            place, part, ranges = layout.places[number], parts[number], _ranges(box, layout.boxes[number])
-            values = tensor[box.slices_in(outer)]
-            if place == here:
-                fill(part, ranges, values)
-            else:
-                waiting.append(rpc.rpc_async(place, fill, args=(part, ranges, values)))
-        for future in waiting:
-            future.wait()
-
-
-def make_empty(sizes: list[int], device: str, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """A part that is still to be filled, where it is to be."""
-    return torch.empty(sizes, device=device, dtype=dtype, requires_grad=requires_grad)
-
-
-def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
-    """Writes a piece into a part that is here."""
-    tensor: torch.Tensor = value_of(part) if isinstance(part, RRef) else part
-    with torch.no_grad():
-        tensor[tuple(slice(start, end) for start, end in ranges)].copy_(values)
-
-
-def _ranges(box: Box, outer: Box) -> list[tuple[int, int]]:
-    return [(item.start, item.stop) for item in box.slices_in(outer)]
-
-
-# -- which pieces ------------------------------------------------------------------------------------------------------
-
-
-def rounds(boxes: Sequence[Box], element_size: int) -> Iterator[list[tuple[int, Box]]]:
-    """Pieces of all boxes, with the numbers of these; those of one list go together."""
-    full = [number for number, box in enumerate(boxes) if box.num_elements]
-    limit = max(_MIN_PIECE_BYTES, ROUND_BYTES // max(1, len(full))) // element_size
-    for pieces in zip_longest(*(cut(boxes[number], limit) for number in full)):
-        yield [(number, piece) for number, piece in zip(full, pieces, strict=True) if piece is not None]
-
-
 class Options(TypedDict, total=False):
-    """What may be said of a sharded tensor besides its spec and size; `ShardedTensor` says what each means."""
+    """Options of a sharded tensor besides its spec and size, as `ShardedTensor` documents them."""
 
     dtype: torch.dtype | None
     layout: torch.layout
@@ -125,32 +41,32 @@ class Options(TypedDict, total=False):
 
 
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A sharded tensor whose elements are whatever was in memory; options are those of `ShardedTensor`."""
+    """Make a sharded tensor with undefined elements; options are those of `ShardedTensor`."""
     return _create("empty", sharding_spec, size, options)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A sharded tensor of ones; options are those of `ShardedTensor`."""
+    """Make a sharded tensor of ones; options are those of `ShardedTensor`."""
     return _create("ones", sharding_spec, size, options)
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A sharded tensor of zeros; options are those of `ShardedTensor`."""
+    """Make a sharded tensor of zeros; options are those of `ShardedTensor`."""
     return _create("zeros", sharding_spec, size, options)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Uniform random numbers from [0, 1), drawn where each shard is; options are those of `ShardedTensor`."""
+    """Make a sharded tensor of uniform random numbers; options are those of `ShardedTensor`."""
     return _create("rand", sharding_spec, size, options)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Normal random numbers, drawn where each shard is; options are those of `ShardedTensor`."""
+    """Make a sharded tensor of normal random numbers; options are those of `ShardedTensor`."""
     return _create("randn", sharding_spec, size, options)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A sharded tensor of one value; options are those of `ShardedTensor`."""
+    """Make a sharded tensor of one value; options are those of `ShardedTensor`."""
     if "dtype" not in options or options["dtype"] is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _create("full", sharding_spec, (size,), options, fill_value)
@@ -161,30 +77,28 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
         raise TypeError(f"a sharded tensor needs a ShardingSpec, not {type(spec).__name__}")
     group, init_rrefs, properties = _read(options)
     metadata = spec.build_metadata(_size(size), properties)
-    engine = engine_for(metadata.shards_metadata, group)
-    layout = layout_of(metadata.shards_metadata, engine)
-    numbers = engine.numbers(layout)
+    backend = backend_for(metadata.shards_metadata, group)
+    layout = layout_of(metadata.shards_metadata, backend)
+    numbers = backend.box_numbers(layout)
     sizes = [list(layout.boxes[number].sizes) for number in numbers]
     devices = [str(_device(metadata, number)) for number in numbers]
     flags = {"dtype": properties.dtype, "pin_memory": properties.pin_memory, "requires_grad": properties.requires_grad}
-    parts = engine.run(make_part, layout, [kind] * len(numbers), sizes, devices, more=list(more), flags=flags)
-    made = ShardedTensor._make(engine, spec, metadata, parts, layout)
-    if init_rrefs:
-        share_references(made)
-    return made
+    parts = backend.run(make_part, layout, sizes, devices, kind=kind, more=list(more), **flags)
+    made = ShardedTensor._make(backend, spec, metadata, parts, layout)
+    return share_references(made) if init_rrefs else made
 
 
-def make_part(kind: str, sizes: list[int], device: str, more: list[Any], flags: dict[str, Any]) -> torch.Tensor:
-    """A shard, where it is to be."""
+def make_part(sizes: list[int], device: str, kind: str, more: Sequence[Any] = (), **flags: Any) -> torch.Tensor:
+    """Make a shard, where it is to be."""
     made: torch.Tensor = getattr(torch, kind)(sizes, *more, device=device, **flags)
     return made
 
 
 def _device(metadata: ShardedTensorMetadata, number: int) -> Any:
-    """That of a shard; places without shards use the kind of the first."""
+    """Return the device of a shard; places without shards use the kind of the first."""
     shards = metadata.shards_metadata
     placement = shards[number if number < len(shards) else 0].placement
-    assert placement is not None  # the engine was chosen by it
+    assert placement is not None  # the backend was chosen by it
     device = placement.device()
     if number >= len(shards) and device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())  # not that of another rank
@@ -211,7 +125,7 @@ def _read(options: Options) -> tuple[Any, bool, TensorProperties]:
 def _size(size: Sequence[Any]) -> torch.Size:
     for item in _flat(size):
         if type(item) is not int:
-            raise TypeError(f"a size is made of integers, not {item!r}")
+            raise TypeError(f"a size consists of integers, not {item!r}")
     return torch.Size(_flat(size))
 
 
@@ -222,16 +136,8 @@ def _flat(size: Sequence[Any]) -> Sequence[Any]:
 def _create_tensor_from_params(
     *size: Any, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
-    """One shard whose elements are whatever was in memory: PyTorch's private name."""
-    return torch.empty(
-        *size,
-        dtype=tensor_properties.dtype,
-        layout=tensor_properties.layout,
-        device=local_device,
-        requires_grad=tensor_properties.requires_grad,
-        memory_format=tensor_properties.memory_format,
-        pin_memory=tensor_properties.pin_memory,
-    )
+    """Make one shard with undefined elements: PyTorch's private name."""
+    return torch.empty(*size, device=local_device, **vars(tensor_properties))
 
 
 # -- from a tensor that is not sharded ---------------------------------------------------------------------------------
@@ -240,131 +146,163 @@ def _create_tensor_from_params(
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> ShardedTensor:
-    """Divides a tensor. What it holds on one rank counts; over RPC workers, what it holds here.
+    """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
 
     Every shard goes straight to its place; the source sends no more than all of them, and copies a few megabytes at a time.
 
     Args:
         tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on the
-            ``meta`` device. If that of the source is, too, shards are whatever was in memory.
+            ``meta`` device. If that of the source is, too, the elements of shards are undefined.
         sharding_spec: How to divide it.
         src_rank: The rank in the group whose tensor counts.
         process_group: None for the default group.
 
     Raises:
-        TypeError: The spec is none.
+        TypeError: `sharding_spec` is not a `ShardingSpec`.
         ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
-        RuntimeError: There is no process group, or this process is no RPC worker.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
     """
-    group = find_group([sharding_spec], process_group)
-    if group is None:
-        engine, _ = placed(tensor, sharding_spec, process_group)
-        group = engine if isinstance(engine, GroupEngine) else None  # specs of other classes tell only now
-    has_values = not tensor.is_meta
-    if group is not None:
-        has_values = _agree_on(group, tensor, sharding_spec, src_rank, process_group)
-    engine, metadata = placed(tensor, sharding_spec, process_group)
-    return divide_tensor(engine, tensor, sharding_spec, metadata, src_rank, has_values)
+    found = find_group([sharding_spec], process_group)
+    if found is None:
+        backend, _ = placed(tensor, sharding_spec, process_group)
+        found = backend if isinstance(backend, GroupBackend) else None  # specs of other classes tell only now
+    group, has_values = found, not tensor.is_meta
 
-
-def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Engine, ShardedTensorMetadata]:
-    """Who is to have what of a tensor, and the engine that gets it there. Nothing is moved, and nobody is asked.
-
-    Raises:
-        TypeError: The spec is none.
-        ValueError: The tensor cannot be divided like this, or a placement names nobody.
-        RuntimeError: There is no process group, or this process is no RPC worker.
-    """
-    if not isinstance(spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
-    metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
-    engine = engine_for(metadata.shards_metadata, process_group)
-    layout_of(metadata.shards_metadata, engine)
-    return engine, metadata
-
-
-def divide_tensor(
-    engine: Engine,
-    tensor: torch.Tensor,
-    spec: ShardingSpec,
-    metadata: ShardedTensorMetadata,
-    src_rank: int,
-    has_values: bool,
-) -> ShardedTensor:
-    """Divides a tensor, once everybody is known to be about to do so; see `shard_tensor`."""
-    layout = layout_of(metadata.shards_metadata, engine)
-    devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
-    source: Place = src_rank if isinstance(engine, GroupEngine) else engine.here
-    parts = scatter(engine, tensor, source, layout, devices, has_values)
-    return ShardedTensor._make(engine, spec, metadata, parts, layout)
-
-
-def check_source(engine: Engine, src_rank: Any) -> None:
-    """
-    Raises:
-        ValueError: It is no rank of the group.
-    """
-    if isinstance(engine, GroupEngine) and (type(src_rank) is not int or src_rank not in engine.askers):
-        raise ValueError(f"src_rank {src_rank!r} is no rank of the group, which has {len(engine.askers)}")
-
-
-def _agree_on(engine: GroupEngine, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> bool:
-    """Whether the source has values; raises for all ranks unless all are about to do the same."""
-
-    def prepare() -> dict[str, Any]:
-        _, metadata = placed(tensor, spec, process_group)
-        check_source(engine, src_rank)
+    def propose() -> Proposal:
+        _, metadata = placed(tensor, sharding_spec, process_group)
+        check_source(group, src_rank)
         return {
             "src_rank": src_rank,
             "sharding_spec": metadata.shards_metadata,
             "size": list(tensor.size()),
             "dtype": str(tensor.dtype),
             "requires_grad": tensor.requires_grad,
-            "has_values": not tensor.is_meta,
+            "has_values": has_values,
         }
 
-    has_values: bool = agree(engine, prepare, own_matters=["has_values"])[src_rank]["has_values"]
-    return has_values
+    if group is not None:
+        has_values = agree(group.group, propose, may_differ=["has_values"])[src_rank]["has_values"]
+    backend, metadata = placed(tensor, sharding_spec, process_group)
+    return divide_tensor(backend, tensor, sharding_spec, metadata, src_rank, has_values)
+
+
+def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Backend, ShardedTensorMetadata]:
+    """Return the backend and the metadata of a tensor that is to be divided. Nothing is moved or sent.
+
+    Raises:
+        TypeError: `spec` is not a `ShardingSpec`.
+        ValueError: The tensor cannot be divided like this, or a placement does not exist.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
+    """
+    if not isinstance(spec, ShardingSpec):
+        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
+    metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
+    backend = backend_for(metadata.shards_metadata, process_group)
+    layout_of(metadata.shards_metadata, backend)
+    return backend, metadata
+
+
+def divide_tensor(
+    backend: Backend,
+    tensor: torch.Tensor,
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    src_rank: int,
+    has_values: bool,
+) -> ShardedTensor:
+    """Divide a tensor, once all ranks have agreed to do so; see `shard_tensor`."""
+    layout = layout_of(metadata.shards_metadata, backend)
+    devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
+    source: Place = src_rank if isinstance(backend, GroupBackend) else backend.own_place
+    parts = scatter(backend, tensor, source, layout, devices, has_values)
+    return ShardedTensor._make(backend, spec, metadata, parts, layout)
+
+
+def check_source(backend: Backend | None, src_rank: Any) -> None:
+    """Check that the source is a rank of the group, if there is one.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if isinstance(backend, GroupBackend) and (type(src_rank) is not int or src_rank not in backend.participants):
+        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(backend.participants)}")
+
+
+# -- from a source to its shards --------------------------------------------------------------------------------------
+
+ROUND_BYTES = 16 * 2**20
+"""How much is on its way at a time, of all shards together."""
+
+_MIN_PIECE_BYTES = 2**18
+
+
+def scatter(
+    backend: Backend, tensor: torch.Tensor, source: Place, layout: Layout, devices: Sequence[str], has_values: bool
+) -> list[Part]:
+    """Return the parts of a tensor, each with memory of its own, as leaves.
+
+    Args:
+        backend: Knows the way to the parts.
+        tensor: Of the same size and dtype everywhere; may be without data (``meta``) where it is not the source's.
+        source: Whose tensor counts.
+        layout: Where the parts are to be.
+        devices: Of all boxes of the layout.
+        has_values: Whether the source's tensor has data; if not, the elements of parts are undefined.
+    """
+    sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
+    own_devices = [devices[number] for number in backend.box_numbers(layout)]
+    with torch.no_grad():
+        if has_values and isinstance(backend, GroupBackend):
+            # What is moved between ranks goes in pieces anyway.
+            like = torch.empty(0, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+            held = [tensor.detach()] if backend.own_place == source else []
+            old = Layout((whole(tensor.size()),), (source,))
+            moved = redistribute.move(held, old, layout, backend.group, like)
+            own = zip(moved, own_devices, strict=True)
+            return [part.to(device).requires_grad_(tensor.requires_grad) for part, device in own]
+        flags = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+        parts = backend.run(make_part, layout, sizes, own_devices, kind="empty", **flags)
+        if has_values:
+            _fill_on_workers(backend, tensor.detach(), layout, parts)
+    return parts
+
+
+def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, parts: list[Part]) -> None:
+    outer, here = whole(tensor.size()), backend.own_place
+    for pieces in rounds(layout.boxes, tensor.element_size()):
+        waiting = []
+        for number, box in pieces:
+            place, part, ranges = layout.places[number], parts[number], ranges_in(box, layout.boxes[number])
+            values = tensor[box.slices_in(outer)]
+            if place == here:
+                fill(part, ranges, values)
+            else:
+                waiting.append(rpc.rpc_async(place, fill, args=(part, ranges, values)))
+        for future in waiting:
+            future.wait()
+
+
+def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
+    """Write a piece into a part that is here."""
+    tensor: torch.Tensor = value_of(part) if isinstance(part, RRef) else part
+    with torch.no_grad():
+        tensor[tuple(slice(start, end) for start, end in ranges)].copy_(values)
+
+
+def rounds(boxes: Sequence[Box], element_size: int) -> Iterator[list[tuple[int, Box]]]:
+    """Yield lists of pieces of all boxes, with the numbers of these; those of one list go together."""
+    full = [number for number, box in enumerate(boxes) if box.num_elements]
+    limit = max(_MIN_PIECE_BYTES, ROUND_BYTES // max(1, len(full))) // element_size
+    for pieces in zip_longest(*(cut(boxes[number], limit) for number in full)):
+        yield [(number, piece) for number, piece in zip(full, pieces, strict=True) if piece is not None]
 
 
 # -- references between ranks ------------------------------------------------------------------------------------------
 
 
-def share_references(tensor: ShardedTensor) -> None:
-    """Gives every rank references to the shards of all others that have some.
-
-    All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
-
-    Raises:
-        RuntimeError: The ranks are not all RPC workers.
-    """
-    if not isinstance(tensor._engine, GroupEngine):
-        return
-    world = GroupEngine()
-    own = rpc.get_worker_info() if rpc._is_current_rpc_agent_set() else None
-    key = next(_numbers)
-    _offered[key] = [RRef(shard) for shard in tensor.local_shards()] if own is not None else []
-    said = world.gather_objects((own, key, len(_offered[key])))
-    missing = [rank for rank, (info, _, _) in enumerate(said) if info is None]
-    if missing:
-        del _offered[key]
-        raise RuntimeError(
-            "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True; ranks "
-            f"{missing} are not RPC workers"
-        )
-    futures = {
-        info.id: rpc.rpc_async(info, _take_offered, args=(number,))
-        for rank, (info, number, num_shards) in enumerate(said)
-        if rank != world.here and num_shards
-    }
-    tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
-    world.gather_objects(None)  # all ranks have them by now
-    del _offered[key]
-
-
-_numbers = itertools.count()
+_keys = itertools.count()
 _offered: dict[int, list[RRef[Shard]]] = {}  # to other ranks, while a tensor is being made
 
 
@@ -372,10 +310,46 @@ def _take_offered(key: int) -> list[RRef[Shard]]:
     return _offered[key]
 
 
+def share_references(tensor: ShardedTensor) -> ShardedTensor:
+    """Give every rank references to the shards of all others that have some, and return the tensor.
+
+    All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
+
+    Raises:
+        RuntimeError: The ranks are not all RPC workers.
+    """
+    if not isinstance(tensor._backend, GroupBackend):
+        return tensor
+    world, key = GroupBackend(), next(_keys)
+    own = rpc.get_worker_info() if rpc._is_current_rpc_agent_set() else None
+    _offered[key] = [RRef(shard) for shard in tensor.local_shards()] if own is not None else []
+    try:
+        offers = world.gather_objects((own, key, len(_offered[key])))
+        missing = [rank for rank, (info, _, _) in enumerate(offers) if info is None]
+        if missing:
+            raise RuntimeError(
+                "RPC Framework needs to be initialized using gradwire.rpc.init_rpc if init_rrefs is set to True; ranks "
+                f"{missing} are not RPC workers"
+            )
+        futures = {
+            info.id: rpc.rpc_async(info, _take_offered, args=(number,))
+            for rank, (info, number, num_shards) in enumerate(offers)
+            if rank != world.own_place and num_shards
+        }
+        tensor._remote_shards = {worker: future.wait() for worker, future in futures.items()}
+        world.gather_objects(None)  # all ranks have them by now
+    finally:
+        del _offered[key]
+    return tensor
+
+
+# -- from the shards of each rank -------------------------------------------------------------------------------------
+
+
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """A sharded tensor of the shards that each rank has.
+    """Make a sharded tensor of the shards that each rank has.
 
     Args:
         local_shards: Those of this rank; may be empty.
@@ -385,74 +359,78 @@ def init_from_local_shards(
         init_rrefs: Whether ranks make references to their shards for each other; see `share_references`.
 
     Raises:
-        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks say different things. Every rank
-            raises it, also if only one is to blame.
+        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks pass different sizes or
+            properties. Every rank raises it, also if only the shards of one are wrong.
     """
-    engine = GroupEngine(process_group)
+    backend = GroupBackend(process_group)
     is_stacked = None in _flat(global_size)
     size = _size([0 if item is None else item for item in _flat(global_size)])
-    problem = next(filter(None, (find_problem(shard, dist.get_rank()) for shard in local_shards)), "")
-    told = (list(size), [(s.metadata, TensorProperties.create_from_tensor(s.tensor)) for s in local_shards])
-    said = engine.gather_objects((problem, told))
-    for text, _ in said:
-        if text:
-            raise ValueError(text)
-    metadata = _agree([items for _, items in said], is_stacked)
+
+    def describe() -> _Described:
+        for shard in local_shards:
+            _check_shard(shard, dist.get_rank())
+        return list(size), [(s.metadata, TensorProperties.create_from_tensor(s.tensor)) for s in local_shards]
+
+    metadata = _join_metadata(all_or_none(backend.group, describe), is_stacked)
     if is_stacked:
         own = (item for item in metadata.shards_metadata if _rank_of(item) == dist.get_rank())
         for shard, found in zip(local_shards, own, strict=True):
             shard.metadata = found
-    made = _from_own_shards(engine, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
-    if init_rrefs:
-        share_references(made)
-    return made
+    made = _from_own_shards(backend, metadata, local_shards, infer_sharding_spec(metadata.shards_metadata))
+    return share_references(made) if init_rrefs else made
 
 
-def find_problem(shard: Shard, rank: int) -> str:
-    """Why a shard cannot be one of that rank's (among all ranks); empty if it can."""
+_Described = tuple[list[int], list[tuple[ShardMetadata, TensorProperties]]]
+"""What one rank knows of a tensor: the size of the whole, and the shards that it has, with the properties of each."""
+
+
+def _check_shard(shard: Shard, rank: int) -> None:
+    """Check that a shard can be one of that rank's, among all ranks."""
     tensor, placement = shard.tensor, shard.metadata.placement
     if tensor.layout != torch.strided:
-        return f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!"
+        raise ValueError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!")
     if not tensor.is_contiguous():
-        return f"Only torch.contiguous_format memory_format is currently supported! A shard of rank:{rank} has another"
+        raise ValueError(
+            f"Only torch.contiguous_format memory_format is currently supported! A shard of rank:{rank} has another"
+        )
     if placement is None or placement.rank() != rank:
-        return (
+        raise ValueError(
             f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in the "
             f"process group: {rank}, local ShardMetadata placement: {placement}"
         )
-    return ""
 
 
-def _agree(
-    said: Sequence[tuple[list[int], list[tuple[ShardMetadata, TensorProperties]]]], is_stacked: bool
-) -> ShardedTensorMetadata:
-    """What all ranks together say of the tensor; all get the same, and so all raise the same.
+def _find_difference(one: TensorProperties, other: TensorProperties) -> str | None:
+    names = ("dtype", "layout", "requires_grad", "pin_memory")
+    return next((name for name in names if getattr(one, name) != getattr(other, name)), None)
+
+
+def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> ShardedTensorMetadata:
+    """Return the metadata of the whole; all ranks get the same, and so all raise the same.
 
     Args:
-        said: By rank: the size of the whole, and the shards that it has, with what is known of each.
+        described: What each rank knows of it.
         is_stacked: Whether shards are consecutive rows, and neither offsets nor the size are known yet.
     """
-    size = said[0][0]
-    for rank, (other, _) in enumerate(said):
+    size = described[0][0]
+    for rank, (other, _) in enumerate(described):
         if other != size:
             raise ValueError(
                 f"ShardedTensor global_size property does not match from different ranks! Found "
                 f"global_size={size} on rank:0, and global_size={other} on rank:{rank}"
             )
-    shards, properties, first_rank = [], None, 0
-    for rank, (_, items) in enumerate(said):
-        for metadata, found in items:
-            if properties is None:
-                properties, first_rank = found, rank
-            for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-                if getattr(found, name) != getattr(properties, name):
-                    raise ValueError(
-                        f"ShardedTensor {name} property does not match from different ranks! Found {name}="
-                        f"{getattr(properties, name)} on rank:{first_rank}, and {name}={getattr(found, name)} on rank:{rank}"
-                    )
-            shards.append(metadata)
-    if properties is None:
+    of_shards = [(rank, *item) for rank, (_, items) in enumerate(described) for item in items]
+    if not of_shards:
         raise ValueError("a ShardedTensor would have no local shards on all ranks; it needs at least one shard")
+    first_rank, _, properties = of_shards[0]
+    for rank, _, found in of_shards:
+        name = _find_difference(found, properties)
+        if name is not None:
+            raise ValueError(
+                f"ShardedTensor {name} property does not match from different ranks! Found {name}="
+                f"{getattr(properties, name)} on rank:{first_rank}, and {name}={getattr(found, name)} on rank:{rank}"
+            )
+    shards = [metadata for _, metadata, _ in of_shards]
     if is_stacked:
         size = stack_shards(shards, 0)
     validate_shards(shards)
@@ -461,13 +439,10 @@ def _agree(
 
 
 def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
-    """Gives shards, in place, the offsets that they have one after the other along a dimension, in the order of ranks.
-
-    Returns:
-        The size of the whole.
+    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole.
 
     Raises:
-        AssertionError: A shard names no rank.
+        AssertionError: A shard does not name a rank.
     """
     start = 0
     for shard in sorted(shards, key=_rank_of):
@@ -479,37 +454,31 @@ def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
 def _rank_of(shard: ShardMetadata) -> int:
     rank = shard.placement.rank() if shard.placement is not None else None
     if rank is None:
-        raise AssertionError(f"every shard must say which rank has it, unlike {shard}")
+        raise AssertionError(f"every shard must name the rank that has it, unlike {shard}")
     return rank
 
 
 def _from_own_shards(
-    engine: Engine,
+    backend: Backend,
     metadata: ShardedTensorMetadata,
     local_shards: Sequence[Shard],
     spec: ShardingSpec,
     layout: Layout | None = None,
 ) -> ShardedTensor:
-    layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
-    tensors = {
-        tuple(shard.metadata.shard_offsets) + tuple(shard.metadata.shard_sizes): shard.tensor for shard in local_shards
-    }
+    layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
+    tensors = {shard.metadata.box: shard.tensor for shard in local_shards}
+    properties, shards = metadata.tensor_properties, metadata.shards_metadata
     parts: list[Part] = []
-    for number in engine.numbers(layout):
-        if number < len(metadata.shards_metadata):
-            box = layout.boxes[number]
-            if box.offsets + box.sizes not in tensors:
-                raise ValueError(f"this rank has no tensor for its shard {metadata.shards_metadata[number]}")
-            parts.append(tensors[box.offsets + box.sizes])
+    for number in backend.box_numbers(layout):
+        box = layout.boxes[number]
+        if number < len(shards):
+            if box not in tensors:
+                raise ValueError(f"this rank has no tensor for its shard {shards[number]}")
+            parts.append(tensors[box])
         else:
-            parts.append(_nothing(metadata, layout.num_dims))
-    return ShardedTensor._make(engine, spec, metadata, parts, layout)
-
-
-def _nothing(metadata: ShardedTensorMetadata, num_dims: int) -> torch.Tensor:
-    properties = metadata.tensor_properties
-    device = _device(metadata, len(metadata.shards_metadata))
-    return torch.empty([0] * num_dims, dtype=properties.dtype, requires_grad=properties.requires_grad, device=device)
+            device, requires_grad = _device(metadata, len(shards)), properties.requires_grad
+            parts.append(torch.empty(box.sizes, dtype=properties.dtype, requires_grad=requires_grad, device=device))
+    return ShardedTensor._make(backend, spec, metadata, parts, layout)
 
 
 def init_from_local_shards_and_metadata(
@@ -519,16 +488,16 @@ def init_from_local_shards_and_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The same, if every rank knows the metadata already: nothing is exchanged.
+    """Make a sharded tensor of the shards that each rank has, by metadata that all ranks know: nothing is exchanged.
 
     Raises:
-        ValueError: The metadata is not that of a tensor, or this rank's shards are others.
+        ValueError: The metadata does not describe a tensor, or this rank's shards do not fit it.
         RuntimeError: This rank has more or fewer shards than the metadata says.
     """
     shards = sharded_tensor_metadata.shards_metadata
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
-    engine = engine_for(shards, process_group)
-    if isinstance(engine, GroupEngine):
+    backend = backend_for(shards, process_group)
+    if isinstance(backend, GroupBackend):
         rank = dist.get_rank()
         expected = [shard for shard in shards if _rank_of(shard) == rank]
         if len(local_shards) != len(expected):
@@ -537,15 +506,20 @@ def init_from_local_shards_and_metadata(
                 f"sharded_tensor_metadata ({len(expected)}) on rank ({rank})"
             )
         for shard in local_shards:
-            _check_properties(shard, sharded_tensor_metadata.tensor_properties, rank)
-    made = _from_own_shards(engine, sharded_tensor_metadata, local_shards, spec)
-    if init_rrefs:
-        share_references(made)
-    return made
+            found, wanted = TensorProperties.create_from_tensor(shard.tensor), sharded_tensor_metadata.tensor_properties
+            name = _find_difference(found, wanted)
+            if name is not None:
+                raise ValueError(
+                    f"Local shards' tensor {name} property is incompatible with tensor property on rank {rank}: tensor "
+                    f"property {name}={getattr(wanted, name)}, local shard tensor {name}={getattr(found, name)}"
+                )
+            _check_shard(shard, rank)
+    made = _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec)
+    return share_references(made) if init_rrefs else made
 
 
 def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
-    """The spec, if the metadata is that of a tensor."""
+    """Return the spec of metadata that describes a tensor."""
     shards = metadata.shards_metadata
     if not shards:
         raise ValueError("shards_metadata must not be empty!")
@@ -556,25 +530,14 @@ def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) 
     return spec if spec is not None else infer_sharding_spec(shards)
 
 
-def _check_properties(shard: Shard, wanted: TensorProperties, rank: int) -> None:
-    found = TensorProperties.create_from_tensor(shard.tensor)
-    for name in ("layout", "dtype", "requires_grad", "pin_memory"):
-        if getattr(found, name) != getattr(wanted, name):
-            raise ValueError(
-                f"Local shards' tensor {name} property is incompatible with tensor property on rank {rank}: tensor "
-                f"property {name}={getattr(wanted, name)}, local shard tensor {name}={getattr(found, name)}"
-            )
-    problem = find_problem(shard, rank)
-    if problem:
-        raise ValueError(problem)
-
-
 def describe_local_shards(
     local_shards: Sequence[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The same without a process group, such as in a tool that reads the shards of all ranks: to be looked at only.
+    """Make a sharded tensor without a process group, such as in a tool that reads the shards of all ranks.
+
+    It has `metadata` and `local_shards`, and no operations.
 
     Args:
         local_shards: Those that are here, of any ranks; they need not be contiguous.
@@ -582,18 +545,18 @@ def describe_local_shards(
         sharding_spec: How it is divided; if not given, it is found from the metadata.
 
     Raises:
-        ValueError: The metadata is not that of a tensor, or a shard is not in it.
+        ValueError: The metadata does not describe a tensor, or a shard is not in it.
     """
     shards = sharded_tensor_metadata.shards_metadata
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
-    engine = NoGroupEngine()
+    backend = NoGroupBackend()
     own = [shard.metadata.box for shard in local_shards]
-    for shard, box in zip(local_shards, own, strict=True):
-        if not any(box == item.box for item in shards):
-            raise ValueError(f"the local shard {shard.metadata} is not in the metadata")
     boxes = tuple(item.box for item in shards)
-    places = tuple(engine.here if box in own else _rank_of(item) for box, item in zip(boxes, shards, strict=True))
-    return _from_own_shards(engine, sharded_tensor_metadata, local_shards, spec, Layout(boxes, places))
+    for shard in local_shards:
+        if shard.metadata.box not in boxes:
+            raise ValueError(f"the local shard {shard.metadata} is not in the metadata")
+    places = tuple(backend.own_place if box in own else _rank_of(item) for box, item in zip(boxes, shards, strict=True))
+    return _from_own_shards(backend, sharded_tensor_metadata, local_shards, spec, Layout(boxes, places))
 
 
 def init_from_local_tensor(
@@ -603,7 +566,7 @@ def init_from_local_tensor(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """A sharded tensor of the one shard that each rank has, by a spec that everybody knows: nobody asks anybody.
+    """Make a sharded tensor of the one shard that each rank has, by a spec that all ranks know: nothing is exchanged.
 
     A rank that has no shard in the spec passes a tensor, too; only its dtype and `requires_grad` count.
 
@@ -635,45 +598,35 @@ ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)  # 
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(init_from_local_shards_and_metadata)  # type: ignore[attr-defined]
 
 
-# -- what is said of local shards ----------------------------------------------------------------------------------------
+# -- PyTorch's private names ------------------------------------------------------------------------------------------
 
 
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: torch.Size, current_rank: int, pg: Any
 ) -> ShardedTensorMetadata:
-    """What one rank can say of a tensor.
-
-    Args:
-        local_shards: Those of this rank; at least one.
-        global_size: Of the whole.
-        current_rank: This process, among all.
-        pg: Its process group.
+    """Return what one rank knows of a tensor, from its shards; at least one.
 
     Raises:
         AssertionError: There are no shards.
-        ValueError: They are not of one kind, or not this rank's.
+        ValueError: They differ in their properties, or are not those of `current_rank`.
     """
     if not local_shards:
         raise AssertionError("must have local shards!")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
     for shard in local_shards:
+        _check_shard(shard, current_rank)
         found = TensorProperties.create_from_tensor(shard.tensor)
-        problem = find_problem(shard, current_rank)
-        if not problem and found != first:
-            problem = f"local shards of rank:{current_rank} differ: one is {first}, another {found}"
-        if problem:
-            raise ValueError(problem)
+        if found != first:
+            raise ValueError(f"local shards of rank:{current_rank} differ: one is {first}, another {found}")
     return ShardedTensorMetadata([shard.metadata for shard in local_shards], torch.Size(global_size), first)
 
 
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """What all ranks together say of a tensor.
+    """Return the metadata of the whole, from what each rank knows; None of ranks that have no shards.
 
-    Args:
-        gathered_metadatas: What each says, in order; None of ranks that have no shards.
-        recalc_metadata: Whether ranks have consecutive rows, and their offsets are still to be found.
+    With `recalc_metadata`, ranks have consecutive rows, and their offsets are still to be found.
 
     Raises:
         ValueError: They contradict each other, or do not make up the tensor.
@@ -681,7 +634,7 @@ def build_global_metadata(
     told = [copy.deepcopy(item) for item in gathered_metadatas if item is not None]
     if not told:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
-    return _agree(
+    return _join_metadata(
         [(list(item.size), [(shard, item.tensor_properties) for shard in item.shards_metadata]) for item in told],
         recalc_metadata,
     )
@@ -690,17 +643,17 @@ def build_global_metadata(
 def recalc_global_sharded_tensor_metadata(
     global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
 ) -> None:
-    """Finds offsets and size, in place, of shards that lie one after the other along a dimension, in the order of ranks.
+    """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks.
 
     Raises:
-        AssertionError: A shard names no rank.
+        AssertionError: A shard does not name a rank.
     """
     size = stack_shards(global_sharded_tensor_metadata.shards_metadata, sharded_dim)
     global_sharded_tensor_metadata.size = torch.Size(size)
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
-    """The position of a rank among placements.
+    """Return the position of a rank among placements.
 
     Raises:
         RuntimeError: It is not among them.
@@ -709,14 +662,14 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
         if as_placement(placement).rank() == current_rank:
             return position
     raise RuntimeError(
-        f"current_rank not in the placement: rank {current_rank} is none of {list(map(str, placements))}"
+        f"current_rank not in the placement: rank {current_rank} is not among {list(map(str, placements))}"
     )
 
 
 def build_reshard_metadata(
     st_size: torch.Size, sharding_spec: ShardingSpec, world_size: int
 ) -> tuple[list[ShardMetadata], list[int]]:
-    """The shards of a tensor in the order of their ranks, and the ranks in the order of the spec.
+    """Return the shards of a tensor in the order of their ranks, and the ranks in the order of the spec.
 
     Raises:
         ValueError: A tensor of that size cannot be divided like this, or a rank is outside of the world.
@@ -726,7 +679,7 @@ def build_reshard_metadata(
     for item in shards:
         rank = item.placement.rank() if item.placement is not None else None
         if rank is None or not 0 <= rank < world_size:
-            raise ValueError(f"placement {item.placement} is no rank of a world of {world_size}")
+            raise ValueError(f"placement {item.placement} is not a rank of a world of {world_size}")
         ranks.append(rank)
     order = sorted(range(len(shards)), key=lambda number: ranks[number])
     return [shards[number] for number in order], ranks
@@ -739,17 +692,10 @@ def reshard_local_shard(
     resharding_spec: ShardingSpec,
     pg: Any,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """This rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
-
-    Args:
-        local_tensor: The shard that this rank has.
-        st_size: Of the whole tensor.
-        sharding_spec: How it is divided.
-        resharding_spec: How it is to be divided.
-        pg: The process group; None for the default one.
+    """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
 
     Raises:
-        ValueError: The tensor does not fit the spec, or one of the specs the size.
+        ValueError: The tensor does not fit `sharding_spec`, or one of the specs `st_size`.
     """
     old = init_from_local_tensor(local_tensor, sharding_spec, *st_size, process_group=pg)
     new = old.redistribute(resharding_spec)
@@ -764,5 +710,5 @@ def reshuffle_local_shard(
     resharding_spec: ShardingSpec,
     pg: Any,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """The same as `reshard_local_shard`; PyTorch has one for specs along the same dimension, and one for others."""
+    """Do the same as `reshard_local_shard`; PyTorch has one for specs along the same dimension, and one for others."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)

@@ -1,7 +1,7 @@
-"""Which function stands for a torch function when one of its arguments is a sharded tensor.
+"""Finds the implementation of a torch function that was called with a sharded tensor.
 
-Looked up in this order: what people registered for the function, what they registered for the function and the kind of
-spec, and gradwire's own.
+Looked up in this order: what a program registered for the function, what it registered for the function and the class of
+the spec, and gradwire's own.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-Implementation = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Gradwire's own: gets the torch function, its arguments and its keyword arguments."""
+from gradwire._interrupts import interruptible
+
+Implementation = Callable[..., Any]
+"""Gradwire's own: called with the torch function, and then with what that was called with (without ``out=None``)."""
 
 CustomImplementation = Callable[[tuple[type, ...], tuple[Any, ...], dict[str, Any], Any], Any]
-"""Somebody else's: gets the types, the arguments, the keyword arguments and the process group (None over RPC workers)."""
+"""A program's: called with the types, the arguments, the keyword arguments and the process group (None over RPC workers)."""
 
 C = TypeVar("C", bound=CustomImplementation)
 I = TypeVar("I", bound=Implementation)  # noqa: E741
@@ -25,18 +27,17 @@ _custom_by_spec: dict[tuple[type, Callable[..., Any]], CustomImplementation] = {
 
 
 def implements(*functions: Callable[..., Any]) -> Callable[[I], I]:
-    """Registers gradwire's own implementation of some torch functions."""
+    """Register gradwire's own implementation of some torch functions."""
 
     def register(implementation: I) -> I:
-        for function in functions:
-            _own[function] = implementation
+        _own.update(dict.fromkeys(functions, implementation))
         return implementation
 
     return register
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[C], C]:
-    """Registers what a torch function does with sharded tensors, instead of what gradwire does, if anything.
+    """Register what a torch function does with sharded tensors, in place of gradwire's own implementation.
 
     Args:
         func: The function, such as ``torch.nn.functional.linear`` or ``torch.Tensor.add_``.
@@ -45,44 +46,36 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[C], C]:
         A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for one that cannot be
         called like this.
     """
-
-    def register(implementation: C) -> C:
-        _check_signature(implementation)
-        _custom[func] = implementation
-        return implementation
-
-    return register
+    return _registrar(_custom, func)
 
 
 _sharded_op_impl = custom_sharded_op_impl
 
 
-def _check_signature(implementation: Callable[..., Any]) -> None:
-    found = inspect.signature(implementation)
-    try:
-        found.bind((), (), {}, None)
-    except TypeError as error:
-        raise TypeError(
-            f"Custom sharded op function expects signature: (types, args, kwargs, process_group), but received signature: "
-            f"{found}"
-        ) from error
-
-
 def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any]) -> Callable[[C], C]:
-    """The same, for tensors that are divided by one kind of spec.
+    """Register what a torch function does with tensors that are divided by one class of spec.
 
     Args:
         sharding_spec_class: The class of the spec itself, not a base of it.
         func: The torch function.
 
     Returns:
-        A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for one that cannot be
-        called like this.
+        A decorator, as `custom_sharded_op_impl` returns it.
     """
+    return _registrar(_custom_by_spec, (sharding_spec_class, func))
 
+
+def _registrar(table: dict[Any, CustomImplementation], key: Any) -> Callable[[C], C]:
     def register(implementation: C) -> C:
-        _check_signature(implementation)
-        _custom_by_spec[sharding_spec_class, func] = implementation
+        found = inspect.signature(implementation)
+        try:
+            found.bind((), (), {}, None)
+        except TypeError as error:
+            raise TypeError(
+                f"Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
+                f"signature: {found}"
+            ) from error
+        table[key] = implementation
         return implementation
 
     return register
@@ -96,34 +89,41 @@ def dispatch(
     spec: Any,
     process_group: Any,
 ) -> Any:
-    """Does what the function does with sharded tensors.
+    """Call the implementation of a torch function.
 
     Args:
-        func: A torch function.
-        types: Of the arguments that are tensors of special kinds.
+        func: The torch function.
+        types: Types of the arguments that are tensors of special kinds.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        spec: How the first sharded tensor among them is divided.
-        process_group: That of the first sharded tensor among them.
+        spec: The spec of the first sharded tensor among them.
+        process_group: The process group of the first sharded tensor among them.
 
     Raises:
-        RuntimeError: Nobody has said what it does.
+        RuntimeError: There is no implementation, or it would have to write to ``out``.
     """
     custom = _custom.get(func) or _custom_by_spec.get((type(spec), func))
     if custom is not None:
-        return custom(tuple(types), args, kwargs, process_group)
+        return _call_custom(custom, tuple(types), args, kwargs, process_group)
     own = _own.get(func)
-    if own is not None:
-        return own(func, args, kwargs)
-    raise unsupported(func)
+    if own is None:
+        raise unsupported(func)
+    if kwargs.get("out") is not None:
+        raise unsupported(func, "it cannot write to out=")
+    return own(func, *args, **{name: value for name, value in kwargs.items() if name != "out"})
+
+
+@interruptible
+def _call_custom(implementation: CustomImplementation, *args: Any) -> Any:
+    return implementation(*args)
 
 
 def unsupported(func: Any, why: str = "") -> RuntimeError:
-    """The error for a function that sharded tensors do not know, or not in this form."""
+    """Make the error for a function that sharded tensors do not implement, or not in this form."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f"{getattr(func.__self__, '__name__', '?')} ({'reading' if name == '__get__' else 'setting'} it)"
     return RuntimeError(
         f"torch function '{name}' is not supported for ShardedTensor{': ' + why if why else ''}. Gather it first (gather(), "
-        f"full_tensor()), or say what it does with gradwire.shard.sharded_tensor.custom_sharded_op_impl"
+        f"full_tensor()), or register an implementation with gradwire.shard.sharded_tensor.custom_sharded_op_impl"
     )

@@ -1,4 +1,4 @@
-"""To and from `torch.distributed.tensor.DTensor`, where that can say the same. No data moves and none is copied.
+"""Conversion to and from `torch.distributed.tensor.DTensor`, where that can express the layout, without copies.
 
 A DTensor is cut along each axis of a mesh of ranks as `torch.chunk` cuts, one part for each rank:
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box, whole
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import layout_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The same tensor as a `DTensor`; every rank of its group calls it.
+    """Return the same tensor as a `DTensor`; every rank of its group calls it.
 
     Args:
         tensor: One of a process group.
@@ -43,11 +43,11 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    engine = tensor._engine
-    if not isinstance(engine, GroupEngine):
+    backend = tensor._backend
+    if not isinstance(backend, GroupBackend):
         raise ValueError("a DTensor is divided among the ranks of a process group, and this tensor among RPC workers")
-    mesh = device_mesh if device_mesh is not None else DeviceMesh.from_group(engine._group, tensor.device.type)
-    dims = _find_dims(tensor, engine, mesh)
+    mesh = device_mesh if device_mesh is not None else DeviceMesh.from_group(backend._group, tensor.device.type)
+    dims = _find_dims(tensor, backend, mesh)
     if dims is None:
         raise ValueError(
             f"{tensor!r} is divided in a way that a DTensor on {mesh} cannot be: each rank must have one chunk, as "
@@ -60,9 +60,9 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     )
 
 
-def _find_dims(tensor: ShardedTensor, engine: GroupEngine, mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """The dimension that each axis of the mesh cuts, if there are such."""
-    members = dist.get_process_group_ranks(engine._group)
+def _find_dims(tensor: ShardedTensor, backend: GroupBackend, mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Return the dimension that each axis of the mesh cuts, if there are such."""
+    members = dist.get_process_group_ranks(backend._group)
     if sorted(mesh.mesh.flatten().tolist()) != sorted(members):
         return None
     owned: dict[int, list[Box]] = {rank: [] for rank in members}
@@ -77,27 +77,20 @@ def _find_dims(tensor: ShardedTensor, engine: GroupEngine, mesh: DeviceMesh) -> 
 
 
 def _boxes_on(mesh: DeviceMesh, dims: Sequence[int], size: Sequence[int]) -> dict[int, Box]:
-    """What each rank of a mesh has, if each axis of it cuts one dimension."""
+    """Return the box of each rank of a mesh, if each axis of it cuts one dimension."""
     found = {}
     for where in itertools.product(*(range(length) for length in mesh.shape)):
         box = whole(size)
         for dim, position, num_chunks in zip(dims, where, mesh.shape, strict=True):
-            box = _chunk(box, dim, position, num_chunks)
+            offset, length = box.ranges[dim]
+            split = get_split_size(length, num_chunks)
+            box = box.with_range(dim, offset + split * position, get_chunked_dim_size(length, split, position))
         found[int(mesh.mesh[where])] = box
     return found
 
 
-def _chunk(box: Box, dim: int, position: int, num_chunks: int) -> Box:
-    length = box.sizes[dim]
-    split = get_split_size(length, num_chunks)
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim] += split * position
-    sizes[dim] = get_chunked_dim_size(length, split, position)
-    return Box(tuple(offsets), tuple(sizes))
-
-
 def _local_part(tensor: ShardedTensor, box: Box) -> torch.Tensor:
-    """The part that is that box; what is empty may be so along another dimension."""
+    """Return the part that is that box; an empty one may be so along another dimension."""
     parts = [part for part in tensor._parts if isinstance(part, torch.Tensor)]
     if not box.num_elements:
         return parts[0].reshape(box.sizes)
@@ -105,7 +98,7 @@ def _local_part(tensor: ShardedTensor, box: Box) -> torch.Tensor:
 
 
 def from_dtensor(dtensor: DTensor) -> ShardedTensor:
-    """The same tensor as a `ShardedTensor`; every rank of its mesh calls it.
+    """Return the same tensor as a `ShardedTensor`; every rank of its mesh calls it.
 
     Args:
         dtensor: Sharded along every axis of its mesh that has more than one rank.
@@ -128,14 +121,14 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
         )
     properties = TensorProperties(dtensor.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(shards, torch.Size(dtensor.size()), properties)
-    engine = GroupEngine(group)
-    made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, [local], layout_of(shards, engine))
+    backend = GroupBackend(group)
+    made = ShardedTensor._make(backend, infer_sharding_spec(shards), metadata, [local], layout_of(shards, backend))
     made._is_result = not local.is_leaf
     return made
 
 
 def _dims_of(dtensor: DTensor) -> list[int]:
-    """The dimension that each axis of the mesh cuts; any for an axis of one rank."""
+    """Return the dimension that each axis of the mesh cuts; any for an axis of one rank."""
     from torch.distributed.tensor import Shard
 
     dims = []
@@ -161,6 +154,6 @@ def _group_of(mesh: DeviceMesh) -> Any:
 
 
 def _device(dtensor: DTensor, rank: int) -> str:
-    """Where a rank has its part; meshes say only the kind of device."""
+    """Return the device of a rank's part; meshes tell only the kind of device."""
     kind = dtensor.device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{rank % max(1, getattr(torch, kind).device_count())}"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from gradwire.errors import ConfigurationError
 from gradwire.params.grads import clamped, norm_of, total_norm
-from gradwire.shard.group_backend import GroupEngine
-from gradwire.shard.redistribute import talking
+from gradwire.shard.group_backend import GroupBackend
+from gradwire.shard.redistribute import collective
 from gradwire.shard.tensor import ShardedTensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -26,7 +26,7 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scales all gradients, in place, so that the norm of all of them together is at most that.
+    """Scale all gradients, in place, so that the norm of all of them together is at most that.
 
     Every rank must call it, with the same parameters. Shards count where they are; a parameter that is not sharded counts
     once, and its gradient must be the same on all ranks.
@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
-    """Clamps all gradients of this rank between that value and its negative.
+    """Clamp all gradients of this rank between that value and its negative.
 
     Args:
         parameters: Sharded ones and others.
@@ -71,7 +71,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
 def _as_list(parameters: Parameters) -> list[torch.Tensor]:
     found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for item in found:
-        if isinstance(item, ShardedTensor) and not isinstance(item._engine, GroupEngine):
+        if isinstance(item, ShardedTensor) and not isinstance(item._backend, GroupBackend):
             raise ConfigurationError(
                 "gradients of a parameter that is divided among RPC workers are in contexts; use clip_grad_norm_ and "
                 "clip_grad_value_ of gradwire.optim.DistributedOptimizer"
@@ -80,40 +80,37 @@ def _as_list(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def _parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank has of all of them."""
-    found: list[torch.Tensor] = []
-    for item in parameters:
-        parts = item._parts if isinstance(item, ShardedTensor) else [item]
-        found += [part for part in parts if isinstance(part, torch.Tensor)]
-    return found
+    """Return what this rank has of all parameters."""
+    parts = [part for item in parameters for part in (item._parts if isinstance(item, ShardedTensor) else [item])]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _norms(parameters: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each parameter's gradient; the same numbers on every rank."""
-    engines = dict.fromkeys(item._engine for item in parameters if isinstance(item, ShardedTensor))
+    """Return the norm of each parameter's gradient; the same numbers on every rank."""
+    backends = dict.fromkeys(item._backend for item in parameters if isinstance(item, ShardedTensor))
     plain = [item for item in parameters if not isinstance(item, ShardedTensor)]
     norms: list[torch.Tensor] = []
-    for engine in engines:
-        assert isinstance(engine, GroupEngine)  # checked above
-        sharded = [item for item in parameters if isinstance(item, ShardedTensor) and item._engine == engine]
-        norms += _reduced(engine, sharded, plain, norm_type)
+    for backend in backends:
+        assert isinstance(backend, GroupBackend)  # checked above
+        sharded = [item for item in parameters if isinstance(item, ShardedTensor) and item._backend == backend]
+        norms += _reduced(backend, sharded, plain, norm_type)
         plain = []  # they go along with the first: small differences between ranks must not make factors differ
     return norms + [norm_of(item.grad, norm_type) for item in plain if item.grad is not None]
 
 
 def _reduced(
-    engine: GroupEngine, sharded: Sequence[ShardedTensor], plain: Sequence[torch.Tensor], norm_type: float
+    backend: GroupBackend, sharded: Sequence[ShardedTensor], plain: Sequence[torch.Tensor], norm_type: float
 ) -> list[torch.Tensor]:
-    """Norms of sharded parameters over all ranks, and of plain ones as rank 0 has them: one message."""
+    """Return norms of sharded parameters over all ranks, and of plain ones as rank 0 has them, in one message."""
     device = sharded[0].device
     powers = [_power_of(_parts([item]), norm_type, device) for item in sharded]
-    powers += [_power_of([item] if engine.here == 0 else [], norm_type, device) for item in plain]
+    powers += [_power_of([item] if backend.own_place == 0 else [], norm_type, device) for item in plain]
     total = torch.stack(powers)
-    with talking(engine.group, "adding up the norms of all ranks"):
-        dist.all_reduce(total, _REDUCTIONS.get(norm_type, dist.ReduceOp.SUM), group=engine.group)
+    with collective(backend.group, "adding up the norms of all ranks"):
+        dist.all_reduce(total, _REDUCTIONS.get(norm_type, dist.ReduceOp.SUM), group=backend.group)
     if norm_type and not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    dtypes = [_real(item.dtype) for item in [*sharded, *plain]]
+    dtypes = [item.dtype.to_real() if item.is_complex() else item.dtype for item in [*sharded, *plain]]
     return [norm.to(dtype) for norm, dtype in zip(total, dtypes, strict=True)]
 
 
@@ -121,14 +118,10 @@ _REDUCTIONS = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}
 
 
 def _power_of(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """What this rank's parts of one parameter add to its norm, before the root; double precision, since powers overflow."""
+    """Return what this rank's parts of one parameter add to its norm, before the root, in double precision."""
     gradients = [part.grad for part in parts if part.grad is not None]
     nothing = torch.full((1,), math.inf if norm_type < 0 else 0.0, dtype=torch.float64, device=device)
     norms = torch.cat([nothing, *(norm_of(item, norm_type).to(nothing).reshape(1) for item in gradients)])
     if math.isinf(norm_type):
         return norms.max() if norm_type > 0 else norms.min()
     return (norms**norm_type if norm_type else norms).sum()
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype

@@ -1,4 +1,4 @@
-"""What is known of a sharded tensor without its data."""
+"""Metadata of sharded tensors: where shards lie, where they are, and what they have in common."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from gradwire._torch import RemoteDevice
 from gradwire.rref import RRef
 from gradwire.shard.layout import Box, whole
 
-Placement = str | _remote_device
+Placement = str | RemoteDevice
 
 
 @dataclass
 class ShardMetadata:
-    """Where one shard lies in the tensor, and who has it.
+    """Where one shard lies in the tensor, and the place that has it.
 
     Args:
         shard_offsets: Its first element, along every dimension.
@@ -31,14 +31,14 @@ class ShardMetadata:
 
     shard_offsets: list[int]
     shard_sizes: list[int]
-    placement: _remote_device | None = None
+    placement: RemoteDevice | None = None
 
     def __init__(
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: Placement | None = None
     ) -> None:
         self.shard_offsets = [int(item) for item in shard_offsets]
         self.shard_sizes = [int(item) for item in shard_sizes]
-        self.placement = _remote_device(placement) if isinstance(placement, str) else placement
+        self.placement = RemoteDevice(placement) if isinstance(placement, str) else placement
         if len(self.shard_offsets) != len(self.shard_sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes should have the same number of elements, found "
@@ -54,7 +54,6 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The part of the tensor that it is."""
         return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
 
@@ -85,7 +84,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """Those of an ordinary tensor."""
+        """Return those of a plain tensor."""
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -137,31 +136,30 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """A shard of a rank, from the tensor and where it begins.
+        """Make a shard of a rank, from the tensor and where it begins.
 
         Raises:
             ValueError: The offsets do not fit the tensor.
         """
-        placement = _remote_device(f"rank:{rank}/{tensor.device}")
+        placement = RemoteDevice(f"rank:{rank}/{tensor.device}")
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
 
 
 def make_shard(part: RRef[Any], metadata: ShardMetadata) -> Shard:
-    """A shard of a part that is here, on the worker that has it."""
+    """Make a shard of a part, on the worker that has it."""
     return Shard(part.to_here(), metadata)
 
 
 def join_shards(shards: Sequence[Shard]) -> torch.Tensor:
-    """Shards that make up a box, as one tensor.
+    """Return shards that make up a box as one tensor.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: They do not make up a box.
     """
     boxes = [shard.metadata.box for shard in shards]
-    num_dims = len(boxes[0].sizes)
-    start = tuple(min(box.offsets[dim] for box in boxes) for dim in range(num_dims))
-    end = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(num_dims))
-    outer = Box(start, tuple(last - first for first, last in zip(start, end, strict=True)))
+    starts = [min(along) for along in zip(*(box.offsets for box in boxes), strict=True)]
+    ends = [max(map(sum, along)) for along in zip(*(box.ranges for box in boxes), strict=True)]
+    outer = Box.from_ranges((start, end - start) for start, end in zip(starts, ends, strict=True))
     if outer.num_elements != sum(box.num_elements for box in boxes):
         raise RuntimeError(
             f"the {len(boxes)} shards here do not make up one tensor; use local_shards(), or reshard so that they do"
@@ -173,12 +171,7 @@ def join_shards(shards: Sequence[Shard]) -> torch.Tensor:
 
 
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A view of a part of a tensor.
-
-    Args:
-        tensor: Not sharded.
-        offsets: Where the part begins, along every dimension.
-        sizes: Its extent along every dimension.
+    """Return a view of a part of a plain tensor.
 
     Raises:
         ValueError: There are not as many offsets and sizes as dimensions.
@@ -187,7 +180,7 @@ def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: 
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """A view of the part of a tensor that a shard is to have.
+    """Return a view of the part of a tensor that a shard is to have.
 
     Raises:
         ValueError: The shard has another number of dimensions.

@@ -1,4 +1,4 @@
-"""From placements, as people write them, to the engine that knows the way there."""
+"""Placements, such as ``"rank:0/cpu"`` or ``"worker0/cpu"``, and the backend that reaches them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
+from gradwire._torch import RemoteDevice
 from gradwire.errors import ConfigurationError, GradwireError
-from gradwire.shard.backend import Engine
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.backend import Backend
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Layout, Place
 from gradwire.shard.metadata import ShardMetadata
 from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_placement
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.types import WorkerInfo
 
 current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_group", default=None)
 """Set by `load_with_process_group`."""
 
 
-def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Engine:
-    """The engine for shards with these placements.
+def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Backend:
+    """Return the backend for shards with these placements.
 
     Args:
         shards: All of a tensor.
@@ -33,7 +33,7 @@ def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> En
 
     Raises:
         ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
-        RuntimeError: There is no process group, or this process is no RPC worker.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
         ConfigurationError: The workers trust each other with data only.
     """
     kinds = {_kind(shard.placement) for shard in shards}
@@ -47,24 +47,21 @@ def engine_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> En
             raise ValueError("a process group was given, but the placements name RPC workers")
         _check_rpc(shards[0].placement)
         here = rpc._get_current_rpc_agent()
-        if here.trust == "data" and any(_name(shard) != here.info.name for shard in shards):
+        names = [shard.placement.worker_name() for shard in shards if shard.placement is not None]
+        if here.trust == "data" and any(name != here.info.name for name in names):
             raise ConfigurationError(
                 'sharded tensors over RPC workers need trust="code": their operations run functions of torch where the '
                 "shards are. Use a process group, or remote modules with exposed functions"
             )
-        return WorkerEngine()
+        return WorkerBackend()
     if not dist.is_initialized():
         raise RuntimeError("placements name ranks, but there is no process group; call init_process_group first")
-    return GroupEngine(process_group if process_group is not None else current_process_group.get())
+    return GroupBackend(process_group if process_group is not None else current_process_group.get())
 
 
-def _name(shard: ShardMetadata) -> str | None:
-    return shard.placement.worker_name() if shard.placement is not None else None
-
-
-def _kind(placement: _remote_device | None) -> str:
+def _kind(placement: RemoteDevice | None) -> str:
     if placement is None:
-        raise ValueError("a shard has no placement; say who has it, such as 'rank:0/cpu' or 'worker0/cpu'")
+        raise ValueError("a shard has no placement; give it one, such as 'rank:0/cpu' or 'worker0/cpu'")
     if placement.rank() is not None:
         return "rank"
     if placement.worker_name() is not None:
@@ -74,23 +71,22 @@ def _kind(placement: _remote_device | None) -> str:
     )
 
 
-def layout_of(shards: Sequence[ShardMetadata], engine: Engine) -> Layout:
-    """Who has what, for an engine.
+def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
+    """Return the layout of shards for a backend.
 
     Raises:
         ValueError: A placement names a rank that is not in the group, or a worker that is not in the cluster.
     """
-    places = tuple(_place(shard.placement, engine) for shard in shards)
-    return engine.complete(Layout(tuple(shard.box for shard in shards), places))
+    placements: list[Any] = [shard.placement for shard in shards]
+    places: list[Place]
+    if isinstance(backend, GroupBackend):
+        places = [_group_rank(item.rank(), backend) for item in placements]
+    else:
+        places = [_find_worker(item).name for item in placements]
+    return backend.complete(Layout(tuple(shard.box for shard in shards), tuple(places)))
 
 
-def _place(placement: Any, engine: Engine) -> Place:
-    if isinstance(engine, GroupEngine):
-        return _group_rank(placement.rank(), engine)
-    return _find_worker(placement).name
-
-
-def _find_worker(placement: _remote_device) -> WorkerInfo:
+def _find_worker(placement: RemoteDevice) -> WorkerInfo:
     _check_rpc(placement)
     name = placement.worker_name()
     assert name is not None  # the caller has looked
@@ -100,7 +96,7 @@ def _find_worker(placement: _remote_device) -> WorkerInfo:
         raise ValueError(f"Invalid worker name {name!r} in placement {placement}: {error}") from error
 
 
-def _check_rpc(placement: _remote_device | None) -> None:
+def _check_rpc(placement: RemoteDevice | None) -> None:
     if not rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             f"RPC framework needs to be initialized for placements with worker names, such as {placement}; call "
@@ -108,60 +104,55 @@ def _check_rpc(placement: _remote_device | None) -> None:
         )
 
 
-def _group_rank(rank: int, engine: GroupEngine) -> int:
-    """The rank in the group; outside of the group, whose members are not known there, the rank among all."""
-    if not engine.is_member:
+def _group_rank(rank: int, backend: GroupBackend) -> int:
+    """Return the rank in the group; outside of the group, where its members are not known, the rank among all."""
+    if not backend.is_member:
         return rank
-    members = dist.get_process_group_ranks(engine._group)
+    members = dist.get_process_group_ranks(backend._group)
     if rank not in members:
         raise ValueError(f"Global rank {rank} does not exist in input process group: it has {members}")
     return members.index(rank)
 
 
-def placement_of(place: Place, device: Any, engine: Engine) -> _remote_device:
-    """A placement, from a place of an engine."""
+def placement_of(place: Place, device: Any, backend: Backend) -> RemoteDevice:
+    """Return the placement of a place of a backend."""
     if isinstance(place, str):
-        return _remote_device(f"{place}/{device}")
-    assert isinstance(engine, GroupEngine)
-    is_local = engine.group is not None and engine.is_member
-    rank = dist.get_global_rank(engine.group, place) if is_local else place
-    return _remote_device(f"rank:{rank}/{device}")
+        return RemoteDevice(f"{place}/{device}")
+    assert isinstance(backend, GroupBackend)
+    is_local = backend.group is not None and backend.is_member
+    rank = dist.get_global_rank(backend.group, place) if is_local else place
+    return RemoteDevice(f"rank:{rank}/{device}")
 
 
-def _parse_and_validate_remote_device(pg: Any, remote_device: _remote_device | None) -> tuple[int | None, torch.device]:
-    """The rank and the device that a placement names: PyTorch's private name.
+def _parse_and_validate_remote_device(pg: Any, remote_device: RemoteDevice | None) -> tuple[int | None, torch.device]:
+    """Return the rank and the device that a placement names: PyTorch's private name.
 
-    Args:
-        pg: A process group; None for the default one.
-        remote_device: The placement.
-
-    Returns:
-        The rank among all ranks, or that of the RPC worker; None if it names neither. The device.
+    The rank is that among all ranks, or that of the RPC worker; None if the placement names neither.
 
     Raises:
         ValueError: The placement is missing, or names a rank or worker that does not exist.
         RuntimeError: It names a worker, and this process is not an RPC worker.
     """
     if remote_device is None:
-        raise ValueError("remote device is None; say who has the shard, such as 'rank:0/cpu' or 'worker0/cpu'")
+        raise ValueError("remote device is None; give the shard one, such as 'rank:0/cpu' or 'worker0/cpu'")
     device: torch.device = remote_device.device()
     if remote_device.worker_name() is not None:
         return _find_worker(remote_device).id, device
     rank = remote_device.rank()
     if rank is not None:
-        _group_rank(rank, GroupEngine(pg))
+        _group_rank(rank, GroupBackend(pg))
     return rank, device
 
 
 def placements_of(spec: Any) -> list[Any]:
-    """Those of a spec, where they can be known without a tensor."""
+    """Return the placements of a spec, where they are known without a tensor."""
     if isinstance(spec, ChunkShardingSpec):
         return list(spec.placements)
     return [shard.placement for shard in spec.shards] if isinstance(spec, EnumerableShardingSpec) else []
 
 
-def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine | None:
-    """All who must go on together: the ranks, unless this is about RPC workers, which only do as they are told.
+def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupBackend | None:
+    """Return the ranks that must agree; None over RPC workers, where one worker decides.
 
     Raises:
         RuntimeError: This process is not in the group.
@@ -174,7 +165,7 @@ def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupEngine
         return None
     if group is None and not has_ranks and rpc._is_current_rpc_agent_set():
         return None  # no placements, as of Sharders only: what an RPC worker does need not be done by all ranks
-    found = GroupEngine(group)
+    found = GroupBackend(group)
     if not found.is_member:
         raise RuntimeError("this rank is not in the process group; only its members can shard with it")
     return found

@@ -5,7 +5,7 @@
     all ranks get everything: the same, with a box of the whole tensor on every rank
     reshard   old shards                ->  new shards
 
-All ranks make the same plan, so nobody has to ask: each rank sends another exactly the elements that it has and that belong
+All ranks make the same plan without a message: each rank sends another exactly the elements that it has and that belong
 there. Gradients of what was moved go the other way, and elements that went to several ranks add up (`is_sum`).
 
 What is little goes in one exchange of all ranks. What is much goes in pieces, straight from the old parts and into the new
@@ -30,12 +30,12 @@ from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
 
 
 @contextlib.contextmanager
-def talking(group: Any, what: str) -> Iterator[None]:
-    """Around whatever concerns all ranks of a group.
+def collective(group: Any, what: str) -> Iterator[None]:
+    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank.
 
     Args:
         group: The process group; None for the default one.
-        what: What is being done, for the error.
+        what: What is being done, for the error message.
 
     Raises:
         WorkerLost: A rank is gone, or did not take part in time.
@@ -55,14 +55,14 @@ def talking(group: Any, what: str) -> Iterator[None]:
         )
         raise WorkerLost(
             f"{names} of the process group {happened} ({what}, seen by rank {dist.get_rank(group)} of "
-            f"{dist.get_world_size(group)}). The group is of no use any more: start again from a checkpoint. "
-            f"The backend says: {error}",
+            f"{dist.get_world_size(group)}). The group cannot be used any more: start again from a checkpoint. "
+            f"Error of the backend: {error}",
             names,
         ) from error
 
 
 def _find_lost(group: Any) -> list[int]:
-    """Ranks to which nothing can be sent; for backends that tell at once."""
+    """Return ranks to which nothing can be sent, for backends that report it at once."""
     if dist.get_backend(group) != dist.Backend.GLOO:
         return []
     own, lost = dist.get_rank(group), []
@@ -83,13 +83,12 @@ _MAX_EXCHANGE_BYTES = 2**22  # of all ranks together
 
 @dataclass(slots=True)
 class Traffic:
-    """What this process has sent to others by moves."""
+    """Counts of what this process has sent to others by moves."""
 
     num_messages: int = 0
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts a message, if there is anything in it."""
         if num_bytes:
             self.num_messages += 1
             self.num_bytes += num_bytes
@@ -133,15 +132,12 @@ class _Ends:
     is_sum: bool
 
     def source(self, item: Move) -> torch.Tensor:
-        """What is to be moved, where it is."""
         return self.sources[item.source][item.box.slices_in(self.old.boxes[item.source])]
 
     def target(self, item: Move) -> torch.Tensor:
-        """Where it is to be."""
         return self.targets[item.target][item.box.slices_in(self.new.boxes[item.target])]
 
     def put(self, item: Move, values: torch.Tensor) -> None:
-        """Moves it, or adds it."""
         target = self.target(item)
         if self.is_sum:
             target += values.view(item.box.sizes)
@@ -157,14 +153,12 @@ def move(
     like: torch.Tensor,
     is_sum: bool = False,
 ) -> list[torch.Tensor]:
-    """This rank's boxes of the new layout, in order.
-
-    Every rank of the group must call it with the same layouts.
+    """Return this rank's boxes of the new layout, in order. Every rank of the group must call it with the same layouts.
 
     Args:
         tensors: This rank's boxes of the old layout, in order.
-        old: Who has what.
-        new: Who is to have what.
+        old: Where they are.
+        new: Where they are to be.
         group: The process group.
         like: Tells dtype and device, also where there is no tensor.
         is_sum: Whether elements that several old boxes have add up; else they must be in one only.
@@ -172,8 +166,10 @@ def move(
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
     make = torch.zeros if is_sum else torch.empty
-    targets = {number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.of(rank)}
-    sources = {number: _readable(tensor) for number, tensor in zip(old.of(rank), tensors, strict=True)}
+    targets = {
+        number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.numbers_at(rank)
+    }
+    sources = {number: _readable(tensor) for number, tensor in zip(old.numbers_at(rank), tensors, strict=True)}
     ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
         ends.put(item, ends.source(item))
@@ -185,8 +181,7 @@ def move(
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory says what it holds, also if it is the conjugate of something."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    return tensor.detach().resolve_conj().resolve_neg()  # its memory is sent
 
 
 # -- little ------------------------------------------------------------------------------------------------------------
@@ -210,7 +205,7 @@ def _size(items: Sequence[Move]) -> int:
 
 
 def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
-    """One flat tensor made of a piece for every rank, for one made of a piece from every rank.
+    """Send a piece of a flat tensor to every rank, and return a flat tensor of a piece from every rank.
 
     Args:
         flat: The pieces, the one for the first rank first.
@@ -223,7 +218,7 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
         if peer != rank:
             traffic.add(number * width)
     arrived = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
-    with talking(group, "exchange between all ranks"):
+    with collective(group, "exchange between all ranks"):
         dist.all_to_all_single(
             arrived.view(torch.uint8),
             flat.view(torch.uint8),
@@ -238,7 +233,7 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
 
 
 def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:
-    """In each round every rank sends to one other, and receives from one other."""
+    # In each round every rank sends to one other, and receives from one other.
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     pipe = _Pipe(ends, group, like)
     for distance in range(1, num_ranks):
@@ -246,10 +241,10 @@ def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) ->
         limit = max(1, PIECE_BYTES // like.element_size())
         outgoing = _cut_all(plan.outgoing.get(to, ()), limit)
         incoming = _cut_all(plan.incoming.get(origin, ()), limit)
-        with talking(group, f"exchange of parts: to rank {to}, from rank {origin}"):
+        with collective(group, f"exchange of parts: to rank {to}, from rank {origin}"):
             for sent, received in zip_longest(outgoing, incoming):
                 pipe.step(to, sent, origin, received)
-    with talking(group, "exchange of parts"):
+    with collective(group, "exchange of parts"):
         pipe.drain()
 
 
@@ -258,13 +253,7 @@ def _cut_all(items: Sequence[Move], limit: int) -> list[Move]:
 
 
 class _Pipe:
-    """Sends and receives pieces, two each way at a time.
-
-    Args:
-        ends: Where they come from and go to.
-        group: The process group.
-        like: Tells dtype and device.
-    """
+    """Sends and receives pieces, two each way at a time."""
 
     def __init__(self, ends: _Ends, group: Any, like: torch.Tensor) -> None:
         self._ends, self._group, self._like = ends, group, like
@@ -273,7 +262,7 @@ class _Pipe:
         self._waiting: tuple[Any, Move | None, torch.Tensor | None] | None = None
 
     def step(self, to: int, sent: Move | None, origin: int, received: Move | None) -> None:
-        """Sends one piece and receives one, if there are any; returns when those before it are where they belong."""
+        """Send one piece and receive one, if there are any; return when those before it are where they belong."""
         operations, buffer = [], None
         if received is not None:
             target = self._ends.target(received)
@@ -291,7 +280,7 @@ class _Pipe:
         self._turn = 1 - self._turn
 
     def drain(self) -> None:
-        """Returns when all that was sent has left and all that was received is where it belongs."""
+        """Wait until all that was sent has left and all that was received is where it belongs."""
         if self._waiting is None:
             return
         requests, received, buffer = self._waiting

@@ -1,8 +1,8 @@
 """Sharded tensors in messages and in pickles.
 
 Over RPC workers a sharded tensor may be an argument or a result of a call, by itself or inside of something: its parts are
-references, so only they travel, and whoever gets them can use the tensor like its sender. Parts that are on the sender
-become references, too.
+references, so only they travel, and the receiver can use the tensor like its sender. Parts that are on the sender become
+references, too.
 
     sender                                                   receiver
     metadata, spec, [tensor, reference to b, ...]  ------>   metadata, spec, [reference to sender, reference to b, ...]
@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.remote_device import _remote_device
 
 from gradwire import rpc
+from gradwire._torch import RemoteDevice
 from gradwire.errors import CannotSend
-from gradwire.rpc import codec as trips
-from gradwire.rref import RRef
-from gradwire.rref import context as references
+from gradwire.rpc import codec
+from gradwire.rref import RRef, context
 from gradwire.shard.backend import Part
+from gradwire.shard.creation import init_from_local_shards_and_metadata, share_references
 from gradwire.shard.dispatch import implements
-from gradwire.shard.group_backend import GroupEngine
-from gradwire.shard.layout import Box, Layout
+from gradwire.shard.group_backend import GroupBackend
+from gradwire.shard.layout import Layout, everywhere
 from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from gradwire.shard.placement import current_process_group, layout_of
 from gradwire.shard.sharding_spec import (
@@ -41,7 +41,7 @@ from gradwire.shard.sharding_spec import (
     validate_shards,
 )
 from gradwire.shard.tensor import ShardedTensor
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.wire.serialization import register_plain_type
 
 _MOST_DIMS = 64
@@ -51,25 +51,21 @@ _MOST_SHARDS = 4096  # looking for overlaps takes time with more
 
 
 def describe(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """Metadata and spec of a tensor: lists, numbers and texts, unless the spec is of a class of somebody else's."""
-    metadata = tensor._metadata
+    """Return metadata and spec of a tensor: lists, numbers and texts, unless the spec is of a program's own class."""
+    metadata, spec = tensor._metadata, tensor._sharding_spec
     properties = metadata.tensor_properties
     shards = [(item.shard_offsets, item.shard_sizes, str(item.placement)) for item in metadata.shards_metadata]
-    return list(metadata.size), shards, properties.dtype, tensor.requires_grad, properties.pin_memory, _describe(tensor)
-
-
-def _describe(tensor: ShardedTensor) -> Any:
-    spec = tensor._sharding_spec
+    described: Any = None if type(spec) is EnumerableShardingSpec else spec
     if type(spec) is ChunkShardingSpec:
-        return [spec.dim, [str(item) for item in spec.placements]]
-    return None if type(spec) is EnumerableShardingSpec else spec
+        described = [spec.dim, [str(item) for item in spec.placements]]
+    return list(metadata.size), shards, properties.dtype, tensor.requires_grad, properties.pin_memory, described
 
 
 def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
-    """What `describe` was given.
+    """Return the metadata and the spec that `describe` was given.
 
     Raises:
-        ValueError, TypeError: It is not what `describe` returns.
+        ValueError, TypeError: `describe` does not return this.
     """
     size, shards, dtype, requires_grad, pin_memory, spec = described
     if not isinstance(dtype, torch.dtype):
@@ -77,7 +73,7 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     if not isinstance(size, Sequence) or len(size) > _MOST_DIMS or len(shards) > _MOST_SHARDS:
         raise ValueError(f"a size of at most {_MOST_DIMS} dimensions and at most {_MOST_SHARDS} shards are needed")
     found = [
-        ShardMetadata(offsets, sizes, None if placement == "None" else _remote_device(placement))
+        ShardMetadata(offsets, sizes, None if placement == "None" else RemoteDevice(placement))
         for offsets, sizes, placement in shards
     ]
     validate_shards(found)
@@ -95,26 +91,25 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
 
 
 def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """What another worker needs to use the tensor.
+    """Return what another worker needs to use the tensor.
 
     Raises:
         CannotSend: It belongs to a process group.
         RRefError: Not inside a message.
     """
-    if not isinstance(tensor._engine, WorkerEngine):
+    if not isinstance(tensor._backend, WorkerBackend):
         raise CannotSend(
             f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "
             "local_tensor() or full_tensor(), or divide it among RPC workers (placements such as 'worker0/cpu')"
         )
     batch = tensor._batch.boxes[0].sizes if tensor._batch is not None else None
-    is_parameter = bool(getattr(tensor, "_is_param", False))
-    return describe(tensor), _references(tensor), tensor._is_result, batch, is_parameter
+    return describe(tensor), _references(tensor), tensor._is_result, batch, tensor._is_param
 
 
 def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
-    """References to all parts. Those to parts that are here are kept: a message may be packed twice before it leaves."""
+    """Return references to all parts. Keep those to parts that are here: a message may be packed twice before it leaves."""
     known: list[RRef[Any]] = tensor.__dict__.get("_references", [])
-    now = references.here()  # another one than then, if this process has become another worker
+    now = context.here()  # another one than then, if this process has become another worker
     by_part = {id(rref.local_value()): rref for rref in known if rref._known is now}
     own = {id(part): by_part.get(id(part)) or RRef(part) for part in tensor._parts if isinstance(part, torch.Tensor)}
     tensor.__dict__["_references"] = list(own.values())
@@ -122,10 +117,10 @@ def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
 
 
 def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
-    """A tensor that came in a message. The fields are foreign data.
+    """Make a tensor that came in a message. The fields are foreign data.
 
     Raises:
-        ValueError, TypeError: They are not what `_pack` returns.
+        ValueError, TypeError: `_pack` does not return these.
     """
     described, parts, is_result, batch, is_parameter = fields
     if not isinstance(parts, list) or not all(isinstance(part, RRef) for part in parts):
@@ -142,25 +137,21 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
     layout = Layout(tuple(item.box for item in shards), tuple(places))
     dtype = metadata.tensor_properties.dtype
     found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]
-    made = ShardedTensor._make(WorkerEngine(), spec, metadata, found, layout)
+    made = ShardedTensor._make(WorkerBackend(), spec, metadata, found, layout)
     made._is_result = bool(is_result)
-    if batch is not None:  # whoever runs the program has all rows
+    if batch is not None:  # the worker that runs the program has all rows
         size = tuple(torch.Size(batch))
         if len(size) > _MOST_DIMS or any(length < 0 for length in size):
             raise ValueError(f"{size} cannot be the size of a tensor")
-        made._batch = Layout((Box((0,) * len(size), size),), (rpc.get_worker_info().name,))
-    if is_parameter:
-        made._is_param = True  # what makes it a torch.nn.Parameter
+        made._batch = everywhere(size, [rpc.get_worker_info().name])
+    made._is_param = bool(is_parameter)
     return made
 
 
 def _unwrap(part: RRef[Any], shard: ShardMetadata, dtype: torch.dtype) -> Part:
-    """A part that is here is the tensor itself, unless it is still being made: nobody waits while a message is read.
+    """Return a part that is here as the tensor itself, unless it is still being made: no thread waits to read a message.
 
-    One that could not be made stays a reference, which says why when it is used.
-
-    Raises:
-        ValueError: It is not that part of the tensor.
+    One that could not be made stays a reference, which raises its error when it is used.
     """
     if not part.is_owner() or not part._state.is_done or part._state.error is not None:
         return part
@@ -178,7 +169,7 @@ register_plain_type(ShardedTensor, "gradwire.ShardedTensor", _pack, _rebuild)
 
 @dataclass
 class ProcessGroupState:
-    """Who pickled a tensor: only the same rank of a group of the same size can load it."""
+    """The rank that pickled a tensor: only the same rank of a group of the same size can load it."""
 
     local_rank: int
     global_rank: int
@@ -186,55 +177,46 @@ class ProcessGroupState:
     global_world_size: int
 
     @classmethod
-    def of(cls, group: Any) -> ProcessGroupState:
-        """That of this process now."""
+    def current(cls, group: Any) -> ProcessGroupState:
         return cls(dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size())
 
     def check(self, group: Any) -> None:
-        """
+        """Check that this process is the one that pickled the tensor.
+
         Raises:
-            RuntimeError: This process is another one.
+            RuntimeError: It is not.
         """
-        now = ProcessGroupState.of(group)
-        for name, what in _CHECKED.items():
-            if getattr(self, name) != getattr(now, name):
+        for (name, then), now in zip(vars(self).items(), vars(ProcessGroupState.current(group)).values(), strict=True):
+            if then != now:
                 raise RuntimeError(
-                    f"{what} at save time was {getattr(self, name)}, but at load time was {getattr(now, name)}. To load on "
-                    "other ranks, save with gradwire.checkpoint"
+                    f"{name.replace('_', ' ').capitalize()} at save time was {then}, but at load time was {now}. To load "
+                    "on other ranks, save with gradwire.checkpoint"
                 )
 
 
-_CHECKED = {
-    "local_rank": "Local rank",
-    "global_rank": "Global rank",
-    "local_world_size": "Local world size",
-    "global_world_size": "Global world size",
-}
 ShardedTensor.ProcessGroupState = ProcessGroupState  # type: ignore[attr-defined]
 
 
 @implements(torch.Tensor.__reduce_ex__)
-def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
+def _reduce(func: Any, tensor: ShardedTensor, protocol: Any = None) -> Any:
+    """Prepare a tensor for a message or a pickle.
+
     Raises:
         CannotSend: It is in a message, and belongs to a process group.
         PicklingError: It is over RPC workers, and not in a message.
     """
-    tensor: ShardedTensor = args[0]
-    if trips.departing() is not None:
+    if codec.departing() is not None:
         return _rebuild, (_pack(tensor),)
-    engine = tensor._engine
-    if not isinstance(engine, GroupEngine):
+    backend = tensor._backend
+    if not isinstance(backend, GroupBackend):
         raise pickle.PicklingError(
             f"{tensor!r} cannot be pickled: its parts are on other workers. Pass it in the arguments or the result of a "
             "call, save it with gradwire.checkpoint, or pickle full_tensor()"
         )
-    group = ProcessGroupState.of(engine.group)
-    state = (group.local_rank, group.global_rank, group.local_world_size, group.global_world_size)
-    is_parameter = bool(getattr(tensor, "_is_param", False))
+    state = astuple(ProcessGroupState.current(backend.group))
     with torch.no_grad():
         parts = [part.detach() for part in tensor._parts if isinstance(part, torch.Tensor)]
-    return load_pickled, (describe(tensor), parts, state, tensor._remote_shards is not None, is_parameter)
+    return load_pickled, (describe(tensor), parts, state, tensor._init_rrefs, tensor._is_param)
 
 
 def _check_group() -> None:
@@ -251,35 +233,28 @@ def load_pickled(
     has_references: bool,
     is_parameter: bool,
 ) -> ShardedTensor:
-    """A tensor of a process group that comes from a pickle; the group is that of `load_with_process_group`.
+    """Make a tensor of a process group that comes from a pickle; the group is that of `load_with_process_group`.
 
     Raises:
-        RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
+        RuntimeError: There is no process group, or the tensor was pickled by another rank, or in a group of another size.
     """
     _check_group()
-    engine = GroupEngine(current_process_group.get())
-    ProcessGroupState(*state).check(engine.group)
+    backend = GroupBackend(current_process_group.get())
+    ProcessGroupState(*state).check(backend.group)
     metadata, spec = restore(described)
     requires_grad = metadata.tensor_properties.requires_grad
-    layout = layout_of(metadata.shards_metadata, engine)
-    made = ShardedTensor._make(engine, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
-    if is_parameter:
-        made._is_param = True
-    if has_references:
-        from gradwire.shard.creation import share_references  # only then are there others to ask
-
-        share_references(made)
-    return made
+    layout = layout_of(metadata.shards_metadata, backend)
+    made = ShardedTensor._make(backend, spec, metadata, [part.requires_grad_(requires_grad) for part in parts], layout)
+    made._is_param = is_parameter
+    return share_references(made) if has_references else made
 
 
 def _set_state(self: ShardedTensor, state: tuple[Any, ...]) -> None:
-    """Takes what PyTorch's own class has put into a pickle; gradwire's pickles do not come here.
+    """Load what PyTorch's own class has put into a pickle; gradwire's pickles do not come here.
 
     Raises:
-        RuntimeError: There is no process group, or it is another one than that which the tensor was pickled in.
+        RuntimeError: As of `load_pickled`.
     """
-    from gradwire.shard.creation import init_from_local_shards_and_metadata  # needed for such pickles only
-
     shards, metadata, pickled_by, spec, has_references = state
     _check_group()
     group = current_process_group.get()

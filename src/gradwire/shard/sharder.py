@@ -1,4 +1,4 @@
-"""Something that shards a whole submodule in a way that no spec can say."""
+"""`Sharder`: shards a whole submodule in a way that a spec cannot express."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """The module that takes the place of `module`, everywhere the sharded model has it.
+        """Return the module that takes the place of `module`, everywhere the sharded model has it.
 
         In a process group every rank calls it, in the order of the plan.
         """

@@ -1,14 +1,34 @@
-"""What is to be done to a module: which parameters are divided how, and what becomes of outputs."""
+"""Plans of what is done to a module: which parameters are divided how, and what becomes of outputs.
+
+`BalancedPlanner` divides what is large so that every place gets its share of the bytes. What can be divided is what sharded
+tensors can compute with, and how it is divided is chosen so that a module still takes and returns plain tensors:
+
+    Linear, activation, Linear    the first by rows of its weight, the second by columns: what is between them stays divided,
+                                  and nothing moves but the sums at the end
+    any other Linear              by columns of its weight
+    Embedding, EmbeddingBag       by rows, unless a Linear has the same weight
+
+Everything else, and what is small, stays as it is. No messages are sent, so a plan can be made anywhere, also of a module on
+the ``meta`` device.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
+from gradwire._torch import children_of
+from gradwire.shard.layout import whole
+from gradwire.shard.metadata import ShardMetadata
 from gradwire.shard.sharder import Sharder
-from gradwire.shard.sharding_spec import ShardingSpec
+from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_placement
 
 
 @dataclass
@@ -34,8 +54,170 @@ class ShardingPlan:
 
 
 class ShardingPlanner(ABC):
-    """Makes plans. `planner.BalancedPlanner` is one."""
+    """Makes plans. `BalancedPlanner` is one."""
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """How to shard a module."""
+        """Return how to shard a module."""
+
+
+# -- the planner ----------------------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = (
+    nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+    nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish,
+)  # fmt: skip
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Parameters that are cut at the same lengths."""
+
+    parts: tuple[tuple[str, torch.Tensor, int], ...]  # name, parameter, and the dimension along which it is cut
+
+    @property
+    def length(self) -> int:
+        _, tensor, dim = self.parts[0]
+        return tensor.size(dim)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor, _ in self.parts)
+
+
+class BalancedPlanner(ShardingPlanner):
+    """Divides large parameters so that each place gets its share of the bytes.
+
+        plan = BalancedPlanner([f"rank:{rank}/cpu" for rank in range(4)]).build_plan(model)
+
+    Args:
+        placements: Where shards are to be: ``"rank:0/cpu"`` and so on, or ``"worker0/cpu"`` and so on.
+        min_bytes: Parameters smaller than that stay undivided; of a pair, the two together count.
+        capacities: How the shares relate to each other; all the same if not given.
+        pairs: Paths of Linear modules of which the first one's output goes to the second through elementwise functions
+            alone, where that cannot be seen: it can inside of `nn.Sequential`.
+
+    Raises:
+        ValueError: There are no placements, one is named twice, or capacities do not fit.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[Any],
+        min_bytes: int = 2**20,
+        capacities: Sequence[float] | None = None,
+        pairs: Sequence[Pair] = (),
+    ) -> None:
+        self.placements = [as_placement(item) for item in placements]
+        self.min_bytes, self.pairs = min_bytes, list(pairs)
+        capacities = list(capacities) if capacities is not None else [1.0] * len(self.placements)
+        if not self.placements or len({str(item) for item in self.placements}) < len(self.placements):
+            raise ValueError(f"a planner needs placements, each of them once, not {[str(p) for p in placements]}")
+        if len(capacities) != len(self.placements) or any(item < 0 for item in capacities) or not sum(capacities):
+            raise ValueError(f"capacities are one number >= 0 for each of {len(self.placements)} placements")
+        self.shares = [item / sum(capacities) for item in capacities]
+
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """Return how to shard a module: the largest parameters first.
+
+        Raises:
+            AttributeError: The module has no submodule that a pair names.
+            TypeError: A pair names something that is not a Linear.
+            ValueError: The two of a pair do not fit together.
+        """
+        plan: dict[str, Any] = {}
+        loads = [0.0] * len(self.placements)
+        units = [unit for unit in self._units(module) if unit.num_bytes >= self.min_bytes]
+        for unit in sorted(units, key=lambda item: -item.num_bytes):
+            lengths = divide_length(unit.length, self.shares, loads)
+            for name, tensor, dim in unit.parts:
+                plan[name] = self._spec(tensor.size(), dim, lengths)
+            for number, length in enumerate(lengths):
+                loads[number] += unit.num_bytes * length / unit.length
+        return ShardingPlan(plan)
+
+    def _spec(self, size: Sequence[int], dim: int, lengths: Sequence[int]) -> ShardingSpec:
+        if len(set(lengths)) == 1:
+            return ChunkShardingSpec(dim, list(self.placements))
+        starts = itertools.accumulate(lengths, initial=0)
+        boxes = [whole(size).with_range(dim, *item) for item in zip(starts, lengths, strict=False)]
+        shards = zip(boxes, self.placements, strict=True)
+        return EnumerableShardingSpec([ShardMetadata(box.offsets, box.sizes, place) for box, place in shards])
+
+    def _units(self, module: nn.Module) -> Iterator[_Unit]:
+        """Yield what can be divided, each parameter once."""
+        taken: set[int] = set()
+        tied = _find_tied(module)
+        for first, second in [*self._named_pairs(module), *_pairs_in(module)]:
+            weights: list[Any] = [module.get_submodule(path).weight for path in (first, second)]
+            if not any(id(weight) in taken | tied for weight in weights):
+                taken.update(id(weight) for weight in weights)
+                yield _Unit(((f"{first}.weight", weights[0], 0), (f"{second}.weight", weights[1], 1)))
+        for kinds, dim in (((nn.Linear,), 1), (_EMBEDDINGS, 0)):  # of a weight that is tied, the Linear decides
+            for path, item in module.named_modules():
+                if type(item) in kinds and id(item.weight) not in taken:
+                    taken.add(id(item.weight))
+                    yield _Unit(((f"{path}.weight" if path else "weight", item.weight, dim),))
+
+    def _named_pairs(self, module: nn.Module) -> list[Pair]:
+        for pair in self.pairs:
+            found = [module.get_submodule(path) for path in pair]
+            if not all(isinstance(item, nn.Linear) for item in found):
+                raise TypeError(f"a pair is made of two Linear modules, not {[type(item).__name__ for item in found]}")
+            if found[0].out_features != found[1].in_features:
+                raise ValueError(f"the output of {pair[0]} has another size than the input of {pair[1]}")
+        return self.pairs
+
+
+def divide_length(length: int, shares: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Divide a length into whole numbers in proportion to `shares`, which add up to 1.
+
+    The remainder goes to those with the smallest of the `loads` so far.
+    """
+    found = [int(share * length + 1e-9) for share in shares]
+    takers = [number for number, share in enumerate(shares) if share > 0]
+    takers.sort(key=lambda number: (loads[number] / shares[number], number))
+    for position in range(length - sum(found)):
+        found[takers[position % len(takers)]] += 1
+    return found
+
+
+def _find_tied(module: nn.Module) -> set[int]:
+    """Return the ids of weights that are in the module in several places: a pair would divide them in different ways."""
+    modules = module.named_modules(remove_duplicate=False)
+    places = Counter(id(parameter) for _, item in modules for parameter in item.parameters(recurse=False))
+    return {number for number, count in places.items() if count > 1}
+
+
+def _pairs_in(module: nn.Module) -> Iterator[Pair]:
+    """Yield paths of Linear modules that follow each other in `nn.Sequential`, with elementwise functions between them."""
+    inner = {id(child) for item in module.modules() if type(item) is nn.Sequential for child in item.children()}
+    for path, item in module.named_modules():
+        if type(item) is nn.Sequential and id(item) not in inner:
+            yield from _pairs_of_chain(list(_chain(path, item)))
+
+
+def _chain(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what a Sequential runs one after the other; Sequentials inside of it are part of it."""
+    for name, child in children_of(module).items():
+        inside = f"{path}.{name}" if path else name
+        if type(child) is nn.Sequential:
+            yield from _chain(inside, child)
+        elif child is not None:
+            yield inside, child
+
+
+def _pairs_of_chain(chain: Sequence[tuple[str, nn.Module]]) -> Iterator[Pair]:
+    first: tuple[str, nn.Linear] | None = None
+    for path, item in chain:
+        if type(item) is nn.Linear:
+            if first is not None and first[1].out_features == item.in_features and first[1].weight is not item.weight:
+                yield first[0], path
+                first = None
+            else:
+                first = path, item
+        elif not isinstance(item, _ELEMENTWISE):
+            first = None

@@ -1,4 +1,4 @@
-"""How a tensor is to be divided: into equal chunks along one dimension, or exactly as enumerated."""
+"""Specs: how a tensor is to be divided, into equal chunks along one dimension or exactly as enumerated."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from gradwire._torch import RemoteDevice
 from gradwire.shard.dispatch import custom_sharding_spec_op as custom_sharding_spec_op
-from gradwire.shard.layout import find_overlap
+from gradwire.shard.layout import find_overlap, whole
 from gradwire.shard.metadata import Placement, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:
     from gradwire.shard.tensor import ShardedTensor
 
 
-class PlacementSpec(ABC):  # noqa: B024  (people derive from it)
+class PlacementSpec(ABC):  # noqa: B024  (programs derive from it)
     """Where something is to be."""
 
 
@@ -28,14 +28,14 @@ class DevicePlacementSpec(PlacementSpec):
     """On one device of one worker.
 
     Raises:
-        ValueError: The text is no such device.
+        ValueError: The text does not name a device.
     """
 
     device: Any
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, _remote_device):
-            self.device = _remote_device(self.device)
+        if not isinstance(self.device, RemoteDevice):
+            self.device = RemoteDevice(self.device)
 
 
 class ShardingSpec(ABC):
@@ -43,14 +43,14 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The shards of a tensor of that size.
+        """Return the shards of a tensor of that size.
 
         Raises:
             ValueError: A tensor of that size cannot be divided like this.
         """
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-        """Divides a tensor; see `creation.shard_tensor`.
+        """Divide a tensor; see `creation.shard_tensor`.
 
         Raises:
             ValueError: It cannot be divided like this.
@@ -66,11 +66,11 @@ class ChunkShardingSpec(ShardingSpec):
 
     Args:
         dim: The dimension; negative numbers count from the end.
-        placements: Who gets each chunk, in order.
+        placements: Where each chunk is to be, in order.
 
     Raises:
-        ValueError: `dim` is no integer, or a placement names nothing.
-        TypeError: A placement is no text, or the list is none.
+        ValueError: `dim` is not an integer, or there are no placements.
+        TypeError: A placement is not a string, or `placements` is not a list.
         NotImplementedError: `dim` is a name.
     """
 
@@ -78,7 +78,10 @@ class ChunkShardingSpec(ShardingSpec):
     placements: list[Any]
 
     def __post_init__(self) -> None:
-        _check_dim(self.dim)
+        if isinstance(self.dim, str):
+            raise NotImplementedError("ChunkShardingSpec does not support named dimension yet! Give its number")
+        if type(self.dim) is not int:
+            raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}")
         if isinstance(self.placements, str):
             raise TypeError(f"placements are a list, also of one: [{self.placements!r}]")
         if not self.placements:
@@ -86,11 +89,6 @@ class ChunkShardingSpec(ShardingSpec):
         self.placements = [as_placement(item) for item in self.placements]
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The shards of a tensor of that size; those beyond its end are empty.
-
-        Raises:
-            ValueError: The tensor does not have that dimension.
-        """
         num_dims = len(tensor_sizes)
         if not -num_dims <= self.dim < num_dims:
             raise ValueError(f"Invalid sharding dim: {self.dim}, for a tensor with {num_dims} dimensions")
@@ -99,10 +97,9 @@ class ChunkShardingSpec(ShardingSpec):
         split = get_split_size(length, len(self.placements))
         shards = []
         for number, placement in enumerate(self.placements):
-            offsets, sizes = [0] * num_dims, list(tensor_sizes)
-            offsets[dim] = split * number  # of an empty chunk, too, as PyTorch has it
-            sizes[dim] = get_chunked_dim_size(length, split, number)
-            shards.append(ShardMetadata(offsets, sizes, placement))
+            start = split * number  # of an empty chunk, too, as PyTorch has it
+            box = whole(tensor_sizes).with_range(dim, start, get_chunked_dim_size(length, split, number))
+            shards.append(ShardMetadata(box.offsets, box.sizes, placement))
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
 
@@ -120,38 +117,27 @@ class EnumerableShardingSpec(ShardingSpec):
         validate_shards(self.shards)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """These shards, if they make up a tensor of that size.
-
-        Raises:
-            ValueError: They do not.
-        """
         check_tensor(self.shards, tensor_sizes)
         return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
 
 
-def _check_dim(dim: object) -> None:
-    if isinstance(dim, str):
-        raise NotImplementedError("ChunkShardingSpec does not support named dimension yet! Give its number")
-    if type(dim) is not int:
-        raise ValueError(f"Sharding dim needs to be an integer, found: {dim}")
-
-
-def as_placement(value: Placement) -> _remote_device:
-    """A placement as people write it.
+def as_placement(value: Placement) -> RemoteDevice:
+    """Return a placement that may be given as text.
 
     Raises:
-        TypeError: It is no text.
-        ValueError: The text is none.
+        TypeError: It is not a string.
+        ValueError: The string does not name a place.
     """
-    if isinstance(value, _remote_device):
+    if isinstance(value, RemoteDevice):
         return value
     if not isinstance(value, str | torch.device):
         raise TypeError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
-    return _remote_device(value)
+    return RemoteDevice(value)
 
 
 def validate_shards(shards: Sequence[ShardMetadata]) -> None:
-    """
+    """Check that shards can be those of one tensor.
+
     Raises:
         ValueError: There are none, they have different numbers of dimensions, or two of them overlap.
     """
@@ -164,9 +150,10 @@ def validate_shards(shards: Sequence[ShardMetadata]) -> None:
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
-    """
+    """Check that no two shards have an element in common.
+
     Raises:
-        ValueError: Two shards have an element in common.
+        ValueError: Two of them have.
     """
     pair = find_overlap([shard.box for shard in shards])
     if pair is not None:
@@ -174,9 +161,10 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """
+    """Check that shards, which do not overlap, make up a tensor of that size.
+
     Raises:
-        ValueError: The shards, which do not overlap, do not make up a tensor of that size.
+        ValueError: They do not.
     """
     shards_rank = len(shards_metadata[0].shard_offsets)
     if len(tensor_dims) != shards_rank:
@@ -198,22 +186,22 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """The length of all chunks but the last ones, as `torch.chunk` makes them."""
+    """Return the length of all chunks but the last ones, as `torch.chunk` makes them."""
     return (dim_size + chunks - 1) // chunks
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """The length of chunk `idx`."""
+    """Return the length of chunk `idx`."""
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """Where the chunk of a rank begins, and its length.
+    """Return where the chunk of a rank begins, and its length.
 
     Raises:
-        ValueError: The rank has none.
+        ValueError: The rank has no chunk.
     """
     split = get_split_size(sharding_dim_size, world_size)
     for number, placement in enumerate(spec.placements):
@@ -223,7 +211,7 @@ def get_chunk_sharding_params(
 
 
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
-    """The spec that gives these shards: chunks if they are, else themselves."""
+    """Return the spec that gives these shards: chunks if they are, else themselves."""
     shards = list(shards_metadata)
     full = [shard for shard in shards if shard.box.num_elements] or shards
     lengths = [
@@ -241,7 +229,7 @@ def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpe
 
 
 def _are_same(one: ShardMetadata, other: ShardMetadata) -> bool:
-    """Whether two shards are; where an empty one lies does not matter."""
+    # Where an empty one lies does not matter.
     return one == other or (
         one.shard_sizes == other.shard_sizes and one.placement == other.placement and not one.box.num_elements
     )

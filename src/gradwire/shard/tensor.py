@@ -1,8 +1,8 @@
-"""`ShardedTensor`: one tensor to those who use it, in parts that are elsewhere.
+"""`ShardedTensor`: one tensor to the program that uses it, in parts that are elsewhere.
 
-It is a `torch.Tensor` by its type only. Every function of torch that meets one is looked up in `dispatch`, and works on its
-parts through an `Engine`. So autograd sees the parts, never this object: parts have gradients, and ``requires_grad``,
-``grad`` and ``is_leaf`` speak of the parts.
+It is a `torch.Tensor` by its type only. Every function of torch that is called with one is looked up in `dispatch`, and
+works on its parts through a `Backend`. So autograd sees the parts, never this object: parts have gradients, and
+``requires_grad``, ``grad`` and ``is_leaf`` are those of the parts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from gradwire import rpc
+from gradwire._torch import is_view, make_wrapper_subclass
 from gradwire.rref import RRef, remote
 from gradwire.shard import dispatch
-from gradwire.shard.backend import Engine, Part
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.backend import Backend, Part
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box, Layout, Place, everywhere
 from gradwire.shard.metadata import (
     Shard,
@@ -27,33 +28,33 @@ from gradwire.shard.metadata import (
     join_shards,
     make_shard,
 )
-from gradwire.shard.placement import engine_for, layout_of, placement_of
+from gradwire.shard.placement import backend_for, layout_of, placement_of
 from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
-from gradwire.shard.worker_backend import WorkerEngine
+from gradwire.shard.worker_backend import WorkerBackend
 
 
 class ShardedTensorBase(torch.Tensor):
-    """What is known of a sharded tensor, and its shards that are here; all that one of no process group can tell."""
+    """The metadata of a sharded tensor, and its shards that are here: all that one without a process group has."""
 
-    _engine: Engine
+    _backend: Backend
     _metadata: ShardedTensorMetadata
     _sharding_spec: ShardingSpec
     _layout: Layout
     _parts: list[Part]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Its shards, its size, and what the shards have in common."""
+        """Return its shards, its size, and what the shards have in common."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """How it is divided."""
+        """Return how it is divided."""
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
-        """The shards that this process has: none, one or several."""
+        """Return the shards that this process has: none, one or several."""
         shards = self._metadata.shards_metadata
         found = []
-        for number, part in zip(self._engine.numbers(self._layout), self._parts, strict=True):
+        for number, part in zip(self._backend.box_numbers(self._layout), self._parts, strict=True):
             if number < len(shards):  # the others stand for ranks that have none
                 if isinstance(part, RRef) and part.is_owner():
                     part = part.local_value()
@@ -62,7 +63,7 @@ class ShardedTensorBase(torch.Tensor):
         return found
 
     def _shard_metadata(self, number: int) -> ShardMetadata:
-        """Of a box of the layout. Programs may sort the list that `metadata` gives them."""
+        # Programs may sort the list that `metadata` returns.
         shards, box = self._metadata.shards_metadata, self._layout.boxes[number]
         return shards[number] if shards[number].box == box else next(item for item in shards if item.box == box)
 
@@ -74,7 +75,7 @@ class ShardedTensorBase(torch.Tensor):
 class ShardedTensor(ShardedTensorBase):
     """A tensor that is divided among the ranks of a process group, or among RPC workers.
 
-    Which of the two is said by the placements of the spec: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every
+    The placements of the spec tell which: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every
     rank makes it and calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
 
     Args:
@@ -90,76 +91,74 @@ class ShardedTensor(ShardedTensorBase):
             `process_group`, must be RPC workers then, and make the tensor.
 
     Raises:
-        TypeError: There is no spec, or a size is no integer.
-        ValueError: A tensor of that size cannot be divided like this, or a placement names nobody.
-        RuntimeError: There is no process group, or this process is no RPC worker.
+        TypeError: `sharding_spec` is not a spec, or a size is not an integer.
+        ValueError: A tensor of that size cannot be divided like this, or a placement does not exist.
+        RuntimeError: There is no process group, or this process is not an RPC worker.
     """
 
     _batch: Layout | None
     _is_result: bool
+    _is_param = False  # torch takes a tensor that has it set for a torch.nn.Parameter
     _remote_shards: dict[int, list[RRef[Shard]]] | None
 
-    # Made by the functions of `creation`, which know what is in it.
     def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-        """An empty one; see the class."""
         from gradwire.shard.creation import empty  # creation stands on this module
 
         return empty(sharding_spec, *size, **options)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything was done by `__new__`."""
+        pass  # everything was done by `__new__`
 
     @classmethod
     def _make(
         cls,
-        engine: Engine,
+        backend: Backend,
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
         parts: Sequence[Part],
         layout: Layout | None = None,
     ) -> ShardedTensor:
-        """One of known parts, in the order of the layout, which is that of the metadata."""
+        """Make a tensor of known parts, in the order of the layout, which is that of the metadata."""
         properties = metadata.tensor_properties
-        made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        made: ShardedTensor = make_wrapper_subclass(
             cls,
             metadata.size,
             dtype=properties.dtype,
             layout=properties.layout,
-            device=_device_of(engine, metadata, parts),
+            device=_device_of(backend, metadata, parts),
             requires_grad=False,
         )
-        made._engine, made._sharding_spec, made._metadata = engine, spec, metadata
-        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, engine)
+        made._backend, made._sharding_spec, made._metadata = backend, spec, metadata
+        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
         made._parts = list(parts)
-        made._batch = None  # whose rows they are, if they come from everybody's own plain tensor
-        made._is_result = False  # of an operation, and so no leaf
+        made._batch = None  # whose rows they are, if they come from every participant's own plain tensor
+        made._is_result = False  # of an operation, and so not a leaf
         made._remote_shards = None
         return made
 
     def _with_parts(self, parts: Sequence[Part], dtype: torch.dtype | None = None) -> ShardedTensor:
-        """One of the same layout with other parts, such as an elementwise function of them."""
+        """Make a tensor of the same layout with other parts, such as an elementwise function of them."""
         properties = replace(self._metadata.tensor_properties, requires_grad=self._does_require_grad(parts))
         if dtype is not None:
             properties.dtype = dtype
-        metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
-        made = ShardedTensor._make(self._engine, self._sharding_spec, metadata, parts, self._layout)
+        metadata = replace(self._metadata, tensor_properties=properties)
+        made = ShardedTensor._make(self._backend, self._sharding_spec, metadata, parts, self._layout)
         made._batch = self._batch
         made._is_result = properties.requires_grad
         return made
 
     def _does_require_grad(self, parts: Sequence[Part]) -> bool:
-        """Of references nobody can tell without asking; what is made of a tensor with gradients has them, too."""
         first = first_here(parts)
         if first is not None:
             return first.requires_grad
+        # References do not tell; what is made of a tensor with gradients has them, too.
         return self._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
     @property
     def _process_group(self) -> Any:
-        """The process group, also if it is the default one; None over RPC workers."""
-        return self._engine._group if isinstance(self._engine, GroupEngine) else None
+        return self._backend._group if isinstance(self._backend, GroupBackend) else None
 
     @property
     def _init_rrefs(self) -> bool:
@@ -167,18 +166,18 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def _like(self) -> torch.Tensor:
-        """A tensor without elements that has the dtype of the parts, and the device of those of this rank."""
-        device = _device_of(self._engine, self._metadata, self._parts)
+        """An empty tensor with the dtype of the parts, and the device of those of this rank."""
+        device = _device_of(self._backend, self._metadata, self._parts)
         return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
 
     def _boxes(self) -> list[Box]:
-        """Those whose parts this process handles, in the order of the parts."""
-        return [self._layout.boxes[number] for number in self._engine.numbers(self._layout)]
+        """Return the boxes whose parts this process handles, in the order of the parts."""
+        return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
     def local_tensor(self) -> torch.Tensor:
-        """What this process has, as one tensor; empty if it has nothing.
+        """Return what this process has, as one tensor; empty if it has nothing.
 
         Raises:
             RuntimeError: It has several shards that do not make up a box.
@@ -186,18 +185,18 @@ class ShardedTensor(ShardedTensorBase):
         shards = [shard for shard in self.local_shards() if shard.metadata.box.num_elements]
         if len(shards) == 1:
             return shards[0].tensor
-        if not shards:  # an empty part has its place in the graph, too: all ranks must come by in backward
+        if not shards:  # an empty part has its place in the graph, too: all ranks meet in backward
             empty_ones = [part for part in self._parts if isinstance(part, torch.Tensor)]
             return empty_ones[0] if empty_ones else self._like.new_empty([0] * self.dim())
         return join_shards(shards)
 
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
-        """References to the shards of other workers, by their RPC rank.
+        """Return references to the shards of other workers, by their RPC rank.
 
         Raises:
             RuntimeError: It belongs to a process group and was not made with ``init_rrefs=True``.
         """
-        if isinstance(self._engine, WorkerEngine):
+        if isinstance(self._backend, WorkerBackend):
             return _references_to_shards(self)
         if self._remote_shards is None:
             raise RuntimeError(
@@ -209,18 +208,18 @@ class ShardedTensor(ShardedTensorBase):
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def full_tensor(self, *, adds_gradients: bool = False) -> torch.Tensor:
-        """The whole tensor, for everybody who runs the program.
+        """Return the whole tensor, on every rank.
 
         Args:
             adds_gradients: Whether ranks use it for rows of their own, so that each has a gradient of its own, and these
                 are added up. Else the gradient counts as the same on all ranks.
         """
-        if adds_gradients and isinstance(self._engine, GroupEngine):
-            everybody = everywhere(self.size(), self._engine.askers)
-            (found,) = self._engine.move(self._parts, self._layout, everybody, self._like)
+        if adds_gradients and isinstance(self._backend, GroupBackend):
+            target = everywhere(self.size(), self._backend.participants)
+            (found,) = self._backend.move(self._parts, self._layout, target, self._like)
             assert isinstance(found, torch.Tensor)
             return found.clone() if any(found is part for part in self._parts) else found
-        return self._engine.replicate(self._parts, self._layout, self.size(), self._like)
+        return self._backend.replicate(self._parts, self._layout, self.size(), self._like)
 
     def gather(  # type: ignore[override]  # PyTorch's name; torch.gather is another function
         self,
@@ -229,7 +228,7 @@ class ShardedTensor(ShardedTensorBase):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The whole tensor on one rank, without a gradient; over RPC workers, here.
+        """Return the whole tensor on one rank, without a gradient; over RPC workers, here.
 
         Args:
             dst: The rank in the group.
@@ -241,53 +240,57 @@ class ShardedTensor(ShardedTensorBase):
             The tensor on `dst`, None elsewhere, also outside of the group.
 
         Raises:
-            ValueError: `dst` is no rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
+            ValueError: `dst` is not a rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
         """
-        target: Place = dst if isinstance(self._engine, GroupEngine) else self._engine.here
-        if self._engine.askers and target not in self._engine.askers:  # not known outside of the group
-            raise ValueError(f"gather: dst={dst} is no rank of the group, which has {len(self._engine.askers)}")
+        target: Place = dst if isinstance(self._backend, GroupBackend) else self._backend.own_place
+        if self._backend.participants and target not in self._backend.participants:  # not known outside of the group
+            raise ValueError(
+                f"gather: dst={dst} is not a rank of the group, which has {len(self._backend.participants)}"
+            )
         layout = everywhere(self.size(), [target])
         with torch.no_grad():
-            found = self._engine.move(self._parts, self._layout, layout, self._like)
-            if target != self._engine.here:
+            found = self._backend.move(self._parts, self._layout, layout, self._like)
+            if target != self._backend.own_place:
                 return None
             value = found[0]
             assert isinstance(value, torch.Tensor)
             if out is not None:
-                self._check_out(out, enforce_dtype)  # only now: the other ranks do not know of it
+                # Checked only now: the other ranks do not know of it.
+                if out.size() != self.size():
+                    raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
+                if out.dtype != self.dtype and not enforce_dtype:
+                    raise ValueError(
+                        f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True"
+                    )
                 return out.copy_(value)
-            value = value.clone() if value._is_view() or any(value is part for part in self._parts) else value.detach()
+            value = value.clone() if is_view(value) or any(value is part for part in self._parts) else value.detach()
             return value.to(dtype) if enforce_dtype and dtype is not None else value
-
-    def _check_out(self, out: torch.Tensor, enforce_dtype: bool) -> None:
-        if out.size() != self.size():
-            raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
-        if out.dtype != self.dtype and not enforce_dtype:
-            raise ValueError(f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True")
 
     # -- other layouts -------------------------------------------------------------------------------------------------
 
     def redistribute(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """The same tensor, divided in another way. Each element goes straight to where it belongs; gradients go back.
+        """Return the same tensor, divided in another way. Each element goes straight to where it belongs.
+
+        Gradients go back the same way.
 
         Raises:
             ValueError: It cannot be divided like this, or the placements are of another kind.
         """
         properties = self._metadata.tensor_properties
         metadata = resharding_spec.build_metadata(self.size(), properties)
-        engine = engine_for(metadata.shards_metadata, self._process_group)
-        if engine != self._engine:
+        backend = backend_for(metadata.shards_metadata, self._process_group)
+        if backend != self._backend:
             raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
-        layout = layout_of(metadata.shards_metadata, engine)
-        parts = engine.move(self._parts, self._layout, layout, self._like)
-        made = ShardedTensor._make(engine, resharding_spec, metadata, parts, layout)
+        layout = layout_of(metadata.shards_metadata, backend)
+        parts = backend.move(self._parts, self._layout, layout, self._like)
+        made = ShardedTensor._make(backend, resharding_spec, metadata, parts, layout)
         requires_grad = self._does_require_grad(parts)
         made._metadata = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
         made._is_result = requires_grad
         return made
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Divides this tensor in another way, in place, and returns it. A leaf stays one, and loses its gradient.
+        """Divide this tensor in another way, in place, and return it. A leaf stays one, and loses its gradient.
 
         In a process group, the metadata has the shards in the order of their ranks afterwards, whatever their order in the
         spec is. If it is divided like this already, nothing is done.
@@ -301,7 +304,7 @@ class ShardedTensor(ShardedTensorBase):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
             made = self.redistribute(resharding_spec)
             if is_leaf:
-                made._parts = made._engine.run(_own_part, made._layout, made._parts)
+                made._parts = made._backend.run(_own_part, made._layout, made._parts)
         if is_leaf and requires_grad:
             made.requires_grad_(True)
         made._order_by_rank()
@@ -309,8 +312,8 @@ class ShardedTensor(ShardedTensorBase):
         return self
 
     def _order_by_rank(self) -> None:
-        """Lists the shards in the order of the ranks that have them; those of one rank stay in their order."""
-        if not isinstance(self._engine, GroupEngine):
+        """List the shards in the order of the ranks that have them; those of one rank stay in their order."""
+        if not isinstance(self._backend, GroupBackend):
             return
         shards, places, boxes = self._metadata.shards_metadata, self._layout.places, self._layout.boxes
         order = sorted(range(len(shards)), key=lambda number: places[number])
@@ -319,9 +322,9 @@ class ShardedTensor(ShardedTensorBase):
         self._layout = Layout(tuple(boxes[n] for n in ordered), tuple(places[n] for n in ordered))
 
     def _take_over(self, other: ShardedTensor) -> None:
-        """Becomes what another one of the same size and dtype is."""
+        """Become the same as another one of the same size and dtype."""
         self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
-        self._engine, self._parts, self._batch = other._engine, other._parts, other._batch
+        self._backend, self._parts, self._batch = other._backend, other._parts, other._batch
         self._is_result = other._is_result
         self._remote_shards = None
 
@@ -330,15 +333,15 @@ class ShardedTensor(ShardedTensorBase):
     # Methods of their own: torch's refuse an argument such as a process group before they call `__torch_function__`.
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """As `torch.Tensor.to`; ``process_group`` can be one of the same ranks, such as of another backend."""
+        """Do as `torch.Tensor.to`; ``process_group`` can be one of the same ranks, such as of another backend."""
         return self._call(torch.Tensor.to, args, kwargs)
 
     def cpu(self, memory_format: Any = torch.preserve_format, process_group: Any = None) -> ShardedTensor:
-        """The tensor in the memory of the CPU; itself if it is there, and in the group."""
+        """Return the tensor in the memory of the CPU; itself if it is there, and in the group."""
         return self._call(torch.Tensor.cpu, (), {"memory_format": memory_format, "process_group": process_group})
 
     def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """As `torch.Tensor.cuda`, on the current GPU of each rank; ``process_group`` as of `to`."""
+        """Do as `torch.Tensor.cuda`, on the current GPU of each rank; ``process_group`` as of `to`."""
         return self._call(torch.Tensor.cuda, args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -351,10 +354,10 @@ class ShardedTensor(ShardedTensorBase):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Does what the function does with sharded tensors.
+        """Call the implementation of a function for sharded tensors.
 
         Raises:
-            RuntimeError: Nobody has said what it does.
+            RuntimeError: There is none.
         """
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
@@ -365,8 +368,7 @@ class ShardedTensor(ShardedTensorBase):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing gets here unless something bypassed `__torch_function__`."""
-        raise dispatch.unsupported(func)
+        raise dispatch.unsupported(func)  # something bypassed `__torch_function__`
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         properties = self._metadata.tensor_properties
@@ -380,7 +382,7 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def first_sharded(values: Any) -> ShardedTensor | None:
-    """The first sharded tensor among values, and in lists and tuples of them."""
+    """Return the first sharded tensor among values, and in lists and tuples of them."""
     for value in values:
         if isinstance(value, ShardedTensor):
             return value
@@ -392,49 +394,54 @@ def first_sharded(values: Any) -> ShardedTensor | None:
 
 
 def from_layout(
-    engine: Engine, layout: Layout, parts: Sequence[Part], size: Sequence[int], like: torch.Tensor, requires_grad: bool
+    backend: Backend,
+    layout: Layout,
+    parts: Sequence[Part],
+    size: Sequence[int],
+    like: torch.Tensor,
+    requires_grad: bool,
 ) -> ShardedTensor:
-    """A sharded tensor of parts that an operation made.
+    """Make a sharded tensor of parts that an operation made.
 
     Args:
-        engine: That of the operands.
+        backend: That of the operands.
         layout: Where the parts are; boxes do not overlap, and make up the tensor.
-        parts: In the order of the engine.
+        parts: In the order of the backend.
         size: Of the tensor.
         like: Tells dtype and device.
-        requires_grad: Whether the parts have gradients, in case nobody can tell without asking.
+        requires_grad: Whether the parts have gradients, where references do not tell.
     """
     first = first_here(parts)
     if first is not None:
         requires_grad = first.requires_grad
     shards = [
-        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, engine))
+        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, backend))
         for box, place in zip(layout.boxes, layout.places, strict=True)
     ]
     metadata = ShardedTensorMetadata(
         shards, torch.Size(size), TensorProperties(like.dtype, requires_grad=requires_grad)
     )
-    made = ShardedTensor._make(engine, infer_sharding_spec(shards), metadata, parts, layout)
+    made = ShardedTensor._make(backend, infer_sharding_spec(shards), metadata, parts, layout)
     made._is_result = requires_grad
     return made
 
 
-def _device_of(engine: Engine, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
-    """In a process group, that of this rank; over RPC workers, that of the first shard."""
+def _device_of(backend: Backend, metadata: ShardedTensorMetadata, parts: Sequence[Part]) -> torch.device:
+    """Return in a process group the device of this rank; over RPC workers, that of the first shard."""
     first, placement = first_here(parts), metadata.shards_metadata[0].placement
-    if isinstance(engine, GroupEngine) and first is not None:
+    if isinstance(backend, GroupBackend) and first is not None:
         return first.device
     return torch.device("cpu") if placement is None else placement.device()
 
 
 def first_here(parts: Sequence[Part]) -> torch.Tensor | None:
-    """The first part, if there is one and it is here; it speaks for the others."""
+    """Return the first part, if there is one and it is here; the others have the same properties."""
     return parts[0] if parts and isinstance(parts[0], torch.Tensor) else None
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A part that shares no memory with others: what was moved within a worker may be a view of what was there."""
-    return tensor.clone() if tensor._is_view() else tensor
+    # What was moved within a worker may be a view of what was there.
+    return tensor.clone() if is_view(tensor) else tensor
 
 
 def _references_to_shards(tensor: ShardedTensor) -> dict[int, list[RRef[Shard]]]:

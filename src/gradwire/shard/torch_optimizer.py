@@ -1,4 +1,4 @@
-"""Torch's optimizers as gradwire drives them: made, called, stepped and loaded here.
+"""Drives torch's optimizers: makes, calls and steps them, and loads their state.
 
 What torch puts around every step for hooks and profilers costs more than a small step itself, and is left out while there
 are none. The numbers are the same.
@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
 
+from gradwire._torch import has_global_optimizer_hooks, is_profiler_enabled, optimizer_hooks
 from gradwire.errors import ConfigurationError
 
 Values = Mapping[str, Any]
@@ -39,23 +39,10 @@ _TORCHS: Final = tuple(
 _TORCHS_WRAPPERS: Final = ("torch.optim.optimizer", "torch.utils._contextlib")
 _MAX_NUMBERS: Final = 16  # in one option, such as betas
 _ONE_NUMBER: Final = frozenset(("eta", "mu", "mu_product", "step"))
-_LIKE_PARAMETER: Final = frozenset(
-    (
-        "acc_delta",
-        "ax",
-        "exp_avg",
-        "exp_avg_sq",
-        "exp_inf",
-        "grad_avg",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "prev",
-        "square_avg",
-        "step_size",
-        "sum",
-        "variance",
-    )
-)
+_LIKE_PARAMETER: Final = frozenset((
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum", "variance",
+))  # fmt: skip
 _REDUCED_DIM: Final = {"row_var": -1, "col_var": -2}  # Adafactor's: like the parameter, with one dimension of size 1
 KNOWN_STATE: Final = _ONE_NUMBER | _LIKE_PARAMETER | _REDUCED_DIM.keys()
 """All names of tensors in the state of torch's optimizers, but for LBFGS, which is not used here."""
@@ -107,7 +94,7 @@ def method_of(optimizer: Any, name: str) -> Callable[..., Any]:
 
 
 def _inside(optimizer_class: type[Any], name: str) -> Any:
-    """The function inside of torch's guard; None if there is no such guard, or it has something to do."""
+    """Return the function inside of torch's guard; None if there is no such guard, or it has something to do."""
     known: Any = getattr(optimizer_class, name, None)
     is_guard = known is getattr(Optimizer, name) and known.__globals__["__name__"] == "torch._compile"
     return known.__wrapped__ if is_guard and "torch._dynamo" not in sys.modules else None
@@ -119,11 +106,10 @@ def _inside(optimizer_class: type[Any], name: str) -> Any:
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a profiler is to see the steps of an optimizer."""
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torchs._global_optimizer_pre_hooks
-        or torchs._global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
+        optimizer_hooks(optimizer, "step_pre")
+        or optimizer_hooks(optimizer, "step_post")
+        or has_global_optimizer_hooks()
+        or is_profiler_enabled()
     )
 
 
@@ -133,10 +119,10 @@ def quick_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         return optimizer.step
     kind = type(optimizer)
     known = kind.step
-    bare = inspect.unwrap(known, stop=_is_no_wrapper_of_torchs)
+    bare = inspect.unwrap(known, stop=_is_user_function)
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
-        # Schedulers and others may have put something else in its place meanwhile.
+        # Schedulers and others may have replaced it meanwhile.
         if kind.step is not known or "step" in optimizer.__dict__ or is_watched(optimizer):
             return optimizer.step() if closure is None else optimizer.step(closure)
         return bare(optimizer, closure)
@@ -144,7 +130,7 @@ def quick_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step
 
 
-def _is_no_wrapper_of_torchs(function: Any) -> bool:
+def _is_user_function(function: Any) -> bool:
     return function.__globals__["__name__"] not in _TORCHS_WRAPPERS
 
 
@@ -175,7 +161,7 @@ def load_state(
     if options is not None:
         pairs = zip(options, packed["param_groups"], strict=True)
         packed["param_groups"] = [{**new, "params": group["params"]} for new, group in pairs]
-    # Torch puts others in their place first, and then looks at what is in them.
+    # Torch replaces them first, and then looks at what is in them.
     before = optimizer.state, optimizer.param_groups
     try:
         method_of(optimizer, "load_state_dict")(packed)

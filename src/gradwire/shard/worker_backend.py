@@ -15,59 +15,55 @@ from typing import Any
 import torch
 
 from gradwire import rpc
+from gradwire._torch import is_view
 from gradwire.rref import RRef, remote
-from gradwire.shard.backend import Answerer, Engine, Part, Question, Request
-from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves
+from gradwire.shard.backend import Answerer, Backend, Part, Question, Request
+from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves, whole
 
-Range = tuple[int, int]
+Range = tuple[int, int]  # start and end
 Piece = tuple[Part, list[Range] | None, list[Range]]
-"""Something to put into a tensor: what it is taken from, where it is in there (None: all of it), and where it goes."""
+"""Something to put into a tensor: the part it is taken from, where it is in that (None: all of it), and where it goes."""
 
 
-# What may not be made yet, by id; what was dropped matters to nobody. Single operations only: it may end in any thread.
+# What may not be made yet, by id, until it is dropped. Single operations only: it may end in any thread.
 _started: dict[int, weakref.ref[RRef[Any]]] = {}
 
 
 def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RRef[Any]:
-    """Calls a function elsewhere, with gradients on or off as they are here."""
+    """Call a function elsewhere, with gradients on or off as they are here."""
     made: RRef[Any] = remote(place, _in_mode, (torch.is_grad_enabled(), function, arguments))
     number = id(made)
     _started[number] = weakref.ref(made, lambda _: _started.pop(number, None))
     return made
 
 
-class WorkerEngine(Engine):
-    """The engine of the RPC worker that this process is."""
+class WorkerBackend(Backend):
+    """The backend of the worker that runs the program: this process."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WorkerEngine)
+        return isinstance(other, WorkerBackend)
 
     def __hash__(self) -> int:
-        return hash(WorkerEngine)
+        return hash(WorkerBackend)
 
     @property
-    def here(self) -> str:
-        """The name of this worker."""
+    def own_place(self) -> str:
         return rpc.get_worker_info().name
 
     @property
-    def askers(self) -> tuple[Place, ...]:
-        """This worker."""
-        return (self.here,)
+    def participants(self) -> tuple[Place, ...]:
+        return (self.own_place,)
 
     def complete(self, layout: Layout) -> Layout:
-        """The layout: workers that have nothing have nothing to do."""
-        return layout
+        return layout  # workers that hold nothing have nothing to do
 
-    def numbers(self, layout: Layout) -> list[int]:
-        """All."""
+    def box_numbers(self, layout: Layout) -> list[int]:
         return list(range(len(layout.boxes)))
 
     def run(
         self, function: Callable[..., Any], layout: Layout, *columns: Sequence[Any], **constants: Any
     ) -> list[Part]:
-        """Calls the function where each part is."""
-        here = self.here
+        here = self.own_place
         return [
             _run(function, arguments, constants)
             if place == here
@@ -78,63 +74,47 @@ class WorkerEngine(Engine):
     def move(
         self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
     ) -> list[Part]:
-        """Each worker takes what it is to have from those who have it."""
         if old == new and not is_sum:
             return list(parts)
         pieces: list[list[Piece]] = [[] for _ in new.boxes]
         for move in plan_moves(old.boxes, new.boxes):
             part = parts[move.source]
-            source: list[Range] | None = _ranges(move.box, old.boxes[move.source])
-            if isinstance(part, torch.Tensor) and new.places[move.target] != self.here:
+            source: list[Range] | None = ranges_in(move.box, old.boxes[move.source])
+            if isinstance(part, torch.Tensor) and new.places[move.target] != self.own_place:
                 part, source = take(part, source), None  # only what is needed goes on its way
-            pieces[move.target].append((part, source, _ranges(move.box, new.boxes[move.target])))
-        return self._assemble_all(new, pieces, like, is_sum)
-
-    def _assemble_all(
-        self, layout: Layout, pieces: Sequence[list[Piece]], like: torch.Tensor, is_sum: bool
-    ) -> list[Part]:
-        here = self.here
-        rest = (str(like.device), like.dtype, is_sum)
-        made: list[Part] = []
-        for place, box, items in zip(layout.places, layout.boxes, pieces, strict=True):
-            arguments = (list(box.sizes), items, *rest)
-            made.append(assemble(*arguments) if place == here else _start(place, assemble, arguments))
-        return made
+            pieces[move.target].append((part, source, ranges_in(move.box, new.boxes[move.target])))
+        sizes = [list(box.sizes) for box in new.boxes]
+        return self.run(assemble, new, sizes, pieces, device=str(like.device), dtype=like.dtype, is_sum=is_sum)
 
     def replicate(
         self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
     ) -> torch.Tensor:
-        """This worker fetches the parts."""
-        (found,) = self.move(parts, layout, everywhere(size, self.askers), like, is_sum)
+        (found,) = self.move(parts, layout, everywhere(size, self.participants), like, is_sum)
         assert isinstance(found, torch.Tensor)
-        is_part = found._is_view() or any(found is part for part in parts)
+        is_part = is_view(found) or any(found is part for part in parts)
         return found.clone() if is_part else found  # what people do with it must not change the tensor
 
     def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:
-        """Tensors that are here: each goes with the call that needs it."""
-        outer = Box((0,) * tensor.dim(), tuple(tensor.size()))
-        return [tensor[box.slices_in(outer)] for box in layout.boxes]
+        outer = whole(tensor.size())
+        return [tensor[box.slices_in(outer)] for box in layout.boxes]  # each goes with the call that needs it
 
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
-        """Tensors that are here, as with `divide`."""
         return self.divide(rows, layout)
 
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """One call to each part of which anything is asked.
-
-        If the question says so, parts of which nothing is asked are called, too: their gradient is zero then, not
-        nothing. To an optimizer that is not the same, and all parts of a parameter must be stepped alike.
-        """
+        # One call to each part of which anything is asked. If the question says so, the others are called, too: their
+        # gradient is zero then, not None. To an optimizer that is not the same, and all parts of a parameter must be
+        # stepped alike.
         if question.error is not None:
             raise question.error
-        here, answers, waiting = self.here, {}, {}
+        here, answers, waiting = self.own_place, {}, {}
         for number, (place, request) in enumerate(zip(layout.places, question.requests, strict=True)):
             may_have_gradient = question.asks_all and layout.boxes[number].num_elements
             if not (may_have_gradient or any(item.numel() for item in request)):
                 answers[number] = question.like.new_zeros(question.shape(number))
             elif place != here:
-                call = (torch.is_grad_enabled(), *_call(question, parts, number))
-                waiting[number] = rpc.rpc_async(place, _answer_in_mode, args=call)
+                call = (torch.is_grad_enabled(), answer, _call(question, parts, number))
+                waiting[number] = rpc.rpc_async(place, _in_mode, args=call)
         for number, place in enumerate(layout.places):
             if place == here and number not in answers:
                 answers[number] = answer(*_call(question, parts, number))
@@ -143,11 +123,10 @@ class WorkerEngine(Engine):
         return [answers[number] for number in range(len(parts))]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What this worker says."""
         return [list(numbers)]
 
     def settle(self, parts: Sequence[Part] = ()) -> None:
-        """Waits for the calls whose results anybody still has. Others that fail tell whoever uses their results."""
+        # Calls whose results are still held. One that fails raises where its result is used.
         waiting = [made for known in list(_started.values()) if (made := known()) is not None]
         for future in [item._get_future() for item in waiting]:
             with contextlib.suppress(Exception):
@@ -159,7 +138,6 @@ class WorkerEngine(Engine):
                 part._get_future().wait()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What this worker says."""
         return [value]
 
 
@@ -167,7 +145,7 @@ class WorkerEngine(Engine):
 
 
 def value_of(part: Any) -> Any:
-    """A part as a tensor: itself if it is here, a copy if it is not. Anything else is left as it is."""
+    """Return a part as a tensor: itself if it is here, a copy if it is not. Return anything else as it is."""
     return part.to_here() if isinstance(part, RRef) else part
 
 
@@ -185,17 +163,12 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
-    """Answers one question to a part that is here."""
-    return function(value_of(part), tuple(request), [[item.size(0) for item in request]], setting)
-
-
-def _answer_in_mode(is_grad_enabled: bool, *call: Any) -> torch.Tensor:
-    with torch.set_grad_enabled(is_grad_enabled):
-        return answer(*call)
+    """Answer one question to a part that is here."""
+    return function(value_of(part), tuple(request), setting)
 
 
 def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
-    """What lies there in a part that is here."""
+    """Return a piece of a part that is here."""
     tensor: torch.Tensor = value_of(part)
     return tensor if ranges is None else tensor[tuple(slice(start, end) for start, end in ranges)]
 
@@ -203,7 +176,7 @@ def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
 def assemble(
     sizes: Sequence[int], pieces: Sequence[Piece], device: str, dtype: torch.dtype, is_sum: bool
 ) -> torch.Tensor:
-    """A tensor of pieces; those that are elsewhere are fetched from there, all at once.
+    """Put a tensor together from pieces; fetch those that are elsewhere, all at once.
 
     Args:
         sizes: Of the tensor.
@@ -247,5 +220,6 @@ class _Assemble(torch.autograd.Function):
         return None, None, None, None, None, *(gradients[0][target] for target in ctx.slices)
 
 
-def _ranges(box: Box, outer: Box) -> list[Range]:
+def ranges_in(box: Box, outer: Box) -> list[Range]:
+    """Return where a box lies in a tensor that holds `outer`, as starts and ends that can be sent."""
     return [(item.start, item.stop) for item in box.slices_in(outer)]

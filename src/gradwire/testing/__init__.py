@@ -1,4 +1,4 @@
-"""Tools for tests of programs that use gradwire: workers in one process, waiting, leaks, and what a transport must do.
+"""Tools for tests of programs that use gradwire: workers in one process, waiting, leaks, and the contract of transports.
 
 with gradwire.testing.LeakCheck(), gradwire.testing.local_agents(2) as (first, second):
     assert first.call(second.info, operator.add, (1, 2)) == 3

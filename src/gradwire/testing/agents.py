@@ -1,10 +1,9 @@
-"""Several workers in one process: the quickest way to a cluster, for tests that need no second process."""
+"""Several workers in one process, for tests that need no second process, and waiting for conditions."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,11 +15,12 @@ from gradwire.runtime import start_worker
 from gradwire.types import WorkerInfo
 
 _FIRST_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_PAUSE_S = 0.005
 
 
 @contextlib.contextmanager
 def local_agents(num_workers: int, transport: str = "unix", **config: Any) -> Iterator[list[Agent]]:
-    """Workers ``a``, ``b``, ``c``... of one cluster in this process; closed at the end.
+    """Start workers ``a``, ``b``, ``c``... of one cluster in this process; close them at the end.
 
     Args:
         num_workers: How many; ranks count from 0.
@@ -41,11 +41,8 @@ def local_agents(num_workers: int, transport: str = "unix", **config: Any) -> It
         yield agents
 
 
-_PAUSE_S = 0.005
-
-
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
-    """Returns as soon as `condition()` is true.
+    """Return as soon as `condition()` is true.
 
     Args:
         condition: Called again and again; must not block.
@@ -55,9 +52,8 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0, what: s
     Raises:
         TimeoutError: It did not become true in time.
     """
-    pause = threading.Event()  # never set: its wait is a pause that lets signals through
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
-        pause.wait(_PAUSE_S)
+        time.sleep(_PAUSE_S)

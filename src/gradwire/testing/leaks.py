@@ -1,9 +1,9 @@
-"""What a test may leave behind: nothing.
+"""Leak check: what a test leaves behind.
 
 `LeakCheck` looks at this process from outside, through ``/proc``: it finds what a library forgot, not what the library
-remembers. Only autograd contexts are asked for, since nothing else shows them. Things that were there when the check began
-are nobody's leak; neither are the daemon threads of other libraries, nor the template process that `gradwire.cluster`
-keeps for the next cluster.
+remembers. Only autograd contexts and references are asked for, since nothing else shows them. Things that were there when
+the check began are not leaks; neither are the daemon threads of other libraries, nor the template process that
+`gradwire.cluster` keeps for the next cluster.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from gradwire.autograd import worker
-from gradwire.rref import context as references
+from gradwire.autograd import engine
+from gradwire.rref import context as rref_context
+from gradwire.testing.agents import wait_until
 
 _MEMFD = "memfd:gradwire"
-_TEMPLATE = "gw-template"
+_TEMPLATE = "gw-forkserver"
 _IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
-_PAUSE_S = 0.01
 
 
 class LeakFound(AssertionError):
@@ -60,29 +59,26 @@ class LeakCheck:
             self.check()
 
     def leaks(self) -> list[str]:
-        """What is here now and was not when the check began."""
+        """Return what is here now and was not when the check began."""
         found = [f"thread {thread.name}" for thread in threading.enumerate() if self._is_leaked(thread)]
         for kind, look in _KINDS.items():
             found += [f"{kind} {name}" for name in (look() - self._before[kind]).elements()]
         return sorted(found)
 
     def check(self) -> None:
-        """Waits until nothing is left.
+        """Wait until nothing is left.
 
         Raises:
             LeakFound: Something still is after `timeout_s`.
         """
-        pause = threading.Event()  # never set: its wait is a pause
-        deadline = time.monotonic() + self._timeout_s
         if self.leaks():
             gc.collect()  # with torch loaded it takes long, so only where something is left
-        while leaks := self.leaks():
-            if time.monotonic() >= deadline:
-                raise LeakFound(f"left behind: {', '.join(leaks)}{self._stacks()}")
-            pause.wait(_PAUSE_S)
+        try:
+            wait_until(lambda: not self.leaks(), self._timeout_s)
+        except TimeoutError:
+            raise LeakFound(f"left behind: {', '.join(self.leaks())}{self._stacks()}") from None
 
     def _stacks(self) -> str:
-        """What the threads that are left are doing."""
         frames = sys._current_frames()
         left = [thread for thread in threading.enumerate() if self._is_leaked(thread) and thread.ident in frames]
         return "".join(
@@ -97,7 +93,7 @@ class LeakCheck:
 
 
 def _descriptors() -> Counter[str]:
-    """Open descriptors by kind, and by path where they have one; the template's two are not counted."""
+    """Open descriptors by kind, and by path where they have one; the two of an idle template are not counted."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -106,15 +102,9 @@ def _descriptors() -> Counter[str]:
             continue
         if not target.startswith("/proc/"):
             found[_IS_ANONYMOUS.sub("", target).rstrip(":")] += 1
-    for descriptor in _template_descriptors():
-        found[descriptor] -= 1
-    return found
-
-
-def _template_descriptors() -> list[str]:
-    """The idle template's channel and the pipe of its output."""
     num_templates = sum(name.startswith(_TEMPLATE) for name in _child_names())
-    return ["socket", "pipe"] * num_templates
+    found.subtract({"socket": num_templates, "pipe": num_templates})  # its channel, and the pipe of its output
+    return found
 
 
 def _mappings() -> Counter[str]:
@@ -126,14 +116,11 @@ def _mappings() -> Counter[str]:
 
 
 def _shared_files() -> Counter[str]:
+    own = ("gradwire", f"torch_{os.getpid()}_", "psm_")
     try:
-        return Counter(f"/dev/shm/{entry.name}" for entry in os.scandir("/dev/shm") if _is_mine(entry))
+        return Counter(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(own))
     except OSError:
         return Counter()
-
-
-def _is_mine(entry: os.DirEntry[str]) -> bool:
-    return entry.name.startswith(("gradwire", f"torch_{os.getpid()}_", "psm_"))
 
 
 def _folders() -> Counter[str]:
@@ -170,9 +157,9 @@ def _child_names() -> list[str]:
 
 
 def contexts_left() -> Counter[str]:
-    """Autograd contexts on workers of this process that are not closed, and backward passes under way in them."""
+    """Return autograd contexts on workers of this process that are not closed, and backward passes under way in them."""
     found: Counter[str] = Counter()
-    for item in worker.all_open():
+    for item in engine.all_open():
         for context in item.container:
             found[f"{context.context_id} on worker {item.worker}"] += 1
             found.update(f"pass {number:#x} on worker {item.worker}" for number in list(context.passes))
@@ -180,9 +167,9 @@ def contexts_left() -> Counter[str]:
 
 
 def references_left() -> Counter[str]:
-    """References, and values that others refer to, on workers of this process that are not closed."""
+    """Return references, and values that others refer to, on workers of this process that are not closed."""
     found: Counter[str] = Counter()
-    for known in references.all_open():
+    for known in rref_context.all_open():
         counts = known.statistics()
         if counts.num_values or counts.num_forks or counts.num_children:
             found[f"{counts} on worker {known.agent.info.name}"] += 1

@@ -55,12 +55,12 @@ def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
 def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o077:  # not changed silently: it may be somebody's home
+    if mode & 0o077:  # not changed silently: it may be a home folder
         raise ConfigurationError(f"{folder} is open to others (mode {mode:o}); `chmod 700` it or name a new folder")
 
 
 def _load_authority(folder: Path) -> _Identity | None:
-    """The authority in a folder, or None if there is none."""
+    """Return the authority in a folder, or None if there is none."""
     certificate_file, key_file = folder / "ca.pem", folder / "ca.key"
     if not certificate_file.exists() and not key_file.exists():
         return None
@@ -73,45 +73,33 @@ def _load_authority(folder: Path) -> _Identity | None:
 
 
 def _make_authority(folder: Path, days: int) -> _Identity:
-    key = ec.generate_private_key(ec.SECP256R1())
     # A name of its own for each authority, or a certificate of another one fails with a puzzling signature error.
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"gradwire cluster {secrets.token_hex(8)}")])
     end = _now() + datetime.timedelta(days=max(days, _CA_DAYS))
-    builder = _certificate_builder(name, key, end).issuer_name(name)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_key_usage(is_authority=True), critical=True)
-    authority = _Identity(builder.sign(key, hashes.SHA256()), key)
+    authority = _sign(f"gradwire cluster {secrets.token_hex(8)}", end, None)
     _write_identity(TlsKeys.in_folder(folder, "ca"), authority, may_replace=False)
     return authority
 
 
 def _issue(authority: _Identity, uri: str, days: int) -> _Identity:
-    """A certificate for a worker, for both ends of a connection: workers call and are called."""
+    """Issue a certificate for a worker, for both ends of a connection: workers call and are called."""
+    return _sign(
+        "gradwire worker",  # its name is in the URI
+        min(_now() + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc),
+        authority,
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]),
+    )
+
+
+def _sign(
+    subject: str, end: datetime.datetime, authority: _Identity | None, *extensions: x509.ExtensionType
+) -> _Identity:
+    """Make a key and its certificate, signed by the authority; without one, those of a new authority."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gradwire worker")])  # the name is in the URI
-    end = min(_now() + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc)
-    builder = _certificate_builder(subject, key, end).issuer_name(authority.certificate.subject)
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-    both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH])
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_key_usage(is_authority=False), critical=True)
-    builder = builder.add_extension(both_ends, critical=False)
-    builder = builder.add_extension(issuer, critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
-    return _Identity(builder.sign(authority.key, hashes.SHA256()), key)
-
-
-def _certificate_builder(
-    subject: x509.Name, key: ec.EllipticCurvePrivateKey, end: datetime.datetime
-) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder(subject_name=subject, public_key=key.public_key())
-    builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(_now() - _CLOCK_SKEW).not_valid_after(end)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-
-
-def _key_usage(*, is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    is_authority = authority is None
+    usage = x509.KeyUsage(
         digital_signature=not is_authority,
         key_cert_sign=is_authority,
         crl_sign=is_authority,
@@ -122,6 +110,14 @@ def _key_usage(*, is_authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = x509.CertificateBuilder(authority.certificate.subject if authority else name, name, key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(_now() - _CLOCK_SKEW).not_valid_after(end)
+    for critical in (x509.BasicConstraints(is_authority, 0 if is_authority else None), usage):
+        builder = builder.add_extension(critical, critical=True)
+    for extension in (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    return _Identity(builder.sign(authority.key if authority else key, hashes.SHA256()), key)
 
 
 def _write_identity(files: TlsKeys, identity: _Identity, *, may_replace: bool) -> None:
@@ -153,7 +149,7 @@ def _now() -> datetime.datetime:
 
 
 def check_files(keys: TlsKeys) -> None:
-    """Find out, with names of files, what would otherwise be an unclear failure of every handshake.
+    """Refuse files that would fail every handshake for an unclear reason, and say which and why.
 
     Raises:
         ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.

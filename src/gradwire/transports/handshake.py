@@ -1,6 +1,6 @@
-"""Who is there? Both sides of the handshake, as state machines: a message in, a message out.
+"""Both sides of the handshake, as state machines: a message in, a message out.
 
-Each side shows that it knows the cluster's token without sending it (HMAC over all that was said, with a nonce of each
+Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce of each
 side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
 means. Where the channel has certificates, the name must be one of those certified. The name then stands for a rank: each
 side asks its directory (`admit`) whether both belong together.
@@ -18,7 +18,7 @@ import msgspec
 from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
-from gradwire.wire import exceptions as failures
+from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import (
     PROTOCOL_VERSION,
     Challenge,
@@ -35,7 +35,7 @@ _MAX_REASON_BYTES = 2048
 _encode = msgspec.msgpack.Encoder().encode
 
 Admit = Callable[[WorkerAddress], None]
-"""Lets a worker in that has shown who it is; raises AuthenticationFailed if it may not talk to this one."""
+"""Called with a worker that has proved its identity; raises AuthenticationFailed if it is not admitted."""
 
 LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof})
 CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
@@ -43,7 +43,7 @@ CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refuse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a worker says of itself."""
+    """How a worker introduces itself."""
 
     address: WorkerAddress
     trust: Trust
@@ -51,7 +51,7 @@ class Identity:
 
 
 def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, nonce: bytes) -> bytes:
-    """Covers all that both sides have said, so that nobody in between can change who is meant or what for."""
+    """Cover all that both sides have sent, so that a third party cannot change who is meant or what for."""
     return hmac.digest(token or b"-", _encode((role, hello, listener, nonce)), "sha256")
 
 
@@ -59,10 +59,10 @@ class CallerHandshake:
     """The side that connects.
 
     Args:
-        identity: Who connects.
-        to: Whom it means to reach; incarnation 0 means any.
+        identity: Of this worker.
+        to: The worker that it means to reach; incarnation 0 means any.
         lane: What the connection is for.
-        admit: Asked about the listener once it has shown who it is.
+        admit: Called with the listener once that has proved its identity.
     """
 
     def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane, admit: Admit = lambda address: None) -> None:
@@ -81,30 +81,30 @@ class CallerHandshake:
         self.peer: WorkerAddress | None = None
 
     def begin(self) -> Hello:
-        """The first message."""
+        """Return the first message."""
         return self._hello
 
     def on_message(self, message: Message, certified: frozenset[str] | None) -> Proof | None:
-        """The answer to the listener's message; None when the connection is open.
+        """Return the answer to the listener's message; None when the connection is open.
 
         Raises:
-            AuthenticationFailed: It refused, or is not who we meant.
+            AuthenticationFailed: The listener refused, or is not the worker that was meant.
         """
         name = self._to.info.name
         if isinstance(message, Refused):
             kind = IdentityTaken if message.is_taken else AuthenticationFailed
-            raise kind(f"{name} refused the connection: {failures.clean(message.reason, _MAX_REASON_BYTES)}")
+            raise kind(f"{name} refused the connection: {clean(message.reason, _MAX_REASON_BYTES)}")
         if isinstance(message, Challenge) and self.peer is None:
             if message.sender.info.name != name:
                 raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
-            said = (self._hello, message.sender, message.nonce)
-            if not hmac.compare_digest(message.proof, _proof(self._identity.token, b"listener", *said)):
-                raise AuthenticationFailed(f"whoever listens for {name} does not know this cluster's token")
+            sent = (self._hello, message.sender, message.nonce)
+            if not hmac.compare_digest(message.proof, _proof(self._identity.token, b"listener", *sent)):
+                raise AuthenticationFailed(f"the process that listens for {name} does not know this cluster's token")
             if certified is not None:
                 check_identity(certified, name)
             self._admit(message.sender)
             self.peer = message.sender
-            return Proof(_proof(self._identity.token, b"caller", *said))
+            return Proof(_proof(self._identity.token, b"caller", *sent))
         if isinstance(message, Welcome) and self.peer is not None:
             return None
         raise AuthenticationFailed(f"{name} sent {type(message).__name__} in the wrong place of the handshake")
@@ -114,8 +114,8 @@ class ListenerHandshake:
     """The side that was connected to.
 
     Args:
-        identity: Who listens.
-        admit: Asked about the caller once it has shown who it is.
+        identity: Of this worker.
+        admit: Called with the caller once that has proved its identity.
     """
 
     def __init__(self, identity: Identity, admit: Admit) -> None:
@@ -127,12 +127,12 @@ class ListenerHandshake:
 
     @property
     def hello(self) -> Hello:
-        """What the caller said of itself; trust it once `is_open`."""
+        """How the caller introduced itself; trust it once `is_open`."""
         assert self._hello is not None
         return self._hello
 
     def on_message(self, message: Message, certified: frozenset[str] | None) -> Challenge | Welcome:
-        """The answer to the caller's message; `is_open` tells whether it was the last.
+        """Return the answer to the caller's message; `is_open` tells whether it was the last.
 
         Raises:
             AuthenticationFailed: The caller is refused; send `Refused` with this text and close.

@@ -11,14 +11,14 @@ import socket
 import threading
 
 from gradwire.errors import ConfigurationError, ConnectFailed
-from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions
+from gradwire.transports.stream import Channel, StreamConnection, StreamOptions
 
 _listeners: dict[str, InprocListener] = {}
 _lock = threading.Lock()  # guards _listeners
 
 
 class InprocListener:
-    """Takes the other ends of socket pairs from a queue; an eventfd says that there are some."""
+    """Takes the other ends of socket pairs from a queue; an eventfd is readable while there are some."""
 
     def __init__(self, worker: str, options: StreamOptions) -> None:
         self.uri = f"inproc://{worker}"
@@ -35,7 +35,7 @@ class InprocListener:
         return self._event
 
     def offer(self, sock: socket.socket) -> None:
-        """Called by the side that connects, under the registry's lock."""
+        """Queue a connection; called by the side that connects, under the registry's lock."""
         self._waiting.append(sock)
         os.eventfd_write(self._event, 1)
 
@@ -49,7 +49,7 @@ class InprocListener:
             sock = self._waiting.popleft()
         except IndexError:
             return None
-        return StreamConnection(PlainChannel(sock), self._options, slots=None, label=self.uri)
+        return StreamConnection(Channel(sock), self._options, slots=None, label=self.uri)
 
     def close(self) -> None:
         with _lock:
@@ -71,11 +71,9 @@ class InprocTransport:
         self._options = options
 
     def listen(self, worker: str) -> InprocListener:
-        """Starts to listen under the worker's name."""
         return InprocListener(worker, self._options)
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Opens a connection to a worker of this process."""
         near, far = socket.socketpair()
         with _lock:
             listener = _listeners.get(uri)
@@ -85,4 +83,4 @@ class InprocTransport:
             near.close()
             far.close()
             raise ConnectFailed(f"no worker listens at {uri} in this process")
-        return StreamConnection(PlainChannel(near), self._options, slots=None, label=uri)
+        return StreamConnection(Channel(near), self._options, slots=None, label=uri)

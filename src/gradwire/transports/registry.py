@@ -1,39 +1,88 @@
-"""From a worker's settings to its transports, and from an address to the best way there."""
+"""The ways to reach other workers, and the best of them for an address.
+
+    Transport --listen()--> Listener --accept_nowait()--> StreamConnection
+              --connect()-------------------------------> StreamConnection
+
+A transport is chosen by the scheme of a URI.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from gradwire.config import WorkerConfig
 from gradwire.errors import ConfigurationError, ConnectFailed
-from gradwire.transports.base import Transport
 from gradwire.transports.inproc import InprocTransport
-from gradwire.transports.stream import StreamOptions
+from gradwire.transports.stream import StreamConnection, StreamOptions
 from gradwire.transports.tcp import TcpTransport
 from gradwire.transports.unix import UnixTransport
 from gradwire.types import Trust, WorkerAddress
 from gradwire.wire.tensors import SHAREABLE_DTYPES
 
-LOCAL = "local"  # the host of workers that whoever made the directory knows to be on this machine
+LOCAL = "local"
+"""The host of workers that are known to be on this machine when the directory is made."""
+
 _PREFERENCE = ("inproc", "unix", "tcp")  # cheapest first
 
 
+class Listener(Protocol):
+    """Accepts connections at one address."""
+
+    uri: str
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+
+    def accept_nowait(self) -> StreamConnection | None:
+        """Return the next connection, or None when there is none now or the caller was not acceptable.
+
+        Raises:
+            ResourceExhausted: This process has no descriptor left for it.
+        """
+
+    def close(self) -> None:
+        """Stop listening and remove what the address left behind. Idempotent."""
+
+
+class Transport(Protocol):
+    """One way to reach other workers."""
+
+    scheme: str
+
+    def listen(self, worker: str) -> Listener:
+        """Start to listen for the worker of that name.
+
+        Raises:
+            ConfigurationError: The address must not or cannot be used.
+        """
+
+    def connect(self, uri: str, deadline: float) -> StreamConnection:
+        """Open a connection; `deadline` is in `time.monotonic` seconds.
+
+        Raises:
+            ConnectFailed: There is no answer.
+            ResourceExhausted: This process has no descriptor left for it.
+            AuthenticationFailed: The worker that answers belongs to another user or cluster, or only one side has keys.
+        """
+
+
 def make_transports(config: WorkerConfig, trust: Trust, folder: Path | None) -> dict[str, Transport]:
-    """The transports a worker listens on and connects with.
+    """Make the transports that a worker listens on and connects with.
 
     Raises:
         ConfigurationError: A transport lacks what it needs.
     """
-    schemes = config.transports or (("unix", "tcp") if config.tls is not None else ("unix",))
     options = StreamOptions(
         limits=config.limits,
         shared_memory_from=config.shared_memory_from,
         shared_dtypes=SHAREABLE_DTYPES[trust],
     )
     transports: dict[str, Transport] = {}
-    for scheme in schemes:
+    for scheme in config.transports or (("unix", "tcp") if config.tls is not None else ("unix",)):
         if scheme == "inproc":
             transports[scheme] = InprocTransport(options)
         elif scheme == "unix":
@@ -48,7 +97,7 @@ def make_transports(config: WorkerConfig, trust: Trust, folder: Path | None) -> 
 
 
 def choose_uri(address: WorkerAddress, host: str, schemes: Iterable[str]) -> str:
-    """The best of a worker's addresses from here: shared memory on one machine, TCP otherwise.
+    """Return the best of a worker's addresses from here: shared memory on one machine, TCP otherwise.
 
     Raises:
         ConnectFailed: None of them can be used from here.
@@ -56,25 +105,21 @@ def choose_uri(address: WorkerAddress, host: str, schemes: Iterable[str]) -> str
     known = set(schemes)
     is_here = address.host in (host, LOCAL)
     for scheme in _PREFERENCE:
-        if scheme not in known or (scheme != "tcp" and not is_here):
-            continue
-        for uri in address.uris:
-            if uri.startswith(f"{scheme}://"):
-                return uri
+        if scheme in known and (scheme == "tcp" or is_here):
+            for uri in address.uris:
+                if uri.startswith(f"{scheme}://"):
+                    return uri
     where = "on this machine" if is_here else "on another machine"
     raise ConnectFailed(
         f"worker {address.info.name} is {where} and listens at {', '.join(address.uris) or 'no address'}, but this "
-        f"worker speaks {', '.join(sorted(known))} only; give every worker TLS keys (tls=) to cross machines"
+        f"worker uses {', '.join(sorted(known))} only; give every worker TLS keys (tls=) to cross machines"
     )
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when they share a kernel and a network namespace."""
+    """Return a text that is equal for two processes exactly when they share a kernel and a network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/net").st_ino
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        import socket
-
         return socket.gethostname()
-    return f"{boot}/{namespace}"

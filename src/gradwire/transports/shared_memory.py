@@ -6,7 +6,7 @@ while it may be needed again.
     sender: LendingArena                                receiver: BorrowedSlots
       offer(n): a descriptor, with any frame     ->       add_fds(fds): map it, state byte := FREE, or leave it alone
       lend(n) finds the byte at FREE, SlotRef    ->       map_slot(ref, n)
-      fill(address), before or after it          ->       are_filled(), before anybody sees the buffer
+      fill(address), before or after it          ->       are_filled(), before the buffer is used
                                                           ... the tensor is used in place, then freed
       lend(m) finds the byte at FREE             <-       state byte := FREE, in the shared page itself
 
@@ -23,53 +23,49 @@ they end with the last object that refers to them: nothing here can pull memory 
 
 The peer can change the bytes of a slot at any time. What is checked must not lie in one: sparse and bool tensors, and
 between workers that only trust each other's data all integers, travel through the socket (`gradwire.wire.tensors`).
-`BufferPool` is the same idea for tensors that come that way.
+`gradwire.transports.buffer_pool` is the same idea for tensors that come that way.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import functools
+import mmap
 import os
+import stat
+import struct
+import sys
 import threading
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 
 from gradwire.errors import ConnectionClosed, DecodeError
-from gradwire.transports.memory import (
-    FILLING,
-    FREE,
-    LENT,
-    OFFERED,
-    PAGE,
-    RETIRED,
-    Buffer,
-    BufferPool,
-    PoolStatistics,
-    Slot,
-    check_memfd,
-    is_available,
-    make_memfd,
-    round_up,
-)
 from gradwire.wire.messages import SlotRef
 
-__all__ = [
-    "MAX_SLOTS",
-    "PAGE",
-    "ArenaStatistics",
-    "BorrowedSlots",
-    "BufferPool",
-    "Lease",
-    "LendingArena",
-    "PoolStatistics",
-    "is_available",
-]
+PAGE = 4096
+"""Bytes before a slot's data; the first one is its state."""
 
+FREE, LENT, RETIRED, FILLING, OFFERED = 0, 1, 2, 3, 4
+"""States of a slot. The sender offers, fills, lends and retires it; the receiver frees it, the first time by mapping it."""
+
+_NUMBER = struct.Struct("<Q")  # of a slot, in its first page
+_NUMBER_AT = 8
+_MAX_NUMBER = 2**63 - 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+# Linux's numbers; other systems lack the names, and this module has to be importable there.
+_F_ADD_SEALS, _F_GET_SEALS, _SEALS = 1033, 1034, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_SEAL_EXEC = 0x20  # some systems add it to every memfd
+_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
 
 MAX_SLOTS = 1024
 """Slots of one connection and direction: a process may have some 65,000 mappings in all."""
@@ -139,8 +135,8 @@ class LendingArena:
         self._limit_bytes = limit_bytes
         self._retire_after_s = retire_after_s
         self._lock = threading.Lock()  # guards everything below; nothing under it waits or calls out
-        self._free: dict[int, list[Slot]] = {}  # by capacity; the most recently freed one is last
-        self._lent: dict[int, deque[Slot]] = {}  # by capacity; the most recently lent one is last
+        self._free: defaultdict[int, list[Slot]] = defaultdict(list)  # by capacity; the most recently freed is last
+        self._lent: defaultdict[int, deque[Slot]] = defaultdict(deque)  # by capacity; the most recently lent is last
         self._offered: list[Slot] = []  # not seen to be mapped by the receiver yet, the oldest first
         self._next_offer = 0.0
         self._num_created = 0
@@ -150,25 +146,21 @@ class LendingArena:
         self._is_closed = False
 
     def lend(self, num_bytes: int) -> Lease | None:
-        """A slot to copy `num_bytes` into, or None if the tensor has to travel through the socket; then see `offer`."""
+        """Return a slot to copy `num_bytes` into, or None if they must go through the socket; then see `offer`."""
         capacity = round_up(num_bytes) if num_bytes > 0 else 0  # no slot has a capacity of 0
         with self._lock:
-            lent = self._lent.get(capacity)
-            if lent is None:
-                self._free[capacity] = []
-                lent = self._lent[capacity] = deque()
-            free = self._free[capacity]
+            free, lent = self._free[capacity], self._lent[capacity]
             slot = free.pop() if free else _pop_freed(lent) or self._pop_mapped(free)
             if slot is None or (num_bytes > slot.num_touched and not self._has_touched(slot, num_bytes)):
                 self._num_refused += 1
                 return None
-            slot.state.value = FILLING  # first: if Ctrl-C hits, a slot that is in no list must not look free
+            slot.state.value = FILLING
             slot.last_lent = time.monotonic()
             lent.append(slot)
         return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
 
     def offer(self, num_bytes: int) -> int | None:
-        """The descriptor of a new slot for messages like this one, to be sent along with it; the caller closes it.
+        """Return the descriptor of a new slot for messages like this one, to be sent along; the caller closes it.
 
         None where limits or the system do not allow another slot. What becomes of the frame does not matter here: a slot
         that the receiver does not map is given up after a while.
@@ -180,27 +172,19 @@ class LendingArena:
                 return None
             if not self._make_room(capacity, now):
                 return None
-            fd = None
             try:
-                fd = make_memfd(self._num_created, capacity)
-                slot = Slot(self._num_created, capacity, fd)
-            except BaseException as error:
-                if fd is not None:
-                    os.close(fd)
-                if not isinstance(error, OSError):  # Ctrl-C
-                    raise
+                slot, fd = make_slot(self._num_created, capacity)
+            except OSError:
                 self._next_offer = now + _PAUSE_S  # no descriptor or no memory: do not try with every call
                 return None
             slot.last_lent = now
-            self._free.setdefault(capacity, [])
-            self._lent.setdefault(capacity, deque())
             self._offered.append(slot)
             self._num_created += 1
             self._bytes_mapped += capacity
             return fd
 
     def cancel(self, lease: Lease) -> None:
-        """The frame was not sent: the slot is free again."""
+        """Take a slot back whose frame was not sent."""
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
             if slot not in self._lent.get(capacity, ()):  # closed meanwhile
@@ -219,7 +203,7 @@ class LendingArena:
             self._bytes_mapped = 0
 
     def statistics(self) -> ArenaStatistics:
-        """What the arena holds now."""
+        """Return what the arena holds now."""
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
             num_slots = len(lent) + sum(map(len, self._free.values())) + len(self._offered)
@@ -228,8 +212,7 @@ class LendingArena:
 
     def _pop_mapped(self, free: list[Slot]) -> Slot | None:
         """List the slots as free that the receiver has mapped since they were offered; take one out of `free`."""
-        mapped = [slot for slot in self._offered if slot.state.value == FREE]
-        for slot in mapped:
+        for slot in [slot for slot in self._offered if slot.state.value == FREE]:
             self._offered.remove(slot)
             self._free[slot.capacity].append(slot)
         return free.pop() if free else None
@@ -274,7 +257,7 @@ class LendingArena:
         slot.retire()
 
     def _idle_slots(self, since: float) -> list[Slot]:
-        """Free slots that were lent last before `since`, the oldest first."""
+        """Return the free slots that were lent last before `since`, the oldest first."""
         for capacity, lent in self._lent.items():
             for _ in range(len(lent)):
                 slot = lent.popleft()
@@ -310,47 +293,43 @@ class BorrowedSlots:
         Raises:
             DecodeError: One of them is not a slot, or its number is in use.
         """
-        for index, fd in enumerate(fds):
-            try:
-                with self._lock:
+        try:
+            with self._lock:
+                for fd in fds:
                     if not self._is_closed:
                         self._add_slot(fd)
-            except BaseException:
-                for other in fds[index + 1 :]:
-                    os.close(other)
-                raise
-            finally:
+        finally:
+            for fd in fds:
                 os.close(fd)
 
-    def map_slot(self, ref: SlotRef, num_bytes: int) -> Buffer:
-        """The first `num_bytes` of a slot, writable; the slot goes back to its sender when the buffer is freed.
+    def map_slot(self, ref: SlotRef, num_bytes: int) -> Any:
+        """Return the first `num_bytes` of a slot, writable; it goes back to its sender when the buffer is freed.
 
-        Views of the buffer (tensors, memoryviews) keep it. Nobody may see it before `are_filled`.
+        Views of the buffer (tensors, memoryviews) keep it. It must not be used before `are_filled`.
 
         Raises:
-            DecodeError: `ref` is no slot that may be borrowed now, or its memory is not what it has to be.
+            DecodeError: `ref` does not name a slot that may be borrowed now.
             ConnectionClosed: `close` was called.
         """
         with self._lock:
             if self._is_closed:
                 raise ConnectionClosed("the connection of this slot is closed")
             slot = self._slots.get(ref.slot_id)
-            if (
-                slot is None
-                or slot.loan is not None
-                or slot.capacity != ref.capacity
-                or not 0 < num_bytes <= slot.capacity
-            ):
-                raise DecodeError(_explain_refusal(ref, num_bytes, slot))
+            if slot is None or slot.capacity != ref.capacity:
+                raise DecodeError(f"no slot {ref.slot_id} of {ref.capacity} bytes was received")
+            if not 0 < num_bytes <= slot.capacity:
+                raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
+            if slot.loan is not None:
+                raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
             if slot.state.value == FILLING:
                 self.unfilled.append(slot)
             return slot.borrow(num_bytes)
 
     def are_filled(self) -> bool:
-        """Whether the bytes of all slots that were mapped so far are there.
+        """Return whether the bytes of all slots that were mapped so far are there.
 
         Raises:
-            ConnectionClosed: `close` was called, and nobody knows any more.
+            ConnectionClosed: `close` was called, so that this cannot be known any more.
         """
         unfilled = self.unfilled
         while unfilled and unfilled[-1].state.value != FILLING:
@@ -368,10 +347,10 @@ class BorrowedSlots:
             self.unfilled = []  # not emptied: the thread that reads may be looking at it
             self._bytes_mapped = 0
         for slot in slots:
-            slot.loan = None  # ends the circle of slot and loan: nobody waits for this slot any more
+            slot.loan = None  # ends the circle of slot and loan
 
     def statistics(self) -> ArenaStatistics:
-        """What is mapped now."""
+        """Return what is mapped now."""
         with self._lock:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
@@ -405,15 +384,6 @@ class BorrowedSlots:
                 self._bytes_mapped -= slot.capacity
 
 
-def _explain_refusal(ref: SlotRef, num_bytes: int, slot: Slot | None) -> str:
-    """Why the receiver does not lend this slot's bytes to anybody; `slot` is the one it knows by that number."""
-    if not 0 < num_bytes <= ref.capacity:
-        return f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}"
-    if slot is None or slot.capacity != ref.capacity:
-        return f"no slot {ref.slot_id} of {ref.capacity} bytes was received"
-    return f"slot {ref.slot_id} was lent again while it is in use"
-
-
 def _pop_freed(lent: deque[Slot]) -> Slot | None:
     """Take a slot out that the receiver has freed: the newest that can be found, so that its memory is warm."""
     for _ in range(min(len(lent), _MAX_SCAN)):
@@ -422,3 +392,175 @@ def _pop_freed(lent: deque[Slot]) -> Slot | None:
             return slot
         lent.appendleft(slot)  # the next search begins with others, so that all are seen in the end
     return None
+
+
+# Slots and the memory behind them
+
+
+@functools.cache
+def is_available() -> bool:
+    """Return whether this system has sealed memfds that can be mapped; without them tensors travel through the socket."""
+    try:
+        os.close(make_slot(0, PAGE)[1])
+    except OSError:
+        return False
+    return True
+
+
+class Slot:
+    """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
+
+    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "num_touched", "process_id", "slot_id", "state")
+
+    def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
+        self.slot_id, self.capacity = slot_id, capacity
+        self.memory = _map_shared(fd, PAGE + capacity)
+        self.address = self.memory.data_ptr() + PAGE
+        self.state = ctypes.c_uint8.from_address(self.address - PAGE)
+        self.loan: SlotLoan | None = None
+        self.last_lent = 0.0
+        self.num_touched = 0  # data bytes whose pages are there, as far as the sender has made them
+        self.process_id = os.getpid()
+
+    def borrow(self, num_bytes: int) -> Any:
+        """Return the slot's first bytes. When they are garbage collected, the slot is free."""
+        buffer = bytes_type(num_bytes).from_address(self.address)
+        buffer._memory = self.memory  # the mapping lives as long as the buffer
+        self.loan = loan = SlotLoan(buffer, _on_slot_freed)
+        loan.slot = self
+        return buffer
+
+    def touch(self, num_bytes: int) -> None:
+        """Make the pages of the first bytes in one call, so that writing to them cannot fail (with a signal).
+
+        Raises:
+            OSError: There is no memory.
+        """
+        code = advise(self.address - PAGE, PAGE + num_bytes, _MADV_POPULATE_WRITE)
+        if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
+            raise OSError(code, os.strerror(code))
+        self.num_touched = num_bytes
+
+    def retire(self) -> None:
+        """Free the pages and tell the receiver that the slot will not be lent again."""
+        advise(self.address, self.capacity, _MADV_REMOVE)
+        self.state.value = RETIRED
+
+
+class SlotLoan(weakref.ref[Any]):
+    """Tells a slot that its buffer is gone; kept by the slot."""
+
+    __slots__ = ("slot",)
+    slot: Slot
+
+
+# What it needs is bound as defaults, because module globals may be gone when the interpreter ends.
+def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) -> None:
+    slot = loan.slot
+    if slot.process_id == getpid():  # a forked child frees its copy of the tensor; the parent still uses the slot
+        slot.loan = None  # first, so that a slot the sender sees as free can be borrowed
+        slot.state.value = free
+
+
+@functools.lru_cache(maxsize=256)
+def bytes_type(num_bytes: int) -> Any:
+    """Return the ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
+    return ctypes.c_ubyte * num_bytes
+
+
+def round_up(num_bytes: int) -> int:
+    """Return the capacity for so many bytes: a power of two, and no less than a page."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
+
+
+def make_slot(slot_id: int, capacity: int) -> tuple[Slot, int]:
+    """Make a slot of that number, on offer, and return its descriptor with it.
+
+    Raises:
+        OSError: No descriptor or no memory is left, or the system has no memfds.
+    """
+    fd = make_memfd(slot_id, capacity)
+    try:
+        return Slot(slot_id, capacity, fd), fd
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def make_memfd(slot_id: int, capacity: int) -> int:
+    """Make a memfd for a slot of that number that cannot be shrunk, grown or unsealed.
+
+    Raises:
+        OSError: No descriptor or no memory is left, or the system has no memfds.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    fd = os.memfd_create("gradwire", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, PAGE + capacity)
+        os.pwrite(fd, bytes([OFFERED]), 0)
+        os.pwrite(fd, _NUMBER.pack(slot_id), _NUMBER_AT)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memfd(fd: int) -> tuple[int, int]:
+    """Return number and capacity of a slot; refuse everything but a sealed memfd of this user.
+
+    Raises:
+        DecodeError: It is something else, or has a size that no slot has.
+    """
+    # Seals come first: any other file system may stall in fstat. No other seals: read-only memory cannot be mapped.
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:  # a file, a socket, a pipe
+        raise DecodeError(f"a file descriptor arrived that is not shared memory: {error}") from error
+    if seals & ~_SEAL_EXEC != _SEALS:
+        raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise DecodeError("a file descriptor arrived that is not shared memory of this user")
+    capacity = status.st_size - PAGE
+    if capacity < PAGE or capacity & (capacity - 1):
+        raise DecodeError(f"a slot of {capacity} bytes arrived, which is not a power of two from {PAGE}")
+    slot_id: int = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))[0]
+    if slot_id > _MAX_NUMBER:
+        raise DecodeError(f"a slot of number {slot_id} arrived")
+    return slot_id, capacity
+
+
+def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
+    """Map a file. Unlike `mmap.mmap`, keep no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
+
+    Raises:
+        OSError: There is no address space or no memory for it.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    buffer = bytes_type(num_bytes).from_address(address)
+    weakref.finalize(buffer, _libc().munmap, address, num_bytes).atexit = False  # tensors may be used to the very end
+    with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def advise(address: int, num_bytes: int, advice: int) -> int:
+    """Call `madvise` and return the error number. Linux only, where the numbers mean what they say."""
+    if not sys.platform.startswith("linux"):
+        return errno.ENOSYS
+    return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
+
+
+@functools.cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.mmap.restype = ctypes.c_void_p
+    return library

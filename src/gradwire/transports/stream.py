@@ -1,16 +1,20 @@
 """A connection: frames in and out of a byte stream.
 
 Sending captures: when `send` returns, every byte of the message is in the kernel or in shared memory, so the caller may
-change its tensors. Several threads may send; frames never mix. Reading is for one thread at a time, whoever holds the
+change its tensors. Several threads may send; frames never mix. Reading is for one thread at a time, the one that holds the
 right to (see `gradwire.rpc.reader`), and goes straight into the final buffers where segments are large.
 
-A frame may arrive before its shared memory is filled (see `_parcel`). It is handed out afterwards, a few microseconds later
-as a rule. If that takes longer, `read_nowait` returns nothing new and `has_hidden_bytes` says that there is something to
-come back for, so the deadlines of whoever reads count on.
+A frame may arrive before its shared memory is filled (`_SharedParts`). It is handed out afterwards, a few microseconds later
+as a rule. If that takes longer, `read_nowait` returns nothing new and `has_hidden_bytes` is true, so that the reader comes
+back for it and its deadlines count on.
+
+All transports are byte streams under one `StreamConnection`. They differ in the `Channel`, which moves bytes: a socket,
+a Unix socket that also passes descriptors of shared memory, or TLS.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import os
@@ -19,121 +23,24 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
 
+from gradwire import _interrupts
 from gradwire.config import KIB, MIB, Limits
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, ResourceExhausted
-from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.shared_memory import BorrowedSlots, BufferPool, Lease, LendingArena
-from gradwire.wire import framing, tensors
-from gradwire.wire.messages import Call, Message, Reply, TensorMeta
+from gradwire.transports.buffer_pool import BufferPool
+from gradwire.transports.shared_memory import ArenaStatistics, BorrowedSlots, Lease, LendingArena
+from gradwire.wire.framing import Frame, FrameDecoder, encode
+from gradwire.wire.messages import Message, TensorMeta
+from gradwire.wire.tensors import SHAREABLE_DTYPES, address_of, as_bytes, copy_into, describe
 
-_COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
-_MAX_LEASES = 64
-_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
-# Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
-_ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
-# At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
-# announcing saves (the time to decode a frame) is little beside it. With one core there is nothing to overlap.
-_ANNOUNCED_BYTES = MIB if _ORDERS_STORES and len(os.sched_getaffinity(0)) > 1 else 0
-
-
-class Parcel:
-    """The payload of one message.
-
-    Attributes:
-        buffers: The body, and the bytes of tensors.
-        leases: Shared memory with the bytes of others.
-        descriptors: Of new slots that the other side may use later.
-        num_bytes: Of the payload.
-    """
-
-    __slots__ = ("_num_shared", "_owners", "_unfilled", "buffers", "descriptors", "leases", "num_bytes")
-
-    def __init__(self, body: bytes) -> None:
-        self.buffers: list[Buffer] = [body]
-        self.leases: list[Lease] = []
-        self.descriptors: list[int] = []
-        self.num_bytes = len(body)
-        self._owners: list[torch.Tensor] = []  # keeps the memory behind addresses and buffers alive
-        self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
-        self._num_shared = 0  # bytes of all leases
-
-    def place(
-        self,
-        values: Sequence[torch.Tensor],
-        limits: Limits,
-        arena: LendingArena | None,
-        shared_from: int,
-        shared_dtypes: Container[int],
-    ) -> tuple[TensorMeta, ...]:
-        """Puts each dense part into shared memory or among the buffers; returns metadata that says where.
-
-        Args:
-            values: The tensors.
-            limits: What the other side accepts.
-            arena: Shared memory, if the connection has it.
-            shared_from: Size from which tensors go there.
-            shared_dtypes: Numbers of the dtypes that may.
-
-        Raises:
-            CannotSend: A tensor cannot travel.
-        """
-        metas = []
-        for value in values:
-            meta, parts = tensors.describe(value, limits)
-            metas.append(meta)
-            # Sparse tensors have no bytes of their own, and so stay out of shared memory.
-            if meta.num_bytes >= shared_from and arena is not None and meta.dtype in shared_dtypes:
-                lease = arena.lend(meta.num_bytes) if len(self.leases) < _MAX_LEASES else None
-                if lease is not None:
-                    self._fill_or_announce(lease, parts[0])
-                    msgspec.structs.force_setattr(meta, "slot", lease.slot)  # `describe` made it for this message
-                    continue
-                self._offer(arena, meta.num_bytes)
-            for part in parts:
-                view, owner = tensors.as_bytes(part)
-                self.buffers.append(view)
-                self.num_bytes += len(view)
-                self._owners.append(owner)
-        return tuple(metas)
-
-    def _offer(self, arena: LendingArena, num_bytes: int) -> None:
-        if len(self.descriptors) < _MAX_DESCRIPTORS:
-            descriptor = arena.offer(num_bytes)
-            if descriptor is not None:
-                self.descriptors.append(descriptor)
-
-    def _fill_or_announce(self, lease: Lease, part: torch.Tensor) -> None:
-        self.leases.append(lease)
-        # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
-        is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
-        address = tensors.address_of(part) if is_simple else 0
-        self._num_shared += lease.num_bytes
-        if not address:
-            tensors.copy_into(part, lease.target)
-            lease.mark_filled()
-        elif self._num_shared > _ANNOUNCED_BYTES:
-            lease.fill(address)
-        else:
-            self._owners.append(part)
-            self._unfilled.append((lease, address))
-
-    def close_descriptors(self) -> None:
-        """Close the descriptors of new slots; once the message is sent, the other side has its own."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def fill(self) -> None:
-        """Copies what was announced. No lock is held, so another thread may send its frame meanwhile."""
-        for lease, address in self._unfilled:
-            lease.fill(address)
-
+Buffer = Any
+"""An object with the buffer protocol (Python 3.10 and 3.11 have no type for it)."""
 
 _SCRATCH_BYTES = 64 * KIB
 _JOIN_BELOW = 16 * KIB  # below this, one copy is cheaper than a scatter-gather call
@@ -141,9 +48,8 @@ _FLUSH_S = 60.0
 _FILL_S = 30.0  # for a frame's shared memory: time enough for a thread that must wait for the GIL of its process
 _MAX_LOOKS = 300  # for the same, before sleeping: about a quarter of a millisecond, in which 1 MiB is copied
 _SLEEP_MS = 1
-_WITH_TENSORS = (Call, Reply)
+_SLICE_S = 0.05  # how long a thread waits for its turn to write before it looks for a deferred Ctrl-C
 _scratch = threading.local()
-_yield_core = os.sched_yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +58,7 @@ class StreamOptions:
 
     limits: Limits = field(default_factory=Limits)
     shared_memory_from: int = 64 * KIB
-    shared_dtypes: frozenset[int] = tensors.SHAREABLE_DTYPES["code"]
+    shared_dtypes: frozenset[int] = SHAREABLE_DTYPES["code"]
     pool: BufferPool = field(default_factory=lambda: BufferPool(256 * MIB))
 
 
@@ -167,29 +73,27 @@ class StreamConnection:
     """
 
     def __init__(self, channel: Channel, options: StreamOptions, *, slots: BorrowedSlots | None, label: str) -> None:
+        limits = options.limits
         self._channel = channel
-        self._options = options
+        self._limits = limits
         self._slots = slots
-        self._arena = LendingArena(options.limits.arena_bytes) if slots is not None else None
-        self._shared_from = options.shared_memory_from
-        self._max_bytes, self._max_tensors = options.limits.frame_bytes, options.limits.num_tensors
+        self._arena = LendingArena(limits.arena_bytes) if slots is not None else None
+        self._shared_from: float = options.shared_memory_from if slots is not None else float("inf")
+        self._shared_dtypes = options.shared_dtypes
         self.label = label
-        self.decoder = framing.FrameDecoder(
-            options.limits,
+        self.decoder = FrameDecoder(
+            limits,
             accept=frozenset(),
             allocate=options.pool.allocate,
             map_slot=slots.map_slot if slots is not None else None,
             shared_dtypes=options.shared_dtypes,
         )
-        # One frame at a time on the wire; guards the three fields below. It knows its owner: see `_write`.
-        self._write_lock: Any = threading.RLock()
-        self._is_writing = False  # still set when the next one begins: Ctrl-C has cut a frame off
+        self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
         self._held_back: list[bytes] = []
-        self._num_held_back = 0
+        self._num_held_back = 0  # bytes
         self._closed = False
-        self._unfilled: list[framing.Frame] = []  # complete but for shared memory, which the other side is filling
+        self._unfilled: list[Frame] = []  # complete but for shared memory, which the other side is filling
         self._fill_deadline = 0.0
-        self.last_seen = time.time()
         self.bytes_sent = 0
         self.bytes_received = 0
 
@@ -204,16 +108,13 @@ class StreamConnection:
         return self._closed
 
     def certified_names(self) -> frozenset[str] | None:
-        """Worker names that the other side's certificate is good for; None without certificates."""
         return self._channel.certified_names()
 
     @property
     def can_vanish(self) -> bool:
-        """Whether `is_vanished` must be asked now and then."""
         return self._channel.can_vanish
 
     def is_vanished(self) -> bool:
-        """Whether the other machine seems to be gone although the connection still stands."""
         return self._channel.is_vanished()
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -226,12 +127,12 @@ class StreamConnection:
         deadline: float | None = None,
         hold_back: bool = False,
     ) -> None:
-        """Writes one frame; returns when all of it has been captured.
+        """Write one frame; return when all of it has been captured.
 
         Args:
-            message: The header.
+            message: The header; its ``tensors`` are set here.
             body: Encoded arguments.
-            values: Tensors.
+            values: Tensors, for a `Call` or `Reply`.
             deadline: In `time.monotonic` seconds.
             hold_back: A small frame may wait for the next one or for `flush`, whichever comes first.
 
@@ -242,60 +143,59 @@ class StreamConnection:
             ConnectionLost: The other side is gone.
             ConnectionClosed: This side had closed the connection.
         """
-        if not values:
-            if len(body) > self._max_bytes:
-                self._refuse(len(body), 0)
-            head = framing.encode(message, len(body))
-            if len(body) >= _JOIN_BELOW:
-                self._write([head, body], (), deadline)
-            elif not (hold_back and self._hold_back(head + body)):
-                self._write([head + body], (), deadline)
-            return
-        assert isinstance(message, _WITH_TENSORS)
-        if len(values) > self._max_tensors:
-            self._refuse(0, len(values))
-        parcel, arena, options, is_out = Parcel(body), self._arena, self._options, False
+        limits, shared, is_out = self._limits, None, False
+        buffers: list[Buffer] = [body]
+        num_bytes = len(body)
         try:
-            message.tensors = parcel.place(values, options.limits, arena, self._shared_from, options.shared_dtypes)
-            if parcel.num_bytes > self._max_bytes:
-                self._refuse(parcel.num_bytes, 0)
-            buffers = [framing.encode(message, parcel.num_bytes), *parcel.buffers]
-            if parcel.num_bytes < _JOIN_BELOW:
+            if values:
+                if len(values) > limits.num_tensors:
+                    raise LimitExceeded(
+                        f"a message with {len(values):,} tensors exceeds Limits.num_tensors ({limits.num_tensors:,}); "
+                        f"stack them, or raise the limit on both workers"
+                    )
+                metas, owners = [], []  # owners keep the memory behind the buffers alive
+                for value in values:
+                    meta, parts = describe(value, limits)
+                    metas.append(meta)
+                    # Sparse tensors have no bytes of their own, and so stay out of shared memory.
+                    if meta.num_bytes >= self._shared_from and meta.dtype in self._shared_dtypes:
+                        assert self._arena is not None
+                        shared = shared or _SharedParts(self._arena)
+                        if shared.place(meta, parts):
+                            continue
+                    for part in parts:
+                        view, owner = as_bytes(part)
+                        buffers.append(view)
+                        owners.append(owner)
+                        num_bytes += len(view)
+                message.tensors = tuple(metas)  # type: ignore[union-attr]
+            if num_bytes > limits.frame_bytes:  # the other side would refuse it, and end the connection
+                raise LimitExceeded(
+                    f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({limits.frame_bytes:,}); send it in "
+                    f"pieces or raise the limit on both workers"
+                )
+            buffers.insert(0, encode(message, num_bytes))
+            if num_bytes < _JOIN_BELOW:
                 buffers = [b"".join(buffers)]
-            if parcel.leases:
-                self._write(buffers, parcel.descriptors, deadline)
+            if shared is not None:
+                self._write(buffers, shared.descriptors, deadline)
                 is_out = True
-                parcel.fill()
-            elif not (hold_back and len(buffers) == 1 and self._hold_back(buffers[0])):
-                self._write(buffers, parcel.descriptors, deadline)
-        except BaseException as error:
-            if parcel.leases and (is_out or not isinstance(error, Exception)):
-                self.close()  # Ctrl-C: the message may be out, and its slots in use there
-            for lease in parcel.leases:
-                assert arena is not None
-                arena.cancel(lease)
-            raise
+                shared.fill()  # the lock is free, so another thread may send its frame meanwhile
+            elif not (hold_back and self._hold_back(buffers)):
+                self._write(buffers, (), deadline)
         finally:
-            parcel.close_descriptors()
+            if shared is not None:
+                if is_out and not shared.is_filled:  # the receiver waits for bytes that will not come
+                    self.close()
+                shared.close()
 
-    def _refuse(self, num_bytes: int, num_tensors: int) -> NoReturn:
-        """Refuses here what the other side would refuse there, where it would cost the connection."""
-        if num_tensors:
-            raise LimitExceeded(
-                f"a message with {num_tensors:,} tensors exceeds Limits.num_tensors ({self._max_tensors:,}); stack them, "
-                f"or raise the limit on both workers"
-            )
-        raise LimitExceeded(
-            f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({self._max_bytes:,}); send it in "
-            f"pieces or raise the limit on both workers"
-        )
-
-    def _hold_back(self, frame: bytes) -> bool:
+    def _hold_back(self, buffers: list[Buffer]) -> bool:
         with self._write_lock:
-            if self._closed or self._num_held_back + len(frame) > _JOIN_BELOW:
-                return False  # if closed, whoever writes it is told
-            self._held_back.append(frame)
-            self._num_held_back += len(frame)
+            num_bytes = self._num_held_back + len(buffers[0])
+            if self._closed or len(buffers) > 1 or num_bytes > _JOIN_BELOW:
+                return False  # if closed, writing it raises the error
+            self._held_back.append(buffers[0])
+            self._num_held_back = num_bytes
             return True
 
     @property
@@ -304,7 +204,7 @@ class StreamConnection:
         return bool(self._held_back)
 
     def flush(self, deadline: float | None = None) -> None:
-        """Writes the frames that were held back.
+        """Write the frames that were held back.
 
         Raises:
             TimeoutError, ConnectionLost, ConnectionClosed: As `send`.
@@ -313,94 +213,83 @@ class StreamConnection:
             self._write([], (), time.monotonic() + _FLUSH_S if deadline is None else deadline)
 
     def _write(self, buffers: list[Buffer], descriptors: Sequence[int], deadline: float | None) -> None:
-        lock = self._write_lock
-        held_back: list[Buffer] = []
+        """Write all of the buffers.
+
+        An exception of any kind in the middle of it, KeyboardInterrupt included, closes the connection: nothing sensible
+        can follow half a frame. One before the first byte does not, and frames that were held back wait on.
+        """
+        lock, channel = self._write_lock, self._channel
+        if not lock.acquire(False):
+            self._wait_for_turn(deadline)
+        is_cut = False  # whether part of a frame may be out
         try:
-            if not lock.acquire(False) and not lock.acquire(
-                timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
-            ):
-                raise TimeoutError(f"another message still occupies {self.label}")
-            if self._is_writing or self._closed:  # Ctrl-C has cut off a message, or the end of the connection
-                self.close()
+            if self._closed:
                 raise ConnectionClosed(f"{self.label} was closed here")
-            held_back = self._held_back
-            if held_back:
-                buffers = [b"".join(held_back), *buffers]
-                self._held_back, self._num_held_back = [], 0
+            if self._held_back:
+                buffers = [b"".join(self._held_back), *buffers]
             elif not buffers:
                 return
-            self._is_writing = True
-            written = self._channel.write(buffers, descriptors)
+            is_cut = True
+            while (written := channel.write(buffers, descriptors)) is None and not channel.holds_unsent():
+                is_cut = False
+                self._wait_writable(deadline)
+                is_cut = True
+            if self._held_back:
+                self._held_back, self._num_held_back = [], 0
             total = len(buffers[0]) if len(buffers) == 1 else sum(map(_num_bytes, buffers))
             self.bytes_sent += total
             if written != total:
-                self._write_rest(buffers, descriptors, written, deadline)
-            self._is_writing = False
+                self._write_rest(buffers, written or 0, deadline)
+            is_cut = False
         except ConnectionLost:
-            self._is_writing = False
+            is_cut = False  # it has ended, and what came before its end can still be read
             if self._closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None
             raise
-        except TimeoutError:
-            if held_back and not self._closed:  # not a byte has left: what was accepted before waits on
-                self._held_back, self._num_held_back = held_back, len(buffers[0])
-            raise
-        except BaseException:
-            if self._is_writing and lock._is_owned():  # Ctrl-C: nobody knows how much of the message is out
-                self.close()
-            raise
         finally:
-            # Tried, because Ctrl-C may hit before anybody can note that the lock was taken; in one step, because asking
-            # first would be one more place for it.
-            try:  # noqa: SIM105
-                lock.release()
-            except RuntimeError:
-                pass
-
-    def _write_rest(
-        self, buffers: list[Buffer], descriptors: Sequence[int], written: int | None, deadline: float | None
-    ) -> None:
-        rest: list[Buffer] = [memoryview(item).cast("B") for item in buffers if _num_bytes(item)]
-        started = False
-        try:
-            while True:
-                if written:
-                    started, descriptors = True, ()
-                    _skip(rest, written)
-                if not rest:
-                    return
-                if written is None:
-                    self._wait_writable(deadline)
-                written = self._channel.write(rest, descriptors)
-        except TimeoutError:
-            if started or self._channel.holds_unsent():  # half a frame is out: nothing sensible can follow it
+            if is_cut:
                 self.close()
-            else:
-                self._is_writing = False
-            raise
+            lock.release()
+
+    def _wait_for_turn(self, deadline: float | None) -> None:
+        left = _SLICE_S
+        while not self._write_lock.acquire(timeout=left):
+            _interrupts.deliver()
+            if deadline is not None:
+                left = min(_SLICE_S, deadline - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError(f"another message still occupies {self.label}")
+
+    def _write_rest(self, buffers: list[Buffer], written: int, deadline: float | None) -> None:
+        rest: list[Buffer] = [memoryview(item).cast("B") for item in buffers]
+        while True:
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if not rest:
+                return
+            rest[0] = rest[0][written:]
+            step = self._channel.write(rest, ())
+            if step is None:
+                self._wait_writable(deadline)
+            written = step or 0
 
     def _wait_writable(self, deadline: float | None) -> None:
-        reading = self._channel.write_waits_for_reading()
-        descriptor = self._channel.fileno()
-        if descriptor < 0:  # closed here a moment ago
-            raise ConnectionLost(f"{self.label} ended")
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN if reading else select.POLLOUT)
-        while not poller.poll(200):
-            if self._closed:
-                raise ConnectionLost(f"{self.label} ended")
+        event = select.POLLIN if self._channel.write_waits_for_reading() else select.POLLOUT
+        while not _poll(self._channel.fileno(), event, 200):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.label} took no bytes")
+        if self._closed:
+            raise ConnectionLost(f"{self.label} ended")
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read_nowait(self) -> list[framing.Frame] | None:
-        """Reads what is there: the frames it completed (maybe none), or None when nothing is there now.
+    def read_nowait(self) -> list[Frame] | None:
+        """Read what is there; return the frames it completed (maybe none), or None when nothing is there now.
 
         Raises:
             ConnectionLost: The other side ended the connection.
             ConnectionClosed: This side did.
-            DecodeError: The bytes are no frames, or shared memory is never filled; close the connection.
+            DecodeError: The bytes are not frames, or shared memory is never filled; close the connection.
         """
         if self._unfilled:
             return self._wait_filled()
@@ -429,24 +318,25 @@ class StreamConnection:
             return self._look_filled(frames)
         return frames
 
-    def _look_filled(self, frames: list[framing.Frame]) -> list[framing.Frame]:
-        """The frames if their shared memory is filled soon; else they are kept."""
+    def _look_filled(self, frames: list[Frame]) -> list[Frame]:
+        """Return the frames if their shared memory is filled soon; else keep them."""
         assert self._slots is not None
         are_filled = self._slots.are_filled
         for _ in range(_MAX_LOOKS):
             if are_filled():
                 return frames
-            _yield_core()
+            os.sched_yield()
         self._unfilled, self._fill_deadline = frames, time.monotonic() + _FILL_S
         return []
 
-    def _wait_filled(self) -> list[framing.Frame]:
-        """The frames that were kept, or none if their shared memory is not filled within a moment.
+    def _wait_filled(self) -> list[Frame]:
+        """Return the frames that were kept, or none if their shared memory is not filled within a moment.
 
         Nothing can be waited for but the end of the connection.
         """
         assert self._slots is not None
-        has_ended = _has_hung_up(self._channel.fileno(), _SLEEP_MS)  # asked first: what was filled before it counts
+        # Asked first: what was filled before the end counts. Without an event to wait for, unread bytes do not hide it.
+        has_ended = _poll(self._channel.fileno(), 0, _SLEEP_MS)
         if self._closed:
             raise ConnectionClosed(f"{self.label} was closed here")
         if self._slots.are_filled():
@@ -459,15 +349,15 @@ class StreamConnection:
         return []
 
     def has_hidden_bytes(self) -> bool:
-        """Whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
+        """Return whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
         return bool(self._unfilled) or self._channel.has_hidden_bytes()
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Whether something can be read within that time (or the connection ended)."""
-        return wait_readable(self._channel.fileno(), timeout_s)
+        """Return whether something can be read within that time (or the connection ended)."""
+        return _poll(self._channel.fileno(), select.POLLIN, timeout_s * 1000)
 
-    def receive(self, deadline: float) -> framing.Frame:
-        """The next frame, for the handshake of the side that connects.
+    def receive(self, deadline: float) -> Frame:
+        """Return the next frame, for the handshake of the side that connects.
 
         Raises:
             TimeoutError: Nothing came before the deadline.
@@ -486,73 +376,103 @@ class StreamConnection:
                 self.wait_readable(min(left, 0.2))
 
     def close(self) -> None:
-        """Ends the connection. Tensors that came through its shared memory stay valid. Idempotent."""
+        """End the connection. Tensors that came through its shared memory stay valid. Idempotent."""
         self._closed = True
-        self._channel.close()  # each step can be repeated: Ctrl-C may have cut the first attempt off
+        self._channel.close()
         self._unfilled = []
         if self._arena is not None:
             self._arena.close()
         if self._slots is not None:
             self._slots.close()
 
-    def statistics(self) -> StreamStatistics:
-        """Bytes moved so far and what the shared memory holds."""
-        return StreamStatistics(
-            label=self.label,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
-            arena=self._arena.statistics() if self._arena is not None else None,
-        )
+    def arena_statistics(self) -> ArenaStatistics | None:
+        """Return what this side has lent to the other; None without shared memory."""
+        return self._arena.statistics() if self._arena is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStatistics:
-    """A snapshot of one connection."""
+_COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
+_MAX_LEASES = 64
+_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
+# Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
+_ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
+# At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
+# announcing saves (the time to decode a frame) is little beside it. With one core there is nothing to overlap.
+_ANNOUNCED_BYTES = MIB if _ORDERS_STORES and len(os.sched_getaffinity(0)) > 1 else 0
 
-    label: str
-    bytes_sent: int
-    bytes_received: int
-    arena: Any
 
+class _SharedParts:
+    """The parts of one message that lie in shared memory.
 
-def wait_readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether the descriptor can be read (or was hung up) within that time."""
-    if descriptor < 0:
+    Attributes:
+        descriptors: Of new slots that the other side may use later.
+        is_filled: Whether the bytes of all parts are there; set by `fill`, after the frame is out.
+    """
+
+    def __init__(self, arena: LendingArena) -> None:
+        self.descriptors: list[int] = []
+        self.is_filled = False
+        self._arena = arena
+        self._leases: list[Lease] = []
+        self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
+        self._owners: list[torch.Tensor] = []  # keeps the memory behind the addresses alive
+        self._num_bytes = 0  # of all leases
+
+    def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor]) -> bool:
+        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
+
+        Raises:
+            CannotSend: The tensor has no memory of its own.
+        """
+        lease = self._arena.lend(meta.num_bytes) if len(self._leases) < _MAX_LEASES else None
+        if lease is None:
+            descriptor = self._arena.offer(meta.num_bytes) if len(self.descriptors) < _MAX_DESCRIPTORS else None
+            if descriptor is not None:
+                self.descriptors.append(descriptor)
+            return False
+        self._leases.append(lease)
+        self._num_bytes += lease.num_bytes
+        # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
+        (part,) = parts
+        is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
+        address = address_of(part) if is_simple else 0
+        if not address:
+            copy_into(part, lease.target)
+            lease.mark_filled()
+        elif self._num_bytes > _ANNOUNCED_BYTES:
+            lease.fill(address)
+        else:
+            self._owners.append(part)
+            self._unfilled.append((lease, address))
+        msgspec.structs.force_setattr(meta, "slot", lease.slot)  # `describe` made it for this message
         return True
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(max(0.0, timeout_s * 1000)))
 
+    def fill(self) -> None:
+        """Copy what was announced."""
+        for lease, address in self._unfilled:
+            lease.fill(address)
+        self.is_filled = True
 
-def _has_hung_up(descriptor: int, timeout_ms: int) -> bool:
-    """Whether the other side has closed its socket, or does so within that time; unread bytes do not hide it."""
-    if descriptor < 0:
-        return True
-    poller = select.poll()
-    poller.register(descriptor, 0)
-    return bool(poller.poll(timeout_ms))
-
-
-def _num_bytes(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-
-
-def _skip(buffers: list[Buffer], num_bytes: int) -> None:
-    """Drops the first `num_bytes` of the buffers, in place."""
-    while num_bytes:
-        size = _num_bytes(buffers[0])
-        if num_bytes < size:
-            buffers[0] = buffers[0][num_bytes:]
-            return
-        num_bytes -= size
-        del buffers[0]
+    def close(self) -> None:
+        """Close the descriptors, of which the other side has its own now; take back what was not sent."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        if not self.is_filled:
+            for lease in self._leases:
+                self._arena.cancel(lease)
 
 
 _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call
+_CANNOT_PASS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE)  # descriptors; bytes may still go
 
 
-class PlainChannel:
-    """Bytes over a connected socket; serves `inproc` and unencrypted loopback `tcp`."""
+class Channel:
+    """Moves the bytes of one connection over a socket, without ever blocking.
+
+    One thread reads and one writes at a time; they may be different ones.
+
+    Attributes:
+        can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
+    """
 
     can_vanish = False  # on one machine the kernel reports the end of a process at once
 
@@ -564,6 +484,11 @@ class PlainChannel:
         return self._socket.fileno()
 
     def read_into(self, buffer: Buffer) -> int | None:
+        """Return the number of bytes read; 0 at the end of the stream; None when nothing is there now.
+
+        Raises:
+            ConnectionLost: The connection broke.
+        """
         try:
             return self._socket.recv_into(buffer)
         except BlockingIOError:
@@ -572,7 +497,19 @@ class PlainChannel:
             raise ConnectionLost(f"the connection broke while reading: {error}") from error
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
+        """Return the number of bytes written, which may be fewer than given; None when there is no room now.
+
+        Raises:
+            ConnectionLost: The connection broke.
+        """
         try:
+            if descriptors:  # only on Unix sockets
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                try:
+                    return self._socket.sendmsg(buffers[:_MAX_BUFFERS], [rights])
+                except OSError as error:
+                    if error.errno not in _CANNOT_PASS:
+                        raise
             if len(buffers) == 1:
                 return self._socket.send(buffers[0])
             return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
@@ -582,26 +519,76 @@ class PlainChannel:
             raise ConnectionLost(f"the connection broke while writing: {error}") from error
 
     def write_waits_for_reading(self) -> bool:
+        """Return whether the last `write` stopped because it must read first (a TLS handshake does that)."""
         return False
 
     def holds_unsent(self) -> bool:
+        """Return whether the last `write` took bytes that it did not report (TLS cannot give a record back)."""
         return False
 
     def has_hidden_bytes(self) -> bool:
+        """Return whether bytes were taken from the descriptor that were not read yet (TLS decrypts ahead)."""
         return False
 
     def certified_names(self) -> frozenset[str] | None:
+        """Return the worker names that the other side's certificate is good for; None without certificates."""
         return None
 
     def is_vanished(self) -> bool:
+        """Return whether the other machine has not acknowledged anything for seconds, although it should.
+
+        Must be asked now and then where `can_vanish`: there is no event for it.
+        """
         return False
 
     def close(self) -> None:
-        end(self._socket)
+        """End the connection. Idempotent; a thread that waits for the descriptor wakes up."""
+        end_socket(self._socket)
+
+
+class SocketListener:
+    """Accepts connections of one listening socket."""
+
+    def __init__(self, sock: socket.socket, uri: str, options: StreamOptions) -> None:
+        sock.setblocking(False)
+        self.uri = uri
+        self._socket = sock
+        self._options = options
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def accept_socket(self) -> socket.socket | None:
+        """Return the next connected socket, or None when there is none now.
+
+        Raises:
+            ResourceExhausted: The process is out of descriptors or memory; try again later.
+        """
+        try:
+            return self._socket.accept()[0]
+        except OSError as error:
+            check_exhausted(error)
+            return None
+
+    def close(self) -> None:
+        end_socket(self._socket)
+
+
+def _poll(descriptor: int, events: int, timeout_ms: float) -> bool:
+    """Return whether an event or the end of the connection comes within that time."""
+    if descriptor < 0:
+        return True
+    poller = select.poll()
+    poller.register(descriptor, events)
+    return bool(_interrupts.poll(poller, max(0.0, timeout_ms)))
+
+
+def _num_bytes(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 def check_exhausted(error: OSError) -> None:
-    """Tells a process that is out of descriptors from another side that is not there.
+    """Tell a process that is out of descriptors from a peer that does not listen.
 
     Raises:
         ResourceExhausted: The process is out of descriptors or memory; try again later.
@@ -610,8 +597,8 @@ def check_exhausted(error: OSError) -> None:
         raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
 
 
-def end(sock: socket.socket) -> None:
-    """Ends a connection so that a thread waiting for it wakes up, then closes its descriptor."""
+def end_socket(sock: socket.socket) -> None:
+    """End a connection so that a thread waiting for it wakes up, then close its descriptor."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):

@@ -15,11 +15,18 @@ import threading
 import time
 from collections.abc import Sequence
 
+from gradwire import _interrupts
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
-from gradwire.transports.base import Buffer, Channel
-from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions, check_exhausted, end
+from gradwire.transports.stream import (
+    Buffer,
+    Channel,
+    SocketListener,
+    StreamConnection,
+    StreamOptions,
+    check_exhausted,
+)
 
 _NUM_PROBES = 4
 _NUM_ATTEMPTS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
@@ -27,29 +34,35 @@ _RECORD_BYTES = 16 << 10
 _TLS = "?tls"  # behind the address of a listener with keys
 
 
-class TcpChannel(PlainChannel):
+class TcpChannel(Channel):
     """Bytes over a TCP connection without encryption; loopback only."""
 
     can_vanish = True
 
     def is_vanished(self) -> bool:
-        return _is_vanished(self._socket)
+        """Return whether the kernel has tried again and again to send something, without an answer.
+
+        Bytes that have left this machine are retransmitted. Bytes that have not, because the other side had no room or
+        this machine had no route, stay behind a probe, which has a count of its own. An answer sets either back to zero.
+        """
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+        except OSError:
+            return True
+        _state, _congestion, num_retransmissions, num_probes = info[:4]  # the beginning of struct tcp_info
+        return max(num_retransmissions, num_probes) >= _NUM_ATTEMPTS
 
 
-class TlsChannel:
+class TlsChannel(TcpChannel):
     """Bytes over TLS. OpenSSL must not read and write one connection at once, so a lock covers each short step."""
 
-    can_vanish = True
+    _socket: ssl.SSLSocket
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        sock.setblocking(False)
-        self._socket = sock
+        super().__init__(sock)
         self._lock = threading.Lock()  # guards the OpenSSL connection; never held while waiting
         self._wants_read = False
         self._holds_unsent = False
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def read_into(self, buffer: Buffer) -> int | None:
         view = memoryview(buffer).cast("B")
@@ -103,29 +116,9 @@ class TlsChannel:
         with self._lock:
             return tls.certified_names(self._socket)
 
-    def is_vanished(self) -> bool:
-        return _is_vanished(self._socket)
-
-    def close(self) -> None:
-        end(self._socket)
-
-
-def _is_vanished(sock: socket.socket) -> bool:
-    """Whether the kernel has tried again and again to send something, without an answer.
-
-    Bytes that have left this machine are retransmitted. Bytes that have not, because the other side had no room or this
-    machine had no route, stay behind a probe, which has a count of its own. An answer sets either back to zero.
-    """
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
-    except OSError:
-        return True
-    _state, _congestion, num_retransmissions, num_probes = info[:4]  # the beginning of struct tcp_info
-    return max(num_retransmissions, num_probes) >= _NUM_ATTEMPTS
-
 
 def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Small neighbours joined, so that they share a TLS record; large ones as they are."""
+    """Join small neighbours, so that they share a TLS record; leave large ones as they are."""
     if len(buffers) == 1:
         return list(buffers)
     joined: list[Buffer] = []
@@ -157,37 +150,27 @@ def _translate(error: Exception) -> TransportError:
     return ConnectionLost(f"the connection broke: {error}")
 
 
-class TcpListener:
+class TcpListener(SocketListener):
     """Listens at one address of this machine."""
 
     def __init__(self, host: str, port: int, options: StreamOptions, context: ssl.SSLContext | None) -> None:
-        self._options = options
         self._context = context
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
+            sock = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
-        self._socket.setblocking(False)
-        self.uri = _make_uri(host, self._socket.getsockname()[1], context is not None)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        super().__init__(sock, _make_uri(host, sock.getsockname()[1], context is not None), options)
 
     def accept_nowait(self) -> StreamConnection | None:
-        try:
-            sock, _address = self._socket.accept()
-        except OSError as error:
-            check_exhausted(error)
+        sock = self.accept_socket()
+        if sock is None:
             return None
         try:
             return _make_connection(sock, self._options, self._context, self.uri, server_side=True)
         except OSError:
             sock.close()
             return None
-
-    def close(self) -> None:
-        end(self._socket)
 
 
 class TcpTransport:
@@ -213,7 +196,7 @@ class TcpTransport:
     ) -> None:
         if keys is None and not is_loopback(host):
             raise ConfigurationError(
-                f"tcp would listen on {host} without keys, where anybody could connect; make keys with "
+                f"tcp would listen on {host} without keys, and anyone could connect; make keys with "
                 f"gradwire.transports.tls.make_keys and pass tls=, or bind 127.0.0.1"
             )
         self._host, self._port = host, port
@@ -223,24 +206,12 @@ class TcpTransport:
         self._client = tls.client_context(keys) if keys is not None else None
 
     def listen(self, worker: str) -> TcpListener:
-        """Starts to listen.
-
-        Raises:
-            ConfigurationError: The address cannot be bound.
-        """
         listener = TcpListener(self._host, self._port, self._options, self._server)
         if self._advertised_host is not None:
             listener.uri = _make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
         return listener
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        """Opens a connection.
-
-        Raises:
-            ConnectFailed: Nobody answered.
-            ResourceExhausted: This process has no descriptor left for it.
-            AuthenticationFailed: One side has keys and the other has none, or both have none off loopback.
-        """
         host, port, is_tls = _split_uri(uri)
         if self._client is None and is_tls:
             raise AuthenticationFailed(f"{uri} wants TLS and this worker has no keys; pass tls= to every worker")
@@ -249,12 +220,17 @@ class TcpTransport:
         if self._client is None and not is_loopback(host):
             raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
         try:
-            sock = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
-        except (OSError, ValueError, OverflowError) as error:  # the latter two: that is no port
+            sock = _connect(host, int(port), deadline)
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: that is not a port
             if isinstance(error, OSError):
                 check_exhausted(error)
-            raise ConnectFailed(f"nobody answers at {uri}: {error}") from error
+            raise ConnectFailed(f"no answer at {uri}: {error}") from error
         return _make_connection(sock, self._options, self._client, uri, server_side=False)
+
+
+@_interrupts.interruptible
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    return socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
 
 
 def _make_connection(
@@ -265,17 +241,16 @@ def _make_connection(
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
-    channel: Channel
+    sock.setblocking(False)
     if context is None:
         channel = TcpChannel(sock)
     else:
-        sock.setblocking(False)
         channel = TlsChannel(context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False))
     return StreamConnection(channel, options, slots=None, label=label)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is this machine's loopback, by number or as ``localhost``."""
+    """Return whether the host is this machine's loopback, by number or as ``localhost``."""
     if host == "localhost":
         return True
     try:
@@ -289,6 +264,6 @@ def _make_uri(host: str, port: int | str, is_tls: bool) -> str:
 
 
 def _split_uri(uri: str) -> tuple[str, str, bool]:
-    """Host, port, and whether it takes keys to get in."""
+    """Return host, port, and whether it takes keys to get in."""
     host, _, port = uri.removeprefix("tcp://").removesuffix(_TLS).rpartition(":")
     return host.strip("[]"), port, uri.endswith(_TLS)

@@ -1,4 +1,4 @@
-"""Who may join: the cluster's keys, TLS 1.3 on both sides, and the worker names a certificate is good for.
+"""TLS 1.3 with certificates on both sides, and the worker names that a certificate is good for.
 
 `make_keys` writes a certificate authority for one cluster and, signed by it, a certificate for each worker (or one for
 all of them). Both ends of a connection show theirs; nothing else is trusted, no public authority and no host name. A
@@ -21,6 +21,8 @@ from urllib.parse import quote, unquote
 
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError
+
+__all__ = ["keys_for", "make_keys"]
 
 ANY_WORKER = "*"
 """The name that stands for every worker; `make_keys` reads its default ``"worker"`` the same way."""
@@ -47,25 +49,23 @@ def make_keys(folder: str | Path, names: Iterable[str] = ("worker",), *, days: i
     wanted, base = list(names), Path(folder)
     if isinstance(names, str) or days < 1 or not all(map(_is_name, wanted)):
         raise ConfigurationError(f"make_keys needs a list of names, none empty, and days from 1, not {names!r}, {days}")
-    from gradwire.transports import (
-        certificates as _certificates,  # with the cryptography library, which most workers never need
-    )
+    from gradwire.transports import certificates  # with the cryptography library, which most workers never need
 
     try:
-        _certificates.write_keys(base, {_uri_of(name): keys_for(base, name) for name in wanted}, days)
+        certificates.write_keys(base, {_uri_of(name): keys_for(base, name) for name in wanted}, days)
     except OSError as error:
         raise ConfigurationError(f"cannot write keys to {base}: {error}; name a folder that can be written") from error
 
 
 def keys_for(folder: str | Path, name: str = "worker") -> TlsKeys:
-    """The files that `make_keys` writes for a worker of any name; odd characters are percent-encoded in file names."""
+    """Return the files that `make_keys` writes for a worker; odd characters are percent-encoded in file names."""
     if name == ANY_WORKER:
         name = "worker"
     return TlsKeys.in_folder(folder, "%63a" if name == "ca" else quote(name, safe=_SAFE_IN_FILES))
 
 
 def server_context(keys: TlsKeys) -> ssl.SSLContext:
-    """TLS 1.3 for a listener: the other side must show a certificate of the cluster.
+    """Make the context of a listener: the other side must show a certificate of the cluster.
 
     Raises:
         ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
@@ -76,7 +76,7 @@ def server_context(keys: TlsKeys) -> ssl.SSLContext:
 
 
 def client_context(keys: TlsKeys) -> ssl.SSLContext:
-    """TLS 1.3 for a caller. Host names are not compared, worker names are: see `certified_names`.
+    """Make the context of a caller. Host names are not compared, worker names are: see `certified_names`.
 
     Raises:
         ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
@@ -85,7 +85,7 @@ def client_context(keys: TlsKeys) -> ssl.SSLContext:
 
 
 def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
-    """The worker names that the other side's certificate is good for; ``"*"`` among them means all.
+    """Return the worker names that the other side's certificate is good for; ``"*"`` among them means all.
 
     Raises:
         AuthenticationFailed: The handshake is not over, or the certificate is not one that `make_keys` wrote.
@@ -102,7 +102,7 @@ def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
 
 
 def check_identity(names: Iterable[str], worker_name: str) -> None:
-    """Compare what a certificate is good for (`certified_names`) with the worker that its owner says it is.
+    """Compare the names of a certificate (`certified_names`) with the name that its owner gives itself.
 
     Raises:
         AuthenticationFailed: It is for other workers.
@@ -128,9 +128,9 @@ def _uri_of(name: str) -> str:
 
 
 def _make_context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
-    from gradwire.transports import certificates as _certificates
+    from gradwire.transports import certificates
 
-    _certificates.check_files(keys)
+    certificates.check_files(keys)
     context = ssl.SSLContext(protocol)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

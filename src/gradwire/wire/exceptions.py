@@ -1,4 +1,4 @@
-"""Exceptions as data and back. No pickle, and no constructor of a class that was sent.
+"""Exceptions as data and back. No pickle is read, and no constructor of a class that a peer names is run.
 
     worker c                    worker b                          worker a (the caller)
       raises ValueError
@@ -16,13 +16,14 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded, RemoteCallFailed
 from gradwire.types import Trust
-from gradwire.wire import plain as _plain
+from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
 
 MAX_CHAIN: Final = 8
@@ -31,7 +32,7 @@ MAX_CHAIN: Final = 8
 MAX_CAUSES: Final = 16
 """Longest chain that is accepted."""
 
-_MAX_TYPE_CHARS: Final = 1024
+T = TypeVar("T")
 
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -64,7 +65,7 @@ class RemoteTraceback(Exception):
 
 
 def describe_exception(exc: BaseException, worker: str, limits: Limits) -> ErrorInfo:
-    """Describe an exception so that another worker can raise it. Never raises, whatever the exception is.
+    """Describe an exception so that another worker can raise it. Never raises, whatever the exception does.
 
     Args:
         exc: What was raised here, perhaps after it came from a third worker.
@@ -75,16 +76,21 @@ def describe_exception(exc: BaseException, worker: str, limits: Limits) -> Error
     budget = max(64, min(limits.error_text_bytes, limits.header_bytes // 2) // len(chain))
     described: ErrorInfo | None = None
     for link in reversed(chain):
-        if isinstance(link, ErrorInfo):
-            described = _shorten(link, budget, described)
-        else:
-            described = _describe_one(link, worker, budget, described)
+        info = link if isinstance(link, ErrorInfo) else _describe_one(link, worker)
+        described = ErrorInfo(
+            type_name=info.type_name,
+            message=clean(info.message, budget // 4),
+            traceback=clean(info.traceback, budget // 2),
+            worker=info.worker,
+            details=info.details if len(info.details) <= budget // 4 else b"",
+            cause=described,
+        )
     assert described is not None  # the chain holds at least `exc`
     return described
 
 
 def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
-    """The exception and what is behind it, nearest first; what came from other workers as it came."""
+    """Return the exception and those behind it, nearest first; what came from other workers as it came."""
     chain: list[BaseException | ErrorInfo] = []
     seen: set[int] = set()
     link: Any = exc
@@ -100,47 +106,30 @@ def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
     return chain
 
 
-def _describe_one(exc: BaseException, worker: str, budget: int, cause: ErrorInfo | None) -> ErrorInfo:
-    message = _safe_str(exc)
-    try:
-        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__, chain=False))
-    except BaseException as error:  # a hostile exception may raise anything, e.g. from __str__
-        text = f"(the traceback cannot be shown: {type(error).__name__})"
-    details = _encode_details(exc, message)
+def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
+    kind = type(exc)
+    message = _attempt(
+        lambda: str.__str__(str(exc)),  # plain text, where that is of a subclass of str
+        lambda error: f"(its text cannot be shown: str() raised {type(error).__name__})",
+    )
+    text = _attempt(
+        lambda: "".join(traceback.format_exception(kind, exc, exc.__traceback__, chain=False)),
+        lambda error: f"(the traceback cannot be shown: {type(error).__name__})",
+    )
+    type_name = _attempt(
+        lambda: clean(f"{kind.__module__}:{kind.__qualname__}", 512), lambda error: "builtins:BaseException"
+    )
     return ErrorInfo(
-        type_name=_type_name(type(exc)),
-        message=clean(message, budget // 4),
-        traceback=clean(text, budget // 2),
-        worker=worker,
-        details=details if len(details) <= budget // 4 else b"",
-        cause=cause,
+        type_name, message, text, worker, _attempt(lambda: _encode_details(exc, message), lambda error: b"")
     )
 
 
-def _shorten(info: ErrorInfo, budget: int, cause: ErrorInfo | None) -> ErrorInfo:
-    return ErrorInfo(
-        type_name=info.type_name,
-        message=clean(info.message, budget // 4),
-        traceback=clean(info.traceback, budget // 2),
-        worker=info.worker,
-        details=info.details if len(info.details) <= budget // 4 else b"",
-        cause=cause,
-    )
-
-
-def _type_name(kind: type[BaseException]) -> str:
+def _attempt(compute: Callable[[], T], otherwise: Callable[[BaseException], T]) -> T:
+    """Run code of the user's class (``__str__``, properties, its metaclass), which may raise anything."""
     try:
-        return clean(f"{kind.__module__}:{kind.__qualname__}", 512)
-    except BaseException:  # a metaclass may raise anything
-        return "builtins:BaseException"
-
-
-def _safe_str(exc: BaseException) -> str:
-    try:
-        text = str(exc)
-        return text if type(text) is str else "".join(text)
+        return compute()
     except BaseException as error:
-        return f"(its text cannot be shown: str() raised {type(error).__name__})"
+        return otherwise(error)
 
 
 def clean(text: str, max_bytes: int | None = None) -> str:
@@ -166,18 +155,15 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def _encode_details(exc: BaseException, message: str) -> bytes:
-    """Arguments and attributes, as far as they are plain data."""
-    try:
-        args = _arguments_of(exc)
-        attributes = dict(getattr(exc, "__dict__", None) or {})
-        for kind, names in _BUILTIN_FIELDS:
-            if isinstance(exc, kind):
-                attributes.update((name, getattr(exc, name, None)) for name in names)
-        args = args if _encoded(args) is not None else (message,)
-        kept = {key: value for key, value in attributes.items() if type(key) is str and _encoded(value) is not None}
-        return _encoded((args, kept)) or b""
-    except BaseException:  # properties and proxies may raise anything
-        return b""
+    """Encode arguments and attributes, as far as they are plain data."""
+    args = _arguments_of(exc)
+    attributes = dict(getattr(exc, "__dict__", None) or {})
+    for kind, names in _BUILTIN_FIELDS:
+        if isinstance(exc, kind):
+            attributes.update((name, getattr(exc, name, None)) for name in names)
+    args = args if _encoded(args) is not None else (message,)
+    kept = {key: value for key, value in attributes.items() if type(key) is str and _encoded(value) is not None}
+    return _encoded((args, kept)) or b""
 
 
 def _arguments_of(exc: BaseException) -> tuple[Any, ...]:
@@ -189,14 +175,14 @@ def _arguments_of(exc: BaseException) -> tuple[Any, ...]:
 
 def _encoded(value: Any) -> bytes | None:
     try:
-        body, tensors = _plain.dumps(value, _DETAILS_LIMITS)
-    except (_plain.NotPlain, CannotSend):
+        body, tensors = plain.dumps(value, _DETAILS_LIMITS)
+    except (plain.NotPlain, CannotSend):
         return None
     return None if tensors else body
 
 
 def check_error(info: ErrorInfo, limits: Limits) -> None:
-    """Refuse an exception that no worker would describe like that.
+    """Refuse an exception that `describe_exception` would not describe like that.
 
     Raises:
         LimitExceeded: A name or the chain of causes is too long.
@@ -207,8 +193,6 @@ def check_error(info: ErrorInfo, limits: Limits) -> None:
         if link is None:
             return
         check_text(link.worker, "a worker's name", limits.name_bytes)
-        if len(link.type_name) > _MAX_TYPE_CHARS:
-            raise LimitExceeded(f"an exception's type of {len(link.type_name)} characters")
         link = link.cause
     raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
 
@@ -230,11 +214,9 @@ def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:
 
 def _remote_traceback(info: ErrorInfo) -> RemoteTraceback:
     links: list[RemoteTraceback] = []
-    link = info
-    while len(links) < 2 * MAX_CHAIN:
+    link: ErrorInfo | None = info
+    while link is not None and len(links) < MAX_CAUSES:
         links.append(RemoteTraceback(clean(link.worker), clean(link.traceback), link))
-        if link.cause is None:
-            break
         link = link.cause
     for nearer, farther in pairwise(links):
         nearer.__cause__ = farther
@@ -267,7 +249,7 @@ def _make(kind: type[Exception], info: ErrorInfo) -> Exception | None:
 
 
 def _make_bare(kind: type[Exception], args: tuple[Any, ...]) -> Any:
-    """An instance whose `__init__` has not run. Built-in constructors do nothing else; others might."""
+    """Make an instance without its `__init__`. Built-in constructors only set `args`; others might do more."""
     for base in kind.__mro__:
         if "__new__" not in vars(base):
             continue
@@ -283,7 +265,7 @@ def _make_bare(kind: type[Exception], args: tuple[Any, ...]) -> Any:
 def _decode_details(info: ErrorInfo) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if info.details:
         try:
-            args, attributes = _plain.loads(info.details, [], _DETAILS_LIMITS)
+            args, attributes = plain.loads(info.details, [], _DETAILS_LIMITS)
             if type(args) is tuple and type(attributes) is dict and all(type(name) is str for name in attributes):
                 return _clean_value(args), {name: _clean_value(value) for name, value in attributes.items()}
         except (DecodeError, TypeError, ValueError):

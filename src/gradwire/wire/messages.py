@@ -1,4 +1,4 @@
-"""The closed set of messages, and what they say about their payload.
+"""The closed set of messages, with the ranges that their fields must be in.
 
 A frame is `prefix | header | payload`. The header is one of the structs below, as a msgpack array; its type is a number
 in the prefix. The payload is `body | segment | segment ...`: the body holds encoded arguments, and every dense part of a
@@ -14,25 +14,29 @@ Handshake, on every connection:
                                      <-      Welcome()                       or Refused
 
 then Call/Reply/Failure. A connection carries the calls of the worker that opened it and the answers to them, never the
-other way round, so that whoever waits for an answer may read the connection without meeting somebody else's request.
+other way round, so that a thread that waits for an answer may read the connection without meeting a request.
+
+msgspec checks the ranges while it decodes. Limits that a worker can set are checked afterwards (`gradwire.wire.framing`).
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
 from gradwire.types import Trust, WorkerAddress, is_worker_name
 
 if TYPE_CHECKING:
-    Note = Any  # a struct that leaves, or what came for it
+    Note = Any  # a struct in a message that is sent, or the raw bytes in one that arrived
 else:
-    Note = msgspec.Raw  # left as it is until whoever knows its type reads it
+    Note = msgspec.Raw  # left as it is until the layer that knows its type calls `read_note`
 
 N = TypeVar("N")
 
@@ -41,20 +45,31 @@ PROTOCOL_VERSION = 1
 Lane = Literal["calls", "control"]
 """User functions travel on ``calls``; cancellation, membership and the layers above on ``control``."""
 
+_INT63_MAX: Final = 2**63 - 1
+_Number = Annotated[int, Meta(ge=0, le=_INT63_MAX)]
+_Codec = Annotated[int, Meta(ge=0, le=5)]
+_Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # neither infinite nor NaN
+_Secret = Annotated[bytes, Meta(max_length=64)]
+_Notes = Annotated[dict[str, Note], Meta(max_length=64)]
 
-class SlotRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+
+class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class SlotRef(_Header, frozen=True):
     """A place in the sender's shared memory, which the receiver has mapped."""
 
-    slot_id: int
-    capacity: int
+    slot_id: _Number
+    capacity: _Number
 
 
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorMeta(_Header, frozen=True):
     """Everything about a tensor except its bytes.
 
     Attributes:
         dtype: Index into `gradwire.wire.tensors.DTYPES`.
-        shape: Sizes; never negative.
+        shape: Sizes.
         num_bytes: Bytes of this tensor's own segment (0 for sparse layouts and ``meta`` tensors).
         flags: Sum of the `FLAG_*` numbers in `gradwire.wire.tensors`.
         layout: Index into `gradwire.wire.tensors.LAYOUTS`.
@@ -63,17 +78,17 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         slot: Where the bytes are, if not in the payload.
     """
 
-    dtype: int
-    shape: tuple[int, ...]
-    num_bytes: int
-    flags: int = 0
-    layout: int = 0
+    dtype: _Number
+    shape: tuple[_Number, ...]
+    num_bytes: _Number
+    flags: Annotated[int, Meta(ge=0, le=31)] = 0
+    layout: Annotated[int, Meta(ge=0, le=5)] = 0
     device: str = ""
     parts: tuple[TensorMeta, ...] = ()
     slot: SlotRef | None = None
 
 
-class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ErrorInfo(_Header, frozen=True):
     """An exception as data.
 
     Attributes:
@@ -85,7 +100,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         cause: The exception behind it.
     """
 
-    type_name: str
+    type_name: Annotated[str, Meta(max_length=1024)]
     message: str
     traceback: str
     worker: str
@@ -93,37 +108,37 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     cause: ErrorInfo | None = None
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The caller introduces itself and says whom it means to reach."""
+class Hello(_Header, frozen=True):
+    """The caller introduces itself and names the worker that it means to reach."""
 
-    version: int
-    nonce: bytes
+    version: Annotated[int, Meta(ge=0, le=255)]
+    nonce: _Secret
     sender: WorkerAddress
     to_name: str
-    to_incarnation: int
+    to_incarnation: _Number
     lane: Lane
     trust: Trust
 
 
-class Challenge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Challenge(_Header, frozen=True):
     """The listener proves that it knows the cluster's token and asks the caller to do the same."""
 
-    nonce: bytes
+    nonce: _Secret
     sender: WorkerAddress
-    proof: bytes
+    proof: _Secret
 
 
-class Proof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Proof(_Header, frozen=True):
     """The caller's proof."""
 
-    proof: bytes
+    proof: _Secret
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Welcome(_Header, frozen=True):
     """The connection is open."""
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Refused(_Header, frozen=True):
     """The connection is not opened, and why. Never holds a secret.
 
     Attributes:
@@ -148,34 +163,34 @@ class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         notes: What interceptors attached, by their name; `read_note` checks what came.
     """
 
-    call_id: int
+    call_id: _Number
     function: str
-    timeout_s: float
-    codec: int
-    body_bytes: int
+    timeout_s: _Seconds
+    codec: _Codec
+    body_bytes: _Number
     tensors: tuple[TensorMeta, ...] = ()
-    notes: dict[str, Note] = {}
+    notes: _Notes = {}
 
 
 class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The value that a call returned."""
 
-    call_id: int
-    codec: int
-    body_bytes: int
+    call_id: _Number
+    codec: _Codec
+    body_bytes: _Number
     tensors: tuple[TensorMeta, ...] = ()
-    notes: dict[str, Note] = {}
+    notes: _Notes = {}
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Failure(_Header, frozen=True):
     """The exception that a call raised."""
 
-    call_id: int
+    call_id: _Number
     error: ErrorInfo
 
 
-class Goodbye(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sender leaves in good order; the end of its connections is no failure."""
+class Goodbye(_Header, frozen=True):
+    """The sender leaves in good order; the end of its connections is not a failure."""
 
     reason: str
 
@@ -195,12 +210,15 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 }
 
 
+# Notes
+
+
 _preparing = threading.Lock()  # held while msgspec works out how to check a type
 _note_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def prepare(*kinds: Any) -> None:
-    """Makes types known to msgspec before threads use them; `read_note` reads no others.
+    """Make types known to msgspec before threads use them; `read_note` reads no others.
 
     msgspec works out how to check a type when it first meets it. Two threads that do so at the same moment crash the
     process, so every type that notes are checked against is prepared when its module is imported, and others by
@@ -215,7 +233,7 @@ prepare(Any)
 
 
 def read_plain(value: Any, kind: Any, problem: str) -> Any:
-    """Plain data that was unpacked already, checked against a type that msgspec knows.
+    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type.
 
     Args:
         value: What came; any object that may travel, tensors included.
@@ -223,7 +241,7 @@ def read_plain(value: Any, kind: Any, problem: str) -> Any:
         problem: How the error begins.
 
     Raises:
-        DecodeError: It is not of that kind.
+        DecodeError: The value is not of that type.
     """
     if kind not in _note_decoders:
         prepare(kind)
@@ -234,10 +252,10 @@ def read_plain(value: Any, kind: Any, problem: str) -> Any:
 
 
 def read_note(note: Note, kind: type[N]) -> N:
-    """A note that arrived, checked; what is no longer as it came is returned as it is.
+    """Decode a note that arrived; one that was never encoded, or is decoded already, is returned as it is.
 
     Raises:
-        DecodeError: It is not of that kind.
+        DecodeError: The note is not of that type.
     """
     if type(note) is not msgspec.Raw:  # from this worker to itself, or read before
         found: N = note
@@ -250,32 +268,34 @@ def read_note(note: Note, kind: type[N]) -> N:
         raise DecodeError(f"not a valid {kind.__name__}: {error}") from error
 
 
-_INT63_MAX: Final = 2**63 - 1
+# Addresses and short texts
+
+
 _MAX_RANK: Final = 65535
 _MAX_URIS: Final = 16
 _MAX_TEXT_BYTES: Final = 1024
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 encode_address: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
+_decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
 
 
 def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
-    """Read an address that another worker or a store gave.
+    """Decode and check an address that came from another worker or from a store.
 
     Raises:
         DecodeError: It is not an address that a worker can have.
     """
     try:
-        address = _decode(raw)
+        address = _decode_address(raw)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
-        raise DecodeError(f"not a worker's address: {error}") from error
+        raise DecodeError(f"not a valid worker address: {error}") from error
     check_address(address, limits)
     return address
 
 
 def check_address(address: WorkerAddress, limits: Limits) -> None:
-    """Refuse an address that no worker can have.
+    """Refuse an address that a worker cannot have.
 
     Raises:
         DecodeError: A field is out of range.
@@ -284,13 +304,13 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
     name = address.info.name
     check_text(name, "a worker's name", limits.name_bytes)
     if not is_worker_name(name):
-        raise DecodeError(f"{name!r} is not a worker's name")
-    check_number(address.info.id, "rank", _MAX_RANK)
-    check_number(address.incarnation, "incarnation")
+        raise DecodeError(f"{name!r} is not a valid worker name")
+    if not (0 <= address.info.id <= _MAX_RANK and 0 <= address.incarnation <= _INT63_MAX):
+        raise DecodeError(f"rank {address.info.id} or incarnation {address.incarnation} of {name} is out of range")
     check_text(address.host, "a host's identity", _MAX_TEXT_BYTES)
     check_text(address.main, "a script's digest", _MAX_TEXT_BYTES)
     if len(address.uris) > _MAX_URIS:
-        raise LimitExceeded(f"a worker with {len(address.uris)} addresses")
+        raise LimitExceeded(f"a worker with {len(address.uris)} addresses; at most {_MAX_URIS} are accepted")
     for uri in address.uris:
         check_text(uri, "an address", _MAX_TEXT_BYTES)
 
@@ -306,13 +326,3 @@ def check_text(text: str, what: str, max_bytes: int) -> None:
         raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):
         raise DecodeError(f"{what} with control characters: {text!r}")
-
-
-def check_number(number: int, what: str, largest: int = _INT63_MAX) -> None:
-    """Refuse a number that is negative or too large.
-
-    Raises:
-        DecodeError: It is.
-    """
-    if not 0 <= number <= largest:
-        raise DecodeError(f"{what} out of range: {number}")

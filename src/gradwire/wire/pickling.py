@@ -1,20 +1,22 @@
-"""Pickles, for workers that trust each other with code. Tensors stay outside of the pickle.
+"""Pickles, for workers that trust each other with code; functions by value and by name.
 
 The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
-``__main__`` of workers that run different programs) is done again by cloudpickle, by value.
+``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside of
+the pickle. A tensor of any other class is taken apart into ordinary ones, so that gradients get through where they can.
 """
 
 from __future__ import annotations
 
 import copyreg
 import dis
+import functools
 import importlib
 import io
+import operator
 import pickle
 import sys
-import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -23,148 +25,11 @@ import cloudpickle
 import msgspec
 import torch
 
+from gradwire import _torch
 from gradwire.errors import CannotSend, DecodeError, NoSuchFunction
 from gradwire.wire.plain import BY_KIND, TensorTable, register_plain_type
 
-_ORDINARY: Final = (torch.Tensor, torch.nn.Parameter)
-_PROTOCOL: Final = 5
-_STORAGES: Final = (torch.UntypedStorage, torch.TypedStorage)
-_is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
-_get_state: Final[Callable[[Any], Any]] = torch._utils._get_obj_state
-_set_state: Final[Callable[[Any, Any], Any]] = torch._utils._set_obj_state
-
-# By module and name, so that none is imported for this: a tensor of such a class exists only if its module does.
-_LOCAL: Final = {
-    ("torch.distributed.tensor", "DTensor"): "send its local part, tensor.to_local()",
-    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "wait for it first, tensor.wait()",
-    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside of its mode",
-    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside of the function transform",
-}
-
-
-def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be an entry of a tensor table."""
-    return type(tensor) in _ORDINARY and not tensor.is_quantized and not tensor.is_nested
-
-
-def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
-    """Take apart a tensor that is not ordinary.
-
-    Returns:
-        What `pickle` wants from a ``__reduce_ex__``, and whether gradients get through.
-
-    Raises:
-        CannotSend: The tensor belongs to the place where it was made.
-    """
-    _check_leaves_home(tensor)
-    kind = type(tensor)
-    if _is_decorated(kind):
-        return _reduce_decorated(tensor), True
-    reduce = copyreg.dispatch_table.get(kind)
-    with torch.enable_grad():
-        reduced: Any = reduce(tensor) if reduce is not None else tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
-    with torch._C.DisableTorchFunctionSubclass():
-        if not tensor.requires_grad or torch.nn.parameter.is_lazy(tensor):
-            return reduced, True
-        if _has_own_dispatch(kind) or not any(part.requires_grad for part in _tensors_in(reduced)):
-            return reduced, False  # autograd sees the wrapper, and nothing of what is in it
-    return (_rebuild_tracked, (reduced[0], *reduced[1]), *reduced[2:]), True
-
-
-def reduce_storage(storage: torch.UntypedStorage | torch.TypedStorage) -> Any:
-    """Take apart a storage: its bytes as a tensor, which stays outside of the pickle."""
-    if isinstance(storage, torch.UntypedStorage):
-        return _rebuild_storage, (_bytes_of(storage),)
-    return _rebuild_typed_storage, (_bytes_of(storage._untyped_storage), storage.dtype)
-
-
-def is_storage(obj: Any) -> bool:
-    """Whether something is a storage of torch's."""
-    return isinstance(obj, _STORAGES)
-
-
-def _check_leaves_home(tensor: torch.Tensor) -> None:
-    kind = type(tensor)
-    for (module, name), advice in _LOCAL.items():
-        local = getattr(sys.modules.get(module), name, None)
-        if local is not None and issubclass(kind, local):
-            raise CannotSend(f"this tensor cannot be sent: it is a {kind.__module__}.{kind.__qualname__}; {advice}")
-    if _is_wrapped(tensor):
-        raise CannotSend(
-            "this tensor cannot be sent: it belongs to a function transform (vmap, grad, functionalize); make the call "
-            "outside of it"
-        )
-
-
-def _is_decorated(kind: type[torch.Tensor]) -> bool:
-    """Whether a class only adds Python to ordinary elements."""
-    return (
-        kind not in _ORDINARY
-        and kind not in copyreg.dispatch_table
-        and kind.__reduce_ex__ in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
-        and not _has_own_dispatch(kind)
-    )
-
-
-def _has_own_dispatch(kind: type[torch.Tensor]) -> bool:
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _reduce_decorated(tensor: torch.Tensor) -> Any:
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.as_subclass(torch.Tensor)
-    return _rebuild_decorated, (type(tensor), plain), _get_state(tensor) or None, None, None, _restore
-
-
-def _rebuild_decorated(kind: type[torch.Tensor], plain: torch.Tensor) -> torch.Tensor:
-    if plain.grad_fn is None:  # a leaf stays one
-        return torch.Tensor._make_subclass(kind, plain, plain.requires_grad)
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return plain.as_subclass(kind)
-
-
-def _restore(tensor: Any, state: Any) -> None:
-    if type(tensor).__setstate__ is not torch.Tensor.__setstate__:  # torch's own is for old files
-        tensor.__setstate__(state)
-    else:
-        _set_state(tensor, state)
-
-
-def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
-    with torch.enable_grad():
-        made = rebuild(*args)
-    with torch._C.DisableTorchFunctionSubclass():
-        is_cut_off = made.grad_fn is None and any(part.grad_fn is not None for part in _tensors_in(args))
-    if is_cut_off:  # in a recorded call
-        kind = type(made)
-        raise CannotSend(
-            f"gradients do not get through a {kind.__module__}.{kind.__qualname__}: what its __reduce_ex__ rebuilds is not "
-            f"connected to the tensor that it is rebuilt from. Send that tensor, or detach() it"
-        )
-    return made
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _rebuild_storage(data: torch.Tensor) -> torch.UntypedStorage:
-    return data.untyped_storage()
-
-
-def _rebuild_typed_storage(data: torch.Tensor, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=data.untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
-MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
+_MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
 _KEEP_PICKLERS: Final = 16
 _KEEP_BYTES: Final = 1 << 20
 
@@ -173,8 +38,8 @@ class _ByValue(Exception):
     """Something that the other worker cannot import."""
 
 
-def is_in_script(obj: Any) -> bool:
-    """Whether something of ``__main__`` comes from the script itself, and was not typed in or made by ``exec``."""
+def _is_in_script(obj: Any) -> bool:
+    """Return whether something of ``__main__`` comes from the script itself, and was not typed in or made by ``exec``."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     parts = (
         [obj] if isinstance(obj, FunctionType) else [item for item in vars(obj).values() if type(item) is FunctionType]
@@ -194,14 +59,14 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and is_ordinary(obj) else None
+        return _table_index(obj, self.table)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = _reduce(obj, self.table)
         if reduced is not NotImplemented:
             return reduced
-        is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_MODULES
-        if is_of_main and not (self.shares_main and is_in_script(obj)):
+        is_of_main = isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN_MODULES
+        if is_of_main and not (self.shares_main and _is_in_script(obj)):
             raise _ByValue
         return NotImplemented
 
@@ -220,20 +85,28 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=5)
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.table.index_of(obj) if isinstance(obj, torch.Tensor) and is_ordinary(obj) else None
+        return _table_index(obj, self.table)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = _reduce(obj, self.table)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
+def _table_index(obj: Any, table: TensorTable) -> int | None:
+    """Return the place of an ordinary tensor in the table; None for everything else."""
+    is_ordinary = type(obj) in _ORDINARY and not obj.is_quantized and not obj.is_nested
+    return table.index_of(obj) if is_ordinary else None
+
+
 def _reduce(obj: Any, table: TensorTable) -> Any:
-    """What tensors that are not ordinary, and storages, consist of; `NotImplemented` for everything else."""
-    if is_storage(obj):
-        return reduce_storage(obj)
+    """Take apart tensors that are not ordinary, and storages; return `NotImplemented` for everything else."""
+    if isinstance(obj, torch.UntypedStorage):
+        return _rebuild_storage, (_bytes_of(obj),)
+    if isinstance(obj, torch.TypedStorage):
+        return _rebuild_typed_storage, (_bytes_of(_torch.untyped_storage_of(obj)), obj.dtype)
     if not isinstance(obj, torch.Tensor) or type(obj) in BY_KIND:  # registered classes know it themselves
         return NotImplemented
-    reduced, is_tracked = reduce_tensor(obj)
+    reduced, is_tracked = _reduce_tensor(obj)
     if not is_tracked:
         table.untracked.append(obj)
     return reduced
@@ -245,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class("__main__" if module in MAIN_MODULES else module, name)
+        return super().find_class("__main__" if module in _MAIN_MODULES else module, name)
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
@@ -267,7 +140,7 @@ def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, TensorTable]:
 
     Raises:
         CannotSend: Raised by a class while it was pickled.
-        Exception: Whatever cloudpickle says about a value that cannot be pickled.
+        Exception: What cloudpickle raises for a value that cannot be pickled.
     """
     try:
         return _dumps_by_reference(value, shares_main)
@@ -298,7 +171,7 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> 
     """Load a pickle of a worker that is trusted with code.
 
     Raises:
-        DecodeError: The bytes are no pickle.
+        DecodeError: The bytes are not a pickle.
         CannotSend: It names something that this worker cannot import or make.
     """
     try:
@@ -314,9 +187,124 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> 
         raise CannotSend(f"a value cannot be rebuilt on this worker: {type(error).__name__}: {error}") from error
 
 
+# Tensors and storages inside of a pickle
+
+
+_ORDINARY: Final = (torch.Tensor, torch.nn.Parameter)
+_PROTOCOL: Final = 5
+
+# By module and name, so that none is imported for this: a tensor of such a class exists only if its module does.
+_LOCAL: Final = {
+    ("torch.distributed.tensor", "DTensor"): "send its local part, tensor.to_local()",
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "wait for it first, tensor.wait()",
+    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside of its mode",
+    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside of the function transform",
+}
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
+    """Return what `pickle` wants from a ``__reduce_ex__``, and whether gradients get through."""
+    _check_leaves_home(tensor)
+    kind = type(tensor)
+    if _is_decorated(kind):
+        return _reduce_decorated(tensor), True
+    reduce = copyreg.dispatch_table.get(kind)
+    with torch.enable_grad():
+        reduced: Any = reduce(tensor) if reduce is not None else tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+    with _torch.DisableTorchFunctionSubclass():
+        if not tensor.requires_grad or torch.nn.parameter.is_lazy(tensor):
+            return reduced, True
+        if _has_own_dispatch(kind) or not any(part.requires_grad for part in _tensors_in(reduced)):
+            return reduced, False  # autograd sees the wrapper, and nothing of what is in it
+    return (_rebuild_tracked, (reduced[0], *reduced[1]), *reduced[2:]), True
+
+
+def _check_leaves_home(tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    for (module, name), advice in _LOCAL.items():
+        local = getattr(sys.modules.get(module), name, None)
+        if local is not None and issubclass(kind, local):
+            raise CannotSend(f"this tensor cannot be sent: it is a {kind.__module__}.{kind.__qualname__}; {advice}")
+    if _torch.is_functorch_wrapped_tensor(tensor):
+        raise CannotSend(
+            "this tensor cannot be sent: it belongs to a function transform (vmap, grad, functionalize); make the call "
+            "outside of it"
+        )
+
+
+def _is_decorated(kind: type[torch.Tensor]) -> bool:
+    """Return whether a class only adds Python to ordinary elements."""
+    return (
+        kind not in _ORDINARY
+        and kind not in copyreg.dispatch_table
+        and kind.__reduce_ex__ in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+        and not _has_own_dispatch(kind)
+    )
+
+
+def _has_own_dispatch(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _reduce_decorated(tensor: torch.Tensor) -> Any:
+    with torch.enable_grad(), _torch.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(torch.Tensor)
+    return _rebuild_decorated, (type(tensor), plain), _torch.get_obj_state(tensor) or None, None, None, _restore
+
+
+def _rebuild_decorated(kind: type[torch.Tensor], plain: torch.Tensor) -> torch.Tensor:
+    if plain.grad_fn is None:  # a leaf stays one
+        return _torch.make_subclass(kind, plain, plain.requires_grad)  # type: ignore[no-any-return]
+    with torch.enable_grad(), _torch.DisableTorchFunctionSubclass():
+        return plain.as_subclass(kind)
+
+
+def _restore(tensor: Any, state: Any) -> None:
+    if type(tensor).__setstate__ is not torch.Tensor.__setstate__:  # torch's own is for old files
+        tensor.__setstate__(state)
+    else:
+        _torch.set_obj_state(tensor, state)
+
+
+def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
+    with torch.enable_grad():
+        made = rebuild(*args)
+    with _torch.DisableTorchFunctionSubclass():
+        is_cut_off = made.grad_fn is None and any(part.grad_fn is not None for part in _tensors_in(args))
+    if is_cut_off:  # in a recorded call
+        kind = type(made)
+        raise CannotSend(
+            f"gradients do not get through a {kind.__module__}.{kind.__qualname__}: what its __reduce_ex__ rebuilds is not "
+            f"connected to the tensor that it is rebuilt from. Send that tensor, or detach() it"
+        )
+    return made
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _rebuild_storage(data: torch.Tensor) -> torch.UntypedStorage:
+    return data.untyped_storage()
+
+
+def _rebuild_typed_storage(data: torch.Tensor, dtype: torch.dtype) -> torch.TypedStorage:
+    return _torch.make_typed_storage(data.untyped_storage(), dtype)
+
+
+# Functions by value
+
+
 _CONSTANT: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _MAX_PARTS: Final = 256
-_MAX_LOADED: Final = 512
 
 
 class CarriedFunction(msgspec.Struct, frozen=True):
@@ -325,26 +313,19 @@ class CarriedFunction(msgspec.Struct, frozen=True):
     pickle: bytes
 
     def load(self) -> Any:
-        """The function; the same one for the same pickle.
+        """Return the function; the same one for the same pickle.
 
         Raises:
             CannotSend: It names something that this worker cannot import.
         """
-        with _lock:
-            function = _loaded.get(self.pickle)
-            if function is not None:
-                _loaded.move_to_end(self.pickle)
-                return function
-        function = loads(self.pickle, [])
-        with _lock:
-            _loaded[self.pickle] = function
-            if len(_loaded) > _MAX_LOADED:
-                _loaded.popitem(last=False)
-        return function
+        return _load_function(self.pickle)
 
 
-_lock = threading.Lock()  # guards _loaded
-_loaded: OrderedDict[bytes, Any] = OrderedDict()  # the least used first
+@functools.lru_cache(maxsize=512)
+def _load_function(body: bytes) -> Any:
+    return loads(body, [])
+
+
 _carried: weakref.WeakKeyDictionary[FunctionType, tuple[list[Any], CarriedFunction]] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
 
@@ -354,7 +335,7 @@ class _Changeable(Exception):
 
 
 def carry(function: Any) -> CarriedFunction | None:
-    """The function as a pickle that may be used again; None if it has to be pickled for every call."""
+    """Return the function as a pickle that may be used again; None if it has to be pickled for every call."""
     if type(function) is not FunctionType:
         return None
     try:
@@ -362,11 +343,11 @@ def carry(function: Any) -> CarriedFunction | None:
     except _Changeable:
         return None
     known = _carried.get(function)
-    if known is not None and len(known[0]) == len(parts) and all(map(_is_same, known[0], parts)):
+    if known is not None and len(known[0]) == len(parts) and all(map(operator.is_, known[0], parts)):
         return known[1]
     try:
         body, table = dumps(function)
-    except (CannotSend, Exception):  # the usual way says what is wrong
+    except Exception:  # packing the call will say what is wrong
         return None
     if table.tensors:
         return None
@@ -375,16 +356,8 @@ def carry(function: Any) -> CarriedFunction | None:
     return made
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def _parts_of(function: FunctionType, seen: set[int]) -> Iterator[Any]:
-    """Everything that a pickle of the function depends on.
-
-    Raises:
-        _Changeable: One of them may change without becoming another object.
-    """
+    """Iterate over the objects that a pickle of the function depends on."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -413,24 +386,22 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
         for item in value:
             yield from _check(item, seen)
     elif isinstance(value, type):
-        if value.__module__ in MAIN_MODULES or "<" in value.__qualname__:
+        if value.__module__ in _MAIN_MODULES or "<" in value.__qualname__:
             raise _Changeable
         yield value
     elif type(value) is FunctionType:
         yield value.__code__  # not the function: one that refers to itself would keep itself alive
-        if value.__module__ in MAIN_MODULES or "<" in value.__qualname__:
+        if value.__module__ in _MAIN_MODULES or "<" in value.__qualname__:
             yield from _parts_of(value, seen)
     else:
         raise _Changeable
 
 
 def _global_names(code: CodeType) -> tuple[str, ...] | None:
-    """Names that code looks up among its globals; None if it also sets some, and so has a state of its own."""
-    try:
+    """Return the names that code looks up among its globals; None if it also sets some, and so has state of its own."""
+    if code in _names:
         return _names[code]
-    except KeyError:
-        pass
-    found: tuple[str, ...] | None = ()
+    found: tuple[str, ...] | None
     if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
         found = None
     else:
@@ -449,18 +420,21 @@ def _from_fields(fields: list[Any]) -> CarriedFunction:
 register_plain_type(CarriedFunction, "gradwire.function", lambda item: (item.pickle,), _from_fields)
 
 
+# Functions by name
+
+
 _MAX_KNOWN = 4096
 _modules: dict[str, tuple[ModuleType, str]] = {}  # where functions were found
 _known: dict[Any, str] = {}  # names that were found; modules hold their functions for good anyway
 
 
 def function_name(fn: Any, shares_main: bool = False) -> str | None:
-    """The name under which another worker finds this function, or None if it has to travel by value.
+    """Return the name under which another worker finds this function, or None if it has to travel by value.
 
     None for lambdas, closures, partials, methods of instances, and, unless the other worker runs the same script, for
     everything that was defined in ``__main__``.
     """
-    if getattr(fn, "__module__", None) in MAIN_MODULES:
+    if getattr(fn, "__module__", None) in _MAIN_MODULES:
         return _main_name(fn) if shares_main else None
     try:
         name = _known.get(fn)
@@ -477,7 +451,7 @@ def function_name(fn: Any, shares_main: bool = False) -> str | None:
 
 def _main_name(fn: Any) -> str | None:
     qualname = getattr(fn, "__qualname__", "<")
-    if "<" in qualname or not isinstance(fn, FunctionType | type) or not is_in_script(fn):
+    if "<" in qualname or not isinstance(fn, FunctionType | type) or not _is_in_script(fn):
         return None
     return f"__main__:{qualname}" if _walk(sys.modules["__main__"], qualname) is fn else None
 
@@ -505,16 +479,11 @@ def _class_method_name(fn: MethodType) -> str | None:
 
 
 def _find_loaded(module: Any, qualname: str) -> Any:
-    if module in MAIN_MODULES:
-        return None
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
+    return None if module in _MAIN_MODULES else _walk(sys.modules.get(module), qualname)
 
 
 def resolve_function(name: str) -> Callable[..., Any]:
-    """The function of that name; imports its module. Only for workers that trust each other with code.
+    """Return the function of that name; import its module. Only for workers that trust each other with code.
 
     Raises:
         ImportError: There is no such module here, or importing it fails.
@@ -533,7 +502,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
 def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, qualname = name.partition(":")
     if not module_name or not qualname:
-        raise ImportError(f"{name!r} is no name of a function; it should be module:qualname")
+        raise ImportError(f"{name!r} is not a valid function name; it should be module:qualname")
     module = sys.modules.get(module_name) or _import(module_name, name)
     found = _walk(module, qualname)
     if found is None:
@@ -553,7 +522,7 @@ def _resolve(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _walk(module: ModuleType, qualname: str) -> Any:
+def _walk(module: ModuleType | None, qualname: str) -> Any:
     found: Any = module
     for part in qualname.split("."):
         found = getattr(found, part, None)

@@ -33,128 +33,6 @@ from gradwire.errors import CannotSend, ConfigurationError, DecodeError, LimitEx
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PlainClass:
-    """How instances of one class are taken apart and put together."""
-
-    kind: type
-    name: str
-    to_fields: Callable[[Any], Sequence[Any]]
-    from_fields: Callable[[list[Any]], Any]
-
-
-_lock = threading.Lock()  # guards writing; reading one key of a dict needs none
-BY_KIND: dict[type, PlainClass] = {}
-BY_NAME: dict[str, PlainClass] = {}
-
-
-def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
-    """Let instances of a dataclass, named tuple or enum travel between workers as plain data, with any trust.
-
-    Both sides have to register it. May be used as a decorator.
-
-    Args:
-        cls: The class. Subclasses are not included.
-        name: What the workers call it; by default ``module:qualname``.
-
-    Raises:
-        ConfigurationError: The class is of another kind, needs values its fields do not hold, or the name is taken.
-    """
-    if dataclasses.is_dataclass(cls):
-        _register(_dataclass(cls, _name_of(cls, name)))
-    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        _register(PlainClass(cls, _name_of(cls, name), tuple, lambda values: cls(*values)))
-    elif issubclass(cls, enum.Enum):
-        _register(
-            PlainClass(cls, _name_of(cls, name), lambda member: (member.name,), lambda values: cls[_only(values)])
-        )
-    else:
-        raise ConfigurationError(f"{cls!r} is no dataclass, named tuple or enum; use register_plain_type")
-    return cls
-
-
-def register_plain_type(
-    cls: type[T],
-    name: str,
-    to_fields: Callable[[T], Sequence[Any]],
-    from_fields: Callable[[list[Any]], T],
-) -> None:
-    """Let instances of any class travel as plain data, by functions that take them apart and put them together.
-
-    Args:
-        cls: The class. Subclasses are not included.
-        name: What the workers call it.
-        to_fields: Gives the values to send; they may be anything that can travel.
-        from_fields: Makes an instance of the values that came. They are foreign data: check them.
-
-    Raises:
-        ConfigurationError: The name is taken.
-    """
-    _register(PlainClass(cls, name, to_fields, from_fields))
-
-
-def _name_of(cls: type, name: str | None) -> str:
-    return name if name is not None else f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _only(values: list[Any]) -> Any:
-    (value,) = values
-    return value
-
-
-def _dataclass(cls: type, name: str) -> PlainClass:
-    fields = dataclasses.fields(cls)
-    annotations = getattr(cls, "__dataclass_fields__", {})
-    if len(annotations) > len(fields) and any(
-        item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
-        for item in annotations.values()
-    ):
-        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not kept; use register_plain_type")
-    given = [item.name for item in fields if item.init]
-    derived = [item.name for item in fields if not item.init]
-    names = given + derived
-
-    def from_fields(values: list[Any]) -> Any:
-        if len(values) != len(names):
-            raise ValueError(f"{name} has {len(names)} fields, not {len(values)}")
-        made = cls(**dict(zip(given, values)))  # noqa: B905  derived fields follow
-        for field, value in zip(derived, values[len(given) :], strict=True):
-            object.__setattr__(made, field, value)
-        return made
-
-    return PlainClass(cls, name, lambda value: [getattr(value, field) for field in names], from_fields)
-
-
-def _register(entry: PlainClass) -> None:
-    with _lock:
-        known = BY_NAME.get(entry.name)
-        # A cell of a notebook that is run again defines its classes again; the newest one counts.
-        if known is not None and _name_of(known.kind, None) != _name_of(entry.kind, None):
-            raise ConfigurationError(f"the name {entry.name!r} is taken by {known.kind!r}")
-        BY_NAME[entry.name] = entry
-        BY_KIND[entry.kind] = entry
-
-
-_OWN: Final = "gradwire."
-_homes: dict[str, str] = {}  # modules, by a name or by what a name has before its last dot
-
-
-def set_home(name: str, module: str) -> None:
-    """Say which module registers a name, or all names that begin with ``name.``."""
-    _homes[name] = module
-
-
-def import_home(name: str) -> bool:
-    """Import the module that registers a name; whether there is one."""
-    if not name.startswith(_OWN):
-        return False
-    module = _homes.get(name) or _homes.get(name.rpartition(".")[0])
-    if module is None:
-        return False
-    importlib.import_module(module)
-    return True
-
-
 # Extension codes. Those from _TUPLE on mark an array.
 _TENSOR, _INT, _COMPLEX, _BYTEARRAY, _TORCH_NAME, _DEVICE = range(6)
 _TUPLE, _DICT, _SET, _FROZENSET, _SLICE, _RANGE, _SIZE, _CLASS = range(32, 40)
@@ -195,7 +73,7 @@ class TensorTable:
         self._indices: dict[int, int] = {}  # by id; the list keeps the tensors alive, so ids stay unique
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """The tensor's place in the table; it is added if it is new."""
+        """Return the tensor's place in the table; add it if it is new."""
         tensors = self.tensors
         new = len(tensors)
         index = self._indices.setdefault(id(tensor), new)
@@ -213,7 +91,7 @@ def dumps(value: Any, limits: Limits, max_items: float = float("inf")) -> tuple[
     """
     table = TensorTable(max_items)
     try:
-        raw = _ENCODERS.get(type(value), _encode_instance)(value, table, limits.depth)
+        (raw,) = _encode_items([], (value,), table, limits.depth + 1)
         return _encode_msgpack(raw), table.tensors
     except (ValueError, OverflowError) as error:  # a lone surrogate, or a string of 4 GiB
         raise NotPlain(value) from error
@@ -226,10 +104,6 @@ def _encode_items(out: list[Any], items: Iterable[Any], table: TensorTable, dept
         kind = type(item)
         out.append(item if kind in _NATIVE else _ENCODERS.get(kind, _encode_instance)(item, table, depth - 1))
     return out
-
-
-def _encode_native(value: Any, table: TensorTable, depth: int) -> Any:
-    return value
 
 
 def _encode_int(value: int, table: TensorTable, depth: int) -> Any:
@@ -245,16 +119,10 @@ def _encode_tensor(value: torch.Tensor, table: TensorTable, depth: int) -> Any:
     return _TENSOR_MARKS[index] if index < len(_TENSOR_MARKS) else Ext(_TENSOR, struct.pack("<I", index))
 
 
-def _encode_list(value: list[Any], table: TensorTable, depth: int) -> Any:
+def _encode_sequence(value: list[Any] | tuple[Any, ...], table: TensorTable, depth: int) -> Any:
     if len(value) > table.max_items:
         raise NotPlain(value)
-    return _encode_items([], value, table, depth)
-
-
-def _encode_tuple(value: tuple[Any, ...], table: TensorTable, depth: int) -> Any:
-    if len(value) > table.max_items:
-        raise NotPlain(value)
-    return _encode_items([_TUPLE_MARK], value, table, depth)
+    return _encode_items([] if type(value) is list else [_TUPLE_MARK], value, table, depth)
 
 
 def _encode_dict(value: dict[Any, Any], table: TensorTable, depth: int) -> Any:
@@ -289,12 +157,11 @@ def _torch_name(value: Any) -> bytes:
 
 
 _ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
-    **dict.fromkeys(_NATIVE, _encode_native),
     int: _encode_int,
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,
-    list: _encode_list,
-    tuple: _encode_tuple,
+    list: _encode_sequence,
+    tuple: _encode_sequence,
     dict: _encode_dict,
     set: _items_encoder(_SET, iter),
     frozenset: _items_encoder(_FROZENSET, iter),
@@ -310,14 +177,10 @@ _ENCODERS: Final[dict[type, Callable[[Any, TensorTable, int], Any]]] = {
 }
 
 
+@dataclass(slots=True)
 class _Incoming:
-    """The tensors of one message, and how many of them the body has named so far."""
-
-    __slots__ = ("num_named", "tensors")
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.num_named = 0
+    tensors: list[torch.Tensor]
+    num_named: int = 0  # how many of them the body has named so far
 
     def tensor_at(self, index: int) -> torch.Tensor:
         if index == self.num_named < len(self.tensors):
@@ -365,7 +228,12 @@ def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
         return tuple(items) if mark.code == _TUPLE else _CONTAINERS[mark.code](items, bytes(mark.data))
     if kind is not dict:
         raise DecodeError(f"not plain data: {kind.__name__}")
-    return _decode_map(raw, incoming, depth) if raw else raw
+    for key, item in raw.items():
+        if type(key) is not str:
+            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
+        if type(item) not in _NATIVE_DECODED:
+            raw[key] = _decode(item, incoming, depth - 1)
+    return raw
 
 
 def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any]:
@@ -373,15 +241,6 @@ def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any
         if type(item) not in _NATIVE_DECODED:
             items[index] = _decode(item, incoming, depth - 1)
     return items
-
-
-def _decode_map(raw: dict[Any, Any], incoming: _Incoming, depth: int) -> dict[str, Any]:
-    for key, item in raw.items():
-        if type(key) is not str:
-            raise DecodeError(f"not plain data: a map with a key of type {type(key).__name__}")
-        if type(item) not in _NATIVE_DECODED:
-            raw[key] = _decode(item, incoming, depth - 1)
-    return raw
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:
@@ -410,14 +269,9 @@ def _make_instance(items: list[Any], data: bytes) -> Any:
         raise DecodeError(f"{name} cannot be made of what came: {error}") from error
 
 
-def _make_range(items: list[Any], data: bytes) -> range:
+def _three(items: list[Any]) -> tuple[Any, Any, Any]:
     start, stop, step = items
-    return range(start, stop, step)
-
-
-def _make_slice(items: list[Any], data: bytes) -> slice:
-    start, stop, step = items
-    return slice(start, stop, step)
+    return start, stop, step
 
 
 _VALUES: Final[dict[int, Callable[[bytes], Any]]] = {
@@ -431,11 +285,136 @@ _CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
     _DICT: _make_dict,
     _SET: lambda items, data: set(_check_hashes(items)),
     _FROZENSET: lambda items, data: frozenset(_check_hashes(items)),
-    _SLICE: _make_slice,
-    _RANGE: _make_range,
+    _SLICE: lambda items, data: slice(*_three(items)),
+    _RANGE: lambda items, data: range(*_three(items)),
     _SIZE: lambda items, data: torch.Size(items),
     _CLASS: _make_instance,
 }
+
+
+# Registered classes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainClass:
+    """How instances of a registered class are taken apart and put together."""
+
+    kind: type
+    name: str
+    to_fields: Callable[[Any], Sequence[Any]]
+    from_fields: Callable[[list[Any]], Any]
+
+
+_lock = threading.Lock()  # guards writing; reading one key of a dict needs none
+BY_KIND: dict[type, PlainClass] = {}
+BY_NAME: dict[str, PlainClass] = {}
+
+
+def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
+    """Let instances of a dataclass, named tuple or enum travel between workers as plain data, with any trust.
+
+    Both sides have to register it. May be used as a decorator.
+
+    Args:
+        cls: The class. Subclasses are not included.
+        name: What the workers call it; by default ``module:qualname``.
+
+    Raises:
+        ConfigurationError: The class is of another kind, needs values its fields do not hold, or the name is taken.
+    """
+    name = _type_name(cls) if name is None else name
+    if dataclasses.is_dataclass(cls):
+        _register(_dataclass(cls, name))
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        _register(PlainClass(cls, name, tuple, lambda values: cls(*values)))
+    elif issubclass(cls, enum.Enum):
+
+        def find_member(values: list[Any]) -> Any:
+            (member,) = values
+            return cls[member]
+
+        _register(PlainClass(cls, name, lambda member: (member.name,), find_member))
+    else:
+        raise ConfigurationError(f"{cls!r} is not a dataclass, named tuple or enum; use register_plain_type")
+    return cls
+
+
+def register_plain_type(
+    cls: type[T],
+    name: str,
+    to_fields: Callable[[T], Sequence[Any]],
+    from_fields: Callable[[list[Any]], T],
+) -> None:
+    """Let instances of any class travel as plain data, by functions that take them apart and put them together.
+
+    Args:
+        cls: The class. Subclasses are not included.
+        name: What the workers call it.
+        to_fields: Returns the values to send; they may be anything that can travel.
+        from_fields: Makes an instance of the values that came. They are foreign data: check them.
+
+    Raises:
+        ConfigurationError: The name is taken.
+    """
+    _register(PlainClass(cls, name, to_fields, from_fields))
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _dataclass(cls: type, name: str) -> PlainClass:
+    fields = dataclasses.fields(cls)
+    annotations = getattr(cls, "__dataclass_fields__", {})
+    if len(annotations) > len(fields) and any(
+        item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
+        for item in annotations.values()
+    ):
+        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not kept; use register_plain_type")
+    given = [item.name for item in fields if item.init]
+    derived = [item.name for item in fields if not item.init]
+    names = given + derived
+
+    def from_fields(values: list[Any]) -> Any:
+        if len(values) != len(names):
+            raise ValueError(f"{name} has {len(names)} fields, not {len(values)}")
+        made = cls(**dict(zip(given, values)))  # noqa: B905  derived fields follow
+        for field, value in zip(derived, values[len(given) :], strict=True):
+            object.__setattr__(made, field, value)
+        return made
+
+    return PlainClass(cls, name, lambda value: [getattr(value, field) for field in names], from_fields)
+
+
+def _register(entry: PlainClass) -> None:
+    with _lock:
+        known = BY_NAME.get(entry.name)
+        # A cell of a notebook that is run again defines its classes again; the newest one counts.
+        if known is not None and _type_name(known.kind) != _type_name(entry.kind):
+            raise ConfigurationError(f"the name {entry.name!r} is taken by {known.kind!r}")
+        BY_NAME[entry.name] = entry
+        BY_KIND[entry.kind] = entry
+
+
+_OWN: Final = "gradwire."
+_homes: dict[str, str] = {}  # modules, by a name or by what a name has before its last dot
+
+
+def set_home(name: str, module: str) -> None:
+    """Set which module registers a name, or all names that begin with ``name.``."""
+    _homes[name] = module
+
+
+def import_home(name: str) -> bool:
+    """Import the module that registers a name; return whether there is one."""
+    module = _homes.get(name) or _homes.get(name.rpartition(".")[0])
+    if module is None or not name.startswith(_OWN):
+        return False
+    importlib.import_module(module)
+    return True
+
+
+# Bodies that would cost more than they weigh
 
 
 _BYTES_PER_ITEM: Final = 64  # what the cheapest container costs in memory, for one byte on the wire
@@ -450,21 +429,16 @@ _VALUE, _ARRAY, _MAP, _STRING = range(4)
 
 def _kinds() -> tuple[tuple[int, int, int], ...]:
     table = [(0, 0, _VALUE)] * 256
-    for first in range(0x80, 0x90):
-        table[first] = (0, first & 15, _MAP)
-    for first in range(0x90, 0xA0):
-        table[first] = (0, first & 15, _ARRAY)
-    for first in range(0xA0, 0xC0):
-        table[first] = (0, first & 31, _STRING)
+    table[0x80:0x90] = [(0, count, _MAP) for count in range(16)]
+    table[0x90:0xA0] = [(0, count, _ARRAY) for count in range(16)]
+    table[0xA0:0xC0] = [(0, count, _STRING) for count in range(32)]
     for step in range(3):  # lengths of 1, 2 and 4 bytes
         table[0xC4 + step] = (1 << step, 0, _VALUE)  # bytes
         table[0xC7 + step] = (1 << step, 1, _VALUE)  # extension with its code
         table[0xD9 + step] = (1 << step, 0, _STRING)
-    for first, size in ((0xCA, 4), (0xCB, 8), (0xCC, 1), (0xCD, 2), (0xCE, 4), (0xCF, 8), (0xD0, 1), (0xD1, 2)):
-        table[first] = (0, size, _VALUE)
-    for first, size in ((0xD2, 4), (0xD3, 8), (0xD4, 2), (0xD5, 3), (0xD6, 5), (0xD7, 9), (0xD8, 17)):
-        table[first] = (0, size, _VALUE)
-    table[0xDC], table[0xDD], table[0xDE], table[0xDF] = (2, 0, _ARRAY), (4, 0, _ARRAY), (2, 0, _MAP), (4, 0, _MAP)
+    # Floats, unsigned and signed ints, and extensions of 1 to 16 bytes with their code
+    table[0xCA:0xD9] = [(0, size, _VALUE) for size in (4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17)]
+    table[0xDC:0xE0] = [(2, 0, _ARRAY), (4, 0, _ARRAY), (2, 0, _MAP), (4, 0, _MAP)]
     return tuple(table)
 
 

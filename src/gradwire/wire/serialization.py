@@ -21,8 +21,7 @@ import torch
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded, WorkerLost
 from gradwire.types import Trust
-from gradwire.wire import pickling as _pickled
-from gradwire.wire import plain as _plain
+from gradwire.wire import pickling, plain
 from gradwire.wire.pickling import CarriedFunction, carry, function_name, resolve_function
 from gradwire.wire.plain import check_structure, import_home, register_plain_class, register_plain_type, set_home
 from gradwire.wire.tensors import describe
@@ -52,18 +51,180 @@ __all__ = [
 ]
 
 
+EMPTY: Final = 0
+PLAIN: Final = 1
+PICKLE: Final = 2
+NONE: Final = 3
+TENSOR: Final = 4
+TENSORS: Final = 5
+
+BARE: Final = (EMPTY, NONE, TENSOR, TENSORS)
+"""Codecs of values that are nothing but tensors, or nothing at all."""
+
+_TENSOR_TYPE: Final = torch.Tensor
+_MANY_ITEMS: Final = 4096  # a container of more is pickled where it may be: several times as fast
+_NO_TENSORS: Final[list[torch.Tensor]] = []  # shared by all values without tensors; never changed
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """An encoded value.
+
+    Attributes:
+        codec: How `body` is encoded.
+        body: The value without its tensors.
+        tensors: The tensors, in the order in which `body` numbers them.
+        trip: For the layer that packs: what the value holds that must know whether it arrives; opaque here.
+        untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
+    """
+
+    codec: int
+    body: bytes
+    tensors: list[torch.Tensor]
+    trip: Any = None
+    untracked: list[torch.Tensor] = _NO_TENSORS
+
+
+def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
+    """Encode a value for another worker.
+
+    Args:
+        value: For a call, ``(args, kwargs)``; anything else for a result.
+        trust: Whether pickles may be used.
+        limits: `Limits.depth` bounds the nesting of containers.
+        shares_main: Whether the other worker runs the same script, so that ``__main__`` need not travel by value.
+
+    Raises:
+        CannotSend: Something in it cannot travel; says what, where, and what to do.
+    """
+    return pack_bare(value) or pack_other(value, trust, limits, shares_main)
+
+
+def pack_bare(value: Any) -> Packed | None:
+    """Encode a value that is nothing but tensors or nothing at all, as most are; return None for any other."""
+    if value is None:
+        return Packed(NONE, b"", _NO_TENSORS)
+    if type(value) is _TENSOR_TYPE:
+        return None if value.is_quantized or value.is_nested else Packed(TENSOR, b"", [value])
+    if type(value) is not tuple or len(value) != 2:
+        return None
+    args, kwargs = value
+    if type(args) is not tuple or type(kwargs) is not dict or kwargs:
+        return None
+    if not args:
+        return Packed(EMPTY, b"", _NO_TENSORS)
+    for item in args:  # a loop: half the cost of all() over a generator
+        if type(item) is not _TENSOR_TYPE or item.is_quantized or item.is_nested:
+            return None
+    if len(args) > 1 and len(set(map(id, args))) < len(args):
+        return None
+    return Packed(TENSORS, b"", list(args))
+
+
+def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
+    """Encode a value that is not bare; arguments and errors as `pack`."""
+    try:
+        body, tensors = plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
+    except plain.NotPlain:
+        if trust != "code":
+            raise _explain_not_plain(value, limits) from None
+        return _pack_pickle(value, shares_main)
+    if trust != "code":
+        try:
+            check_structure(body, limits)
+        except LimitExceeded as error:
+            raise CannotSend(f"a value cannot be sent: {error}; send many numbers as a tensor") from error
+    return Packed(PLAIN, body, tensors)
+
+
+def unpack(
+    codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], trust: Trust, limits: Limits
+) -> Any:
+    """Decode a value of another worker.
+
+    Raises:
+        DecodeError: The bytes are not a value, or a pickle came although ``trust="data"``.
+        LimitExceeded: The value is nested too deeply or has too many items.
+        CannotSend: With ``trust="code"``, the value names something that this worker cannot import.
+    """
+    if codec == PLAIN:
+        if trust != "code":
+            check_structure(body, limits)
+        return plain.loads(body, tensors, limits)
+    if codec == PICKLE:
+        if trust != "code":
+            raise DecodeError('a pickle came, and with trust="data" none is read')
+        return pickling.loads(body, tensors)
+    return unpack_bare(codec, body, tensors)
+
+
+def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
+    """Decode a value that is nothing but tensors or nothing at all.
+
+    Raises:
+        DecodeError: Body or tensors do not fit the codec.
+    """
+    if body:
+        raise DecodeError(f"a body of {len(body)} bytes with codec {codec}, which has none")
+    if codec == TENSORS:
+        return tuple(tensors), {}
+    if codec == TENSOR and len(tensors) == 1:
+        return tensors[0]
+    if tensors or codec not in (EMPTY, NONE):
+        raise DecodeError(f"{len(tensors)} tensors with codec {codec}")
+    return ((), {}) if codec == EMPTY else None
+
+
+def _pack_pickle(value: Any, shares_main: bool) -> Packed:
+    try:
+        body, table = pickling.dumps(value, shares_main)
+        return Packed(PICKLE, body, table.tensors, None, table.untracked)
+    except (CannotSend, WorkerLost):  # a reference whose owner is gone
+        raise
+    except Exception as error:
+        where, culprit = _locate(value, lambda part: _succeeds(pickling.dumps, part))
+        reason = f"{type(error).__name__}: {error}"[:500]
+        raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from error
+
+
+def _succeeds(dumps: Callable[..., Any], *args: Any) -> bool:
+    try:
+        dumps(*args)
+    except Exception:
+        return False
+    return True
+
+
+def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
+    where, culprit = _locate(value, lambda part: _succeeds(plain.dumps, part, limits))
+    if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
+        describe(culprit, limits)
+    advice = (
+        "Send plain tensors that it consists of, such as x.as_subclass(torch.Tensor)"
+        if isinstance(culprit, _TENSOR_TYPE)
+        else "Send what it consists of, register its class (gradwire.wire.serialization.register_plain_class: dataclasses, "
+        "named tuples, enums)"
+    )
+    return CannotSend(
+        f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '
+        f'data. {advice}, or use trust="code" if the workers may run each other\'s code'
+    )
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# Where the part is that cannot be sent
+
+
 _MAX_TRIES: Final = 2000
 
 
-def locate(value: Any, can_send: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Follow the first part that cannot be sent, down to the smallest one.
+def _locate(value: Any, can_send: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Follow the first part that cannot be sent, down to the smallest one; return a path to it and the part.
 
-    Args:
-        value: Something for which `can_send` is false.
-        can_send: Whether a part can be sent by itself.
-
-    Returns:
-        A path such as ``args[1]['lock']``, and what is there.
+    A path looks like ``args[1]['lock']``. `can_send` is called with one part at a time, and is false for `value`.
     """
     path, num_tries, seen = "", 0, {id(value)}
     while True:
@@ -98,7 +259,7 @@ def _children(value: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _call_labels(value: Any) -> tuple[str, ...] | None:
-    """Names for the parts of a call: (args, kwargs) or (function, args, kwargs)."""
+    """Return names for the parts of a call: (args, kwargs) or (function, args, kwargs)."""
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         return None
     if not isinstance(value[-2], tuple) or not isinstance(value[-1], dict):
@@ -120,185 +281,3 @@ def _inside_of(value: Any) -> Iterator[tuple[str, Any]]:
 def _short(key: Any) -> str:
     text = repr(key) if isinstance(key, str | int | float | bool | None) else type(key).__name__
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-EMPTY: Final = 0
-PLAIN: Final = 1
-PICKLE: Final = 2
-NONE: Final = 3
-TENSOR: Final = 4
-TENSORS: Final = 5
-
-BARE: Final = (EMPTY, NONE, TENSOR, TENSORS)
-"""Codecs of values that are nothing but tensors, or nothing at all."""
-
-_TENSOR_TYPE: Final = torch.Tensor
-_MANY_ITEMS: Final = 4096  # a container of more is pickled where it may be: several times as fast
-_NO_VALUE: Final[list[torch.Tensor]] = []  # shared by all values without tensors; never changed
-
-
-class Packed(msgspec.Struct, frozen=True):
-    """An encoded value.
-
-    Attributes:
-        codec: How `body` is encoded.
-        body: The value without its tensors.
-        tensors: The tensors, in the order in which `body` numbers them.
-        trip: For whoever packs: what the value holds that must know whether it arrives; opaque here.
-        untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
-    """
-
-    codec: int
-    body: bytes
-    tensors: list[torch.Tensor]
-    trip: Any = None
-    untracked: list[torch.Tensor] = _NO_VALUE
-
-
-def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
-    """Encode a value for another worker.
-
-    Args:
-        value: For a call, ``(args, kwargs)``; anything else for a result.
-        trust: Whether pickles may be used.
-        limits: `Limits.depth` bounds the nesting of containers.
-        shares_main: Whether the other worker runs the same script, so that ``__main__`` need not travel by value.
-
-    Raises:
-        CannotSend: Something in it cannot travel; says what, where, and what to do.
-    """
-    return pack_bare(value) or pack_other(value, trust, limits, shares_main)
-
-
-def pack_bare(value: Any) -> Packed | None:
-    """Encode a value that is nothing but tensors or nothing at all, as most are; None for any other."""
-    kind = type(value)
-    if value is None:
-        return Packed(NONE, b"", _NO_VALUE)
-    if kind is _TENSOR_TYPE:
-        return None if value.is_quantized or value.is_nested else Packed(TENSOR, b"", [value])
-    if kind is tuple and len(value) == 2:
-        args, kwargs = value
-        if type(args) is tuple and type(kwargs) is dict and not kwargs:
-            if not args:
-                return Packed(EMPTY, b"", _NO_VALUE)
-            if _are_distinct_tensors(args):
-                return Packed(TENSORS, b"", list(args))
-    return None
-
-
-def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
-    """As `pack`, for a value that is not bare."""
-    try:
-        body, tensors = _plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
-    except _plain.NotPlain:
-        if trust != "code":
-            raise _explain_not_plain(value, limits) from None
-        return _pack_pickle(value, shares_main)
-    if trust != "code":
-        _check_outgoing(body, limits)
-    return Packed(PLAIN, body, tensors)
-
-
-def _are_distinct_tensors(args: tuple[Any, ...]) -> bool:
-    for item in args:  # a loop: half the cost of all() over a generator
-        if type(item) is not _TENSOR_TYPE or item.is_quantized or item.is_nested:
-            return False
-    return len(args) == 1 or len(set(map(id, args))) == len(args)
-
-
-def unpack(
-    codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], trust: Trust, limits: Limits
-) -> Any:
-    """Decode a value of another worker.
-
-    Raises:
-        DecodeError: The bytes are not a value, or a pickle came although ``trust="data"``.
-        LimitExceeded: The value is nested too deeply or has too many items.
-        CannotSend: With ``trust="code"``, the value names something that this worker cannot import.
-    """
-    if codec == PLAIN:
-        if trust != "code":
-            check_structure(body, limits)
-        return _plain.loads(body, tensors, limits)
-    if codec == PICKLE:
-        if trust != "code":
-            raise DecodeError('a pickle came, and with trust="data" none is read')
-        return _pickled.loads(body, tensors)
-    return unpack_bare(codec, body, tensors)
-
-
-def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Decode a value that is nothing but tensors or nothing at all.
-
-    Raises:
-        DecodeError: Body or tensors do not fit the codec.
-    """
-    if body:
-        raise DecodeError(f"{len(body)} bytes where codec {codec} has none")
-    if codec == TENSORS:
-        return tuple(tensors), {}
-    if codec == TENSOR and len(tensors) == 1:
-        return tensors[0]
-    if tensors or codec not in (EMPTY, NONE):
-        raise DecodeError(f"{len(tensors)} tensors of codec {codec}")
-    return ((), {}) if codec == EMPTY else None
-
-
-def _check_outgoing(body: bytes, limits: Limits) -> None:
-    try:
-        check_structure(body, limits)
-    except LimitExceeded as error:
-        raise CannotSend(f"a value cannot be sent: {error}; send many numbers as a tensor") from error
-
-
-def _pack_pickle(value: Any, shares_main: bool) -> Packed:
-    try:
-        body, table = _pickled.dumps(value, shares_main)
-        return Packed(PICKLE, body, table.tensors, None, table.untracked)
-    except (CannotSend, WorkerLost):  # a reference whose owner is gone
-        raise
-    except Exception as error:
-        where, culprit = locate(value, _can_pickle)
-        text = f"{where} of type {_type_name(culprit)} cannot be sent: {_reason(error)}"
-        raise CannotSend(text) from error
-
-
-def _can_pickle(value: Any) -> bool:
-    try:
-        _pickled.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
-def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
-    def is_plain(part: Any) -> bool:
-        try:
-            _plain.dumps(part, limits)
-        except (_plain.NotPlain, CannotSend):
-            return False
-        return True
-
-    where, culprit = locate(value, is_plain)
-    if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
-        describe(culprit, limits)
-    advice = (
-        "Send plain tensors that it consists of, such as x.as_subclass(torch.Tensor)"
-        if isinstance(culprit, _TENSOR_TYPE)
-        else "Send what it consists of, register its class (gradwire.wire.serialization.register_plain_class: dataclasses, "
-        "named tuples, enums)"
-    )
-    return CannotSend(
-        f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '
-        f'data. {advice}, or use trust="code" if the workers may run each other\'s code'
-    )
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]

@@ -3,175 +3,66 @@
 A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
 of two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that
 the tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of
-a large matrix costs a row. Names of dimensions, hooks and Python attributes stay at home.
+a large matrix costs a row. Names of dimensions, hooks and Python attributes are not sent.
 
     describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
+    as_bytes(part)   -> bytes            sender; or copy_into(part, target), for shared memory
     validate(meta)   -> payload bytes    receiver, before it allocates anything
     rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
 
-`requires_grad` makes the rebuilt tensor a leaf. What joins it to the graph of its sender is the autograd layer's
-business.
+`requires_grad` makes the rebuilt tensor a leaf. The autograd layer joins it to the graph of its sender.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import prod
 from typing import Any, Final
 
 import torch
 
+from gradwire import _torch
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.types import Trust
 from gradwire.wire.messages import TensorMeta
 
-__all__ = [
-    "DTYPES",
-    "FLAG_COALESCED",
-    "FLAG_CONJ",
-    "FLAG_NEG",
-    "FLAG_PARAMETER",
-    "FLAG_REQUIRES_GRAD",
-    "LAYOUTS",
-    "SHAREABLE_DTYPES",
-    "address_of",
-    "as_bytes",
-    "copy_into",
-    "describe",
-    "iter_parts",
-    "rebuild",
-    "validate",
-]
-
-
-SPARSE_LAYOUTS: Final = (
-    torch.strided,
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
-
-_BY_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
-
-
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Indices, then values."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in _BY_ROWS:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-
-
-def check_parts(meta: TensorMeta, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check number, dtypes and ranks of the parts; torch checks the rest when it assembles them.
-
-    Raises:
-        DecodeError: They do not belong together.
-    """
-    is_coo = SPARSE_LAYOUTS[meta.layout] is torch.sparse_coo
-    if len(meta.parts) != (2 if is_coo else 3):
-        raise DecodeError(f"a tensor of {SPARSE_LAYOUTS[meta.layout]} made of {len(meta.parts)} parts")
-    if any(part.layout or part.device or part.parts for part in meta.parts):
-        raise DecodeError("a sparse tensor is made of dense parts on the CPU")
-    if any(part.slot is not None for part in meta.parts):
-        # Its sender could change the indices after they were checked.
-        raise DecodeError("the parts of a sparse tensor cannot be in shared memory")
-    *indices, values = meta.parts
-    allowed = (torch.int64,) if is_coo else (torch.int64, torch.int32)
-    if any(not 0 <= part.dtype < len(dtypes) or dtypes[part.dtype] not in allowed or part.flags for part in indices):
-        raise DecodeError("the indices of a sparse tensor must be plain integers")
-    if values.dtype != meta.dtype or values.flags & ~_VALUE_FLAGS:
-        raise DecodeError("the values of a sparse tensor must have its dtype")
-    if is_coo:
-        _check_coo(meta, indices[0], values)
-    else:
-        _check_compressed(meta, indices, values)
-
-
-_VALUE_FLAGS: Final = 2 | 4  # conj and neg
-
-
-def _check_coo(meta: TensorMeta, indices: TensorMeta, values: TensorMeta) -> None:
-    if len(indices.shape) != 2 or not values.shape or values.shape[0] != indices.shape[1]:
-        raise DecodeError(f"sparse COO: indices {indices.shape} do not fit values {values.shape}")
-    sparse_dims = indices.shape[0]
-    if not 0 <= sparse_dims <= len(meta.shape) or values.shape[1:] != meta.shape[sparse_dims:]:
-        raise DecodeError(f"sparse COO: indices {indices.shape}, values {values.shape} do not fit shape {meta.shape}")
-
-
-def _check_compressed(meta: TensorMeta, indices: list[TensorMeta], values: TensorMeta) -> None:
-    compressed, plain = indices
-    if compressed.dtype != plain.dtype or len(compressed.shape) != len(plain.shape) or not plain.shape:
-        raise DecodeError("the two index tensors of a compressed sparse tensor must be alike")
-    if len(meta.shape) < 2 or compressed.shape[:-1] != plain.shape[:-1]:
-        raise DecodeError(f"compressed sparse: indices {compressed.shape}, {plain.shape} for shape {meta.shape}")
-    if values.shape[: len(plain.shape)] != plain.shape:
-        raise DecodeError(f"compressed sparse: indices {plain.shape} do not fit values {values.shape}")
-
-
-def assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) -> torch.Tensor:
-    """Put the parts together.
-
-    Raises:
-        DecodeError: Indices out of range, unsorted or repeated where they must not be, or sizes that do not fit.
-    """
-    try:
-        try:
-            return _assemble(meta, parts, is_coalesced)
-        except Warning:  # torch says once that these layouts are young; this process makes errors of warnings
-            return _assemble(meta, parts, is_coalesced)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise DecodeError(f"not a valid tensor of {SPARSE_LAYOUTS[meta.layout]}: {str(error)[:500]}") from error
-
-
-def _assemble(meta: TensorMeta, parts: list[torch.Tensor], is_coalesced: bool) -> torch.Tensor:
-    layout = SPARSE_LAYOUTS[meta.layout]
-    if layout is torch.sparse_coo:
-        coalesced = is_coalesced or None  # None: nothing is said about it
-        indices, values = parts
-        return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=True, is_coalesced=coalesced)
-    compressed, plain, values = parts
-    return torch.sparse_compressed_tensor(compressed, plain, values, meta.shape, layout=layout, check_invariants=True)
-
-
-# The order is the protocol: a number below names a dtype on every worker, so new ones go to the end.
+# The order is the protocol: a number names a dtype or layout on every worker, so new ones go to the end.
 # fmt: off
-_DTYPE_NAMES: Final = (
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+DTYPES: Final = (
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+)
+LAYOUTS: Final = (
+    torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
 )
 # fmt: on
-
-
-def _known_dtypes() -> tuple[torch.dtype, ...]:
-    """Dtypes of this torch, up to the first it lacks: leaving one out of the middle would rename the others."""
-    found = [getattr(torch, name, None) for name in _DTYPE_NAMES]
-    return tuple(found[: found.index(None)] if None in found else found)  # type: ignore[arg-type]
-
-
-DTYPES: Final = _known_dtypes()
-LAYOUTS: Final = SPARSE_LAYOUTS
 FLAG_REQUIRES_GRAD: Final = 1
 FLAG_CONJ: Final = 2
 FLAG_NEG: Final = 4
 FLAG_COALESCED: Final = 8
 FLAG_PARAMETER: Final = 16
 
-_ALL_FLAGS: Final = 31
-DTYPE_INDEX: Final = {dtype: index for index, dtype in enumerate(DTYPES)}
+_DTYPE_INDEX: Final = {dtype: index for index, dtype in enumerate(DTYPES)}
+_BOOL: Final = _DTYPE_INDEX[torch.bool]
 _ITEMSIZES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 _DIFFERENTIABLE: Final = tuple(dtype.is_floating_point or dtype.is_complex for dtype in DTYPES)
-IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
+_IS_COMPLEX: Final = tuple(dtype.is_complex for dtype in DTYPES)
+_BY_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
+_STRIDED: Final = torch.strided
+_TENSOR: Final = torch.Tensor
+_frombuffer: Final = torch.frombuffer
+_is_wrapped: Final = _torch.is_functorch_wrapped_tensor
 _INT64_MAX: Final = 2**63 - 1
+_EXTENSION: Final = re.escape(_torch.privateuse1_backend_name())  # the one backend that may be added to torch
+_DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
+
 SHAREABLE_DTYPES: Final[dict[Trust, frozenset[int]]] = {
-    "code": frozenset(range(len(DTYPES))) - {DTYPE_INDEX[torch.bool]},
+    "code": frozenset(range(len(DTYPES))) - {_BOOL},
     "data": frozenset(index for index, is_value in enumerate(_DIFFERENTIABLE) if is_value),
 }
 """Dtypes, by number, whose tensors may lie in shared memory, which the sender can still write to.
@@ -179,117 +70,17 @@ SHAREABLE_DTYPES: Final[dict[Trust, frozenset[int]]] = {
 What is checked must be in private memory: bools, where a byte must be 0 or 1, and the indices of sparse tensors. Any kernel
 that takes integers may check them first and use them as indices later, so a sender that is not trusted may not change those.
 """
-_EXTENSION: Final = re.escape(torch._C._get_privateuse1_backend_name())  # the one backend that may be added to torch
-DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
 
 
-def validate(meta: TensorMeta, limits: Limits) -> int:
-    """Check metadata that came from another worker, before anything is allocated for it.
-
-    Returns:
-        How many bytes of the payload belong to this tensor; bytes in shared-memory slots do not count.
-
-    Raises:
-        DecodeError: The metadata contradicts itself or names something unknown.
-        LimitExceeded: It has too many dims.
-    """
-    index, shape = meta.dtype, meta.shape
-    if not 0 <= index < len(_ITEMSIZES):
-        raise DecodeError(f"unknown dtype number {index}")
-    if len(shape) > limits.num_dims:
-        raise LimitExceeded(f"a tensor of {len(shape)} dims; at most {limits.num_dims} are accepted")
-    num_bytes = prod(shape) * _ITEMSIZES[index]
-    if shape and (num_bytes <= 0 or num_bytes > _INT64_MAX or min(shape) < 0):
-        _check_sizes(shape, _ITEMSIZES[index])
-    if meta.flags:
-        _check_flags(meta)
-    if meta.layout or meta.device or meta.parts:
-        return _validate_any(meta, num_bytes, limits)
-    if meta.num_bytes != num_bytes:
-        raise DecodeError(f"a tensor of shape {shape} and {DTYPES[index]} has {num_bytes} bytes, not {meta.num_bytes}")
-    if meta.slot is None:
-        return num_bytes
-    _check_slot(meta)
-    return 0
-
-
-def _check_sizes(shape: tuple[int, ...], itemsize: int) -> None:
-    if min(shape) < 0:
-        raise DecodeError(f"a tensor of negative size: {shape}")
-    # Torch multiplies strides with every zero read as one, so that is the product that must not overflow.
-    if prod(max(size, 1) for size in shape) * itemsize > _INT64_MAX:
-        raise DecodeError(f"the sizes of a tensor overflow 63 bits: {shape}")
-
-
-def _check_flags(meta: TensorMeta) -> None:
-    flags = meta.flags
-    if not 0 <= flags <= _ALL_FLAGS:
-        raise DecodeError(f"unknown tensor flags {flags}")
-    if flags & FLAG_REQUIRES_GRAD and not _DIFFERENTIABLE[meta.dtype]:
-        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot require a gradient")
-    if flags & FLAG_CONJ and not IS_COMPLEX[meta.dtype]:
-        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot be conjugated")
-    if flags & FLAG_COALESCED and LAYOUTS[meta.layout : meta.layout + 1] != (torch.sparse_coo,):
-        raise DecodeError("only a sparse COO tensor can be coalesced")
-    if flags & (FLAG_CONJ | FLAG_NEG) and meta.layout:
-        raise DecodeError("the conj and neg bits of a sparse tensor belong to its values")
-
-
-def _check_slot(meta: TensorMeta) -> None:
-    slot = meta.slot
-    if slot is None:
-        return
-    if not 0 <= slot.slot_id <= _INT64_MAX or not 0 < meta.num_bytes <= slot.capacity <= _INT64_MAX:
-        raise DecodeError(f"{meta.num_bytes} bytes in slot {slot.slot_id} of {slot.capacity} bytes")
-
-
-def _validate_any(meta: TensorMeta, num_bytes: int, limits: Limits) -> int:
-    """The same as `validate` for sparse tensors and those of other devices."""
-    if not 0 <= meta.layout < len(LAYOUTS):
-        raise DecodeError(f"unknown layout number {meta.layout}")
-    if meta.device and not DEVICE.fullmatch(meta.device):
-        raise DecodeError(f"unknown device {meta.device[:64]!r}")
-    is_hollow = meta.device == "meta" or meta.layout != 0
-    if is_hollow and meta.slot is not None:
-        raise DecodeError("only a dense part can be in shared memory")
-    if meta.num_bytes != (0 if is_hollow else num_bytes):
-        raise DecodeError(f"a tensor of shape {meta.shape} and layout {meta.layout} with {meta.num_bytes} bytes")
-    if meta.layout:
-        check_parts(meta, DTYPES)
-        return sum(validate(part, limits) for part in meta.parts)
-    if meta.parts:
-        raise DecodeError("a dense tensor is not made of parts")
-    _check_slot(meta)
-    return 0 if meta.slot is not None else meta.num_bytes
-
-
-def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
-    """The metadata of the dense parts, in the order of `describe`."""
-    if meta.layout:
-        yield from meta.parts
-    elif meta.device != "meta":
-        yield meta
-
-
-_BOOL: Final = DTYPE_INDEX[torch.bool]
-_STRIDED: Final = torch.strided
-_is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
-_memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_at.restype = ctypes.py_object
-_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_PyBUF_READ: Final = 0x100
-_copy_at: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
-_copy_at.restype = ctypes.py_object
-_copy_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-_COPY_UP_TO: Final = 4096  # a copy is cheaper than a memoryview, and small frames are joined anyway
+# Sending
 
 
 def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
-    """Say what a tensor is, and name the dense CPU tensors whose bytes it is made of.
+    """Return a tensor's metadata, and the dense CPU tensors whose bytes it is made of.
 
     Args:
         tensor: Any strided or sparse tensor or parameter, on any device.
-        limits: `Limits.num_dims` is checked, so that a tensor nobody would accept is refused where it is made.
+        limits: `Limits.num_dims` is checked, so that a tensor that every worker refuses is refused where it is made.
 
     Returns:
         The metadata, and its parts, depth first: detached, without conj and neg bits, not necessarily contiguous. They
@@ -298,15 +89,15 @@ def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[tor
     Raises:
         CannotSend: The tensor is quantised, nested, of a sub-byte dtype or a foreign subclass, or has too many dims.
     """
-    index = DTYPE_INDEX.get(tensor.dtype)
+    index = _DTYPE_INDEX.get(tensor.dtype)
     if (
         index is None
-        or type(tensor) is not torch.Tensor
+        or type(tensor) is not _TENSOR
         or tensor.layout is not _STRIDED
         or not tensor.is_cpu
         or tensor.is_neg()
         or tensor.is_nested
-        or (IS_COMPLEX[index] and tensor.is_conj())
+        or (_IS_COMPLEX[index] and tensor.is_conj())
     ):
         return _describe_any(tensor, limits)
     shape = tuple(tensor.shape)
@@ -323,55 +114,70 @@ def _describe_any(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, lis
     if tensor.requires_grad:
         flags |= FLAG_REQUIRES_GRAD
     device = "" if tensor.device.type == "cpu" else str(tensor.device)
-    plain, dtype, shape = tensor.detach(), DTYPE_INDEX[tensor.dtype], tuple(tensor.shape)
+    plain, dtype, shape = tensor.detach(), _DTYPE_INDEX[tensor.dtype], tuple(tensor.shape)
     if plain.layout is not _STRIDED:
-        metas, parts = _describe_sparse(plain, limits)
+        described = [describe(part.cpu(), limits) for part in _sparse_parts(plain)]
+        metas, parts = tuple(meta for meta, _ in described), [part for _, parts in described for part in parts]
         flags |= FLAG_COALESCED if plain.layout is torch.sparse_coo and plain.is_coalesced() else 0
         return TensorMeta(dtype, shape, 0, flags, LAYOUTS.index(plain.layout), device, metas), parts
     if plain.is_conj():
         plain, flags = plain.conj(), flags | FLAG_CONJ
     if plain.is_neg():
-        plain, flags = torch._neg_view(plain), flags | FLAG_NEG
+        plain, flags = _torch.neg_view(plain), flags | FLAG_NEG
     if plain.is_meta:
         return TensorMeta(dtype, shape, 0, flags, 0, device), []
     plain = plain.cpu()
     return TensorMeta(dtype, shape, plain.nbytes, flags, 0, device), [plain]
 
 
-def _describe_sparse(plain: torch.Tensor, limits: Limits) -> tuple[tuple[TensorMeta, ...], list[torch.Tensor]]:
-    described = [describe(part.cpu(), limits) for part in parts_of(plain)]
-    return tuple(meta for meta, _ in described), [part for _, parts in described for part in parts]
-
-
 def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
-    """Name the reason why a tensor cannot travel, and what to send instead."""
+    """Raise an error that says why a tensor cannot travel, and what to send instead."""
     kind, reason = type(tensor), ""
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    if kind is not _TENSOR and kind is not torch.nn.Parameter:
         reason = f"it is a {kind.__module__}.{kind.__qualname__}; send a plain tensor, e.g. its local part"
     elif tensor.is_quantized:
         reason = "it is quantised; send tensor.dequantize(), or int_repr() with its scale and zero point"
     elif tensor.is_nested:
         reason = "it is nested; send the list tensor.unbind()"
-    elif _is_wrapped(tensor) or torch._is_functional_tensor(tensor):
+    elif _is_wrapped(tensor) or _torch.is_functional_tensor(tensor):
         reason = "it belongs to a function transform (vmap, grad, functionalize); make the call outside of it"
     elif tensor.layout not in LAYOUTS:
         reason = f"its layout is {tensor.layout}; send tensor.to_dense()"
-    elif tensor.dtype not in DTYPE_INDEX:
+    elif tensor.dtype not in _DTYPE_INDEX:
         reason = f"its dtype is {tensor.dtype}, which has no portable bytes; convert it first"
     elif tensor.dim() > limits.num_dims:
         reason = f"it has {tensor.dim()} dims, and at most {limits.num_dims} are accepted (Limits.num_dims)"
     elif tensor.layout is not _STRIDED and tensor.is_meta:
         reason = 'it is sparse and on the device "meta", so its parts are unknown'
-    elif not tensor.is_cpu and not DEVICE.fullmatch(str(tensor.device)):
+    elif not tensor.is_cpu and not _DEVICE.fullmatch(str(tensor.device)):
         reason = f"its device is {tensor.device}; move it to the CPU before the call"
     if reason:
         raise CannotSend(f"this tensor cannot be sent: {reason}")
 
 
-def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
-    """The bytes of a dense part, and the tensor that must be kept alive while they are used.
+def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return indices, then values."""
+    if tensor.layout is torch.sparse_coo:
+        return _torch.coo_indices(tensor), _torch.coo_values(tensor)
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
-    No copy is made of a large contiguous part; of any other, the owner is a contiguous copy.
+
+_memory_at: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_PyBUF_READ: Final = 0x100
+_copy_at: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
+_copy_at.restype = ctypes.py_object
+_copy_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+_COPY_UP_TO: Final = 4096  # a copy is cheaper than a memoryview, and small frames are joined anyway
+
+
+def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
+    """Return the bytes of a dense part, and the tensor that must be kept alive while they are used.
+
+    A large contiguous part is not copied; of any other, the owner is a contiguous copy.
 
     Raises:
         CannotSend: The part has no memory of its own.
@@ -379,8 +185,8 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     owner = part if part.is_contiguous() else part.contiguous()
     num_bytes = owner.nbytes
     if num_bytes == 0:
-        return memoryview(b""), owner
-    try:  # `address_of`, without a call for each tensor
+        return b"", owner
+    try:
         address = owner.data_ptr()
         if address == 0:  # zeros that were never written down, as forward-mode differentiation makes them
             owner = owner.clone()
@@ -393,7 +199,7 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
 
 
 def address_of(part: torch.Tensor) -> int:
-    """Where the bytes of a contiguous part begin; 0 for zeros that were never written down.
+    """Return where the bytes of a contiguous part begin; 0 for zeros that were never written down.
 
     Raises:
         CannotSend: The part has no memory of its own.
@@ -420,6 +226,115 @@ def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
             raise CannotSend(f"this tensor cannot be sent: {error}") from error
 
 
+# Receiving
+
+
+def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
+    """Iterate over the metadata of the dense parts, in the order of `describe`."""
+    if meta.layout:
+        yield from meta.parts
+    elif meta.device != "meta":
+        yield meta
+
+
+def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = ()) -> int:
+    """Check metadata that came from another worker, before anything is allocated for it.
+
+    The ranges of single fields were checked when it was decoded.
+
+    Args:
+        meta: What came.
+        limits: What is accepted.
+        shared_dtypes: Numbers of the dtypes that may lie in shared memory.
+
+    Returns:
+        How many bytes of the payload belong to this tensor; bytes in shared-memory slots do not count.
+
+    Raises:
+        DecodeError: The metadata contradicts itself or names something unknown.
+        LimitExceeded: It has too many dims.
+    """
+    index, shape = meta.dtype, meta.shape
+    if index >= len(_ITEMSIZES):
+        raise DecodeError(f"unknown dtype number {index}")
+    if len(shape) > limits.num_dims:
+        raise LimitExceeded(f"a tensor of {len(shape)} dims; at most {limits.num_dims} are accepted")
+    num_bytes = prod(shape) * _ITEMSIZES[index]
+    # torch multiplies strides with every zero read as one, so that is the product that must not overflow.
+    if not 0 < num_bytes <= _INT64_MAX and prod(max(size, 1) for size in shape) * _ITEMSIZES[index] > _INT64_MAX:
+        raise DecodeError(f"the sizes of a tensor overflow 63 bits: {shape}")
+    if meta.flags:
+        _check_flags(meta)
+    if meta.device and not _DEVICE.fullmatch(meta.device):
+        raise DecodeError(f"unknown device {meta.device[:64]!r}")
+    if meta.layout:
+        if meta.slot is not None or meta.num_bytes:
+            raise DecodeError("a sparse tensor has no bytes besides those of its parts")
+        _check_sparse(meta)
+        return sum(validate(part, limits) for part in meta.parts)
+    if meta.parts:
+        raise DecodeError("a dense tensor is not made of parts")
+    if meta.device == "meta":
+        num_bytes = 0
+    if meta.num_bytes != num_bytes:
+        raise DecodeError(f"a tensor of shape {shape} and {DTYPES[index]} has {num_bytes} bytes, not {meta.num_bytes}")
+    if meta.slot is None:
+        return num_bytes
+    if index not in shared_dtypes:  # or the connection has no shared memory
+        raise DecodeError(f"a tensor of {DTYPES[index]} in shared memory, where it may not be on this connection")
+    if not 0 < num_bytes <= meta.slot.capacity:
+        raise DecodeError(f"{num_bytes} bytes in slot {meta.slot.slot_id} of {meta.slot.capacity} bytes")
+    return 0
+
+
+def _check_flags(meta: TensorMeta) -> None:
+    flags = meta.flags
+    if flags & FLAG_REQUIRES_GRAD and not _DIFFERENTIABLE[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot require a gradient")
+    if flags & FLAG_CONJ and not _IS_COMPLEX[meta.dtype]:
+        raise DecodeError(f"a tensor of {DTYPES[meta.dtype]} cannot be conjugated")
+    if flags & FLAG_COALESCED and LAYOUTS[meta.layout] is not torch.sparse_coo:
+        raise DecodeError("only a sparse COO tensor can be coalesced")
+    if flags & (FLAG_CONJ | FLAG_NEG) and meta.layout:
+        raise DecodeError("the conj and neg bits of a sparse tensor belong to its values")
+
+
+def _check_sparse(meta: TensorMeta) -> None:
+    """Check number, dtypes and ranks of the parts; torch checks the rest when it assembles them."""
+    is_coo = LAYOUTS[meta.layout] is torch.sparse_coo
+    if len(meta.parts) != (2 if is_coo else 3):
+        raise DecodeError(f"a tensor of {LAYOUTS[meta.layout]} made of {len(meta.parts)} parts")
+    if any(part.layout or part.device or part.parts for part in meta.parts):
+        raise DecodeError("a sparse tensor is made of dense parts on the CPU")
+    if any(part.slot is not None for part in meta.parts):  # its sender could change the indices after the check
+        raise DecodeError("the parts of a sparse tensor cannot be in shared memory")
+    *indices, values = meta.parts
+    allowed = [_DTYPE_INDEX[torch.int64]] if is_coo else [_DTYPE_INDEX[torch.int64], _DTYPE_INDEX[torch.int32]]
+    if any(part.dtype not in allowed or part.flags for part in indices):
+        raise DecodeError("the indices of a sparse tensor must be plain integers")
+    if values.dtype != meta.dtype or values.flags & ~(FLAG_CONJ | FLAG_NEG):
+        raise DecodeError("the values of a sparse tensor must have its dtype")
+    sizes = [part.shape for part in meta.parts]
+    if not (_fits_coo if is_coo else _fits_compressed)(meta.shape, *sizes):
+        raise DecodeError(f"parts of sizes {sizes} do not make a tensor of {LAYOUTS[meta.layout]} and {meta.shape}")
+    if not is_coo and indices[0].dtype != indices[1].dtype:
+        raise DecodeError("the two index tensors of a compressed sparse tensor must have the same dtype")
+
+
+def _fits_coo(shape: tuple[int, ...], indices: tuple[int, ...], values: tuple[int, ...]) -> bool:
+    if len(indices) != 2 or not values or values[0] != indices[1]:
+        return False
+    return indices[0] <= len(shape) and values[1:] == shape[indices[0] :]
+
+
+def _fits_compressed(
+    shape: tuple[int, ...], compressed: tuple[int, ...], plain: tuple[int, ...], values: tuple[int, ...]
+) -> bool:
+    if len(shape) < 2 or not plain or len(compressed) != len(plain) or compressed[:-1] != plain[:-1]:
+        return False
+    return values[: len(plain)] == plain
+
+
 def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
     """Make the tensor that `meta`, checked by `validate`, describes.
 
@@ -431,43 +346,57 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
         DecodeError: The indices of a sparse tensor are not valid.
         CannotSend: The tensor belongs on a device that this worker does not have.
     """
-    tensor = _rebuild_any(meta, buffers) if meta.layout or meta.device else _rebuild_dense(meta, next(buffers))
-    flags = meta.flags
+    dtype, shape, num_bytes, device, flags = meta.dtype, meta.shape, meta.num_bytes, meta.device, meta.flags
+    if meta.layout:
+        tensor = _assemble_sparse(meta, [rebuild(part, buffers) for part in meta.parts])
+    elif num_bytes:
+        buffer = next(buffers)
+        if dtype == _BOOL:
+            # A bool byte other than 0 and 1 is undefined behaviour in the kernels; any set bit means True.
+            _frombuffer(buffer, dtype=torch.uint8, count=num_bytes).clamp_(max=1)
+        tensor = _frombuffer(buffer, dtype=DTYPES[dtype], count=num_bytes // _ITEMSIZES[dtype])
+        if len(shape) != 1:
+            # resize_ within the storage only changes sizes and strides; unlike view it does not return a view.
+            tensor.resize_(shape)
+    else:  # nothing to use in place, but an empty part has its buffer
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta" if device == "meta" else None)
+        if device != "meta":
+            next(buffers)
+    if device and not tensor.is_meta:
+        tensor = _move(tensor, device)
     if not flags:
         return tensor
     if flags & FLAG_CONJ:
         tensor = tensor.conj()
     if flags & FLAG_NEG:
-        tensor = torch._neg_view(tensor)
+        tensor = _torch.neg_view(tensor)
     if flags & FLAG_PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & FLAG_REQUIRES_GRAD))
     return tensor.requires_grad_() if flags & FLAG_REQUIRES_GRAD else tensor
 
 
-def _rebuild_dense(meta: TensorMeta, buffer: Any) -> torch.Tensor:
-    if not meta.num_bytes:
-        return torch.empty(meta.shape, dtype=DTYPES[meta.dtype])
-    if meta.dtype == _BOOL:
-        # A bool byte other than 0 and 1 is undefined behaviour in the kernels; any set bit means True.
-        torch.frombuffer(buffer, dtype=torch.uint8, count=meta.num_bytes).clamp_(max=1)
-    shape = meta.shape
-    if len(shape) == 1:
-        return torch.frombuffer(buffer, dtype=DTYPES[meta.dtype], count=shape[0])
-    # resize_ within the storage only changes sizes and strides; unlike view it leaves a tensor that is no view.
-    return torch.frombuffer(buffer, dtype=DTYPES[meta.dtype], count=prod(shape)).resize_(shape)
-
-
-def _rebuild_any(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
-    if meta.device == "meta":
-        return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta")
-    if meta.layout:
-        tensor = assemble(meta, [rebuild(part, buffers) for part in meta.parts], bool(meta.flags & FLAG_COALESCED))
-    else:
-        tensor = _rebuild_dense(meta, next(buffers))
-    if not meta.device:
-        return tensor
+def _move(tensor: torch.Tensor, device: str) -> torch.Tensor:
     try:
-        return tensor.to(meta.device)
-    except Exception as error:  # each backend has its own way to say that it is not there
-        text = f"this worker has no {meta.device}: move the tensor to the CPU before the call"
-        raise CannotSend(text) from error
+        return tensor.to(device)
+    except Exception as error:  # each backend has its own way to say that it is missing
+        raise CannotSend(f"this worker has no {device}: move the tensor to the CPU before the call") from error
+
+
+def _assemble_sparse(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:
+    try:
+        try:
+            return _assemble(meta, parts)
+        except Warning:  # torch says once that these layouts are young; this process makes errors of warnings
+            return _assemble(meta, parts)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise DecodeError(f"not a valid tensor of {LAYOUTS[meta.layout]}: {str(error)[:500]}") from error
+
+
+def _assemble(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:
+    layout = LAYOUTS[meta.layout]
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        coalesced = bool(meta.flags & FLAG_COALESCED) or None  # None: nothing is said about it
+        return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=True, is_coalesced=coalesced)
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, meta.shape, layout=layout, check_invariants=True)

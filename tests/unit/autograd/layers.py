@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from gradwire.autograd import worker
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.context import DistAutogradContext
+from gradwire.autograd.current_context import current_context
+from gradwire.autograd.engine import DistEngine
 from gradwire.rpc import Agent
 from gradwire.rpc.connection import current_request
 
@@ -66,6 +68,22 @@ def held_layer(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@contextlib.contextmanager
+def inside(context_id: int) -> Iterator[None]:
+    """Run a block in a context."""
+    token = current_context.set(context_id)
+    try:
+        yield
+    finally:
+        current_context.reset(token)
+
+
+def engine_of(agent: Agent) -> DistEngine:
+    """The distributed autograd of a worker."""
+    found: DistEngine = agent.extensions["autograd"]
+    return found
+
+
 def pass_of(agent: Agent, context_id: int) -> BackwardPass:
     """The one pass that is under way in a context on a worker."""
     (current,) = context_of(agent, context_id).passes.values()
@@ -74,9 +92,9 @@ def pass_of(agent: Agent, context_id: int) -> BackwardPass:
 
 def context_of(agent: Agent, context_id: int) -> DistAutogradContext:
     """The context as a worker has it."""
-    return worker.of(agent).container.retrieve(context_id)
+    return engine_of(agent).container.retrieve(context_id)
 
 
 def num_contexts(agents: list[Agent]) -> int:
     """Contexts alive on these workers."""
-    return sum(len(worker.of(agent).container) for agent in agents)
+    return sum(len(engine_of(agent).container) for agent in agents)

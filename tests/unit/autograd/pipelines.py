@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gradwire import rpc
-from gradwire.autograd import worker
 from gradwire.autograd.messages import PropagateGradients
 from gradwire.rpc import Agent
 from gradwire.rpc.oneway import Notices
@@ -50,7 +49,7 @@ def expected(num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
 def compare(agents: list[Agent], ctx: Any, x: torch.Tensor, num_layers: int) -> None:
     of_x, of_weight = expected(num_layers)
     assert torch.allclose(ctx.gradients()[x], of_x)
-    tables = [worker.of(agent).gradients_of(context_of(agent, ctx), 20.0) for agent in agents]
+    tables = [context_of(agent, ctx).wait_gradients(20.0) for agent in agents]
     assert torch.allclose(torch.stack([table[layers.weight] for table in tables]).sum(0), of_weight)
 
 

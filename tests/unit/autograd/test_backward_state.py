@@ -1,7 +1,8 @@
-"""The rules of a backward pass on one worker, each by a small case."""
+"""The rules of a backward pass on one worker, each by a small case; when it ends, and when it never will."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,17 +10,30 @@ import msgspec
 import pytest
 
 from gradwire.autograd._backward_state import (
+    Abort,
     Action,
     BackwardState,
+    Commit,
     Component,
     ComponentPhase,
+    Fail,
+    Firing,
     Introduction,
     Mode,
     Origin,
+    PassPhase,
+    PassSnapshot,
     Report,
+    Route,
     RunComponent,
     Tell,
+    Termination,
+    WaitingSend,
+    is_stalled,
 )
+
+# -- The rules of a backward pass on one worker, each by a small case ---------------------------------------------------
+
 
 OWN, B, C = 0, 1, 2
 
@@ -49,6 +63,7 @@ def make_state(
     mode: Mode = Mode.SMART,
     lost: Collection[int] = (),
     untouched: Mapping[int, tuple[Origin, ...]] | None = None,
+    root: int = OWN,
 ) -> BackwardState:
     """A pass on worker 0.
 
@@ -59,6 +74,7 @@ def make_state(
         mode: SMART or FAST.
         lost: Workers that are gone.
         untouched: Sends of what came from others.
+        root: The worker that called backward.
     """
 
     def reached_by(index: int, sends: Collection[int]) -> set[int]:
@@ -66,7 +82,7 @@ def make_state(
         table = reached or {}
         return {recv for source in sources for recv in table.get(source, components[index].recvs)}
 
-    return BackwardState(OWN, mode, exchanges, components, reached_by, lost, untouched)
+    return BackwardState(OWN, mode, exchanges, components, reached_by, lost, untouched, root)
 
 
 def begun(state: BackwardState, heard: Collection[int] = (B, C)) -> BackwardState:
@@ -81,6 +97,13 @@ def give(state: BackwardState, *sends: int, peer: int = B) -> list[Action]:
 
 def deny(state: BackwardState, *sends: int, peer: int = B) -> list[Action]:
     return state.message_received(peer, None, dict.fromkeys(sends, False))
+
+
+def routes_of(state: BackwardState, recv: int) -> tuple[Route, ...] | None:
+    """Where the gradient of a recv goes that fires now; None to its sender."""
+    firing = state.recv_fired(recv)
+    assert firing is not None
+    return firing.routes
 
 
 class TestRuns:
@@ -139,8 +162,8 @@ class TestRecvs:
     def test_those_that_nothing_reaches_are_answered_on_joining(self) -> None:
         state = make_state([came(1), came(2), came(3, C), sent(4)], tied(4, recvs=[2]))
         assert state.begin() == [Tell(B, (1,)), Tell(C, (3,))]
-        assert state.has_fired(1)
-        assert not state.has_fired(2)
+        assert state.recv_fired(1) is None
+        assert state.recv_fired(2) is not None
 
     def test_those_of_one_worker_are_answered_together(self) -> None:
         state = make_state([came(1), came(2)])
@@ -169,14 +192,14 @@ class TestRecvs:
         state = make_state([came(1, C)], tied(recvs=[1], has_roots=True))
         state.begin()
         assert not state.peers
-        state.recv_fired(1)
-        state.recv_fired(1)
-        state.recv_fired(99)
+        assert state.recv_fired(1) == Firing(None, is_last=True, is_lost=False)
+        assert state.recv_fired(1) is None
+        assert state.recv_fired(99) is None
         assert state.peers == (C,)
         assert state.component_finished(0) == [Report((C,))]
 
     def test_of_another_context_counts_as_fired(self) -> None:
-        assert make_state([]).has_fired(5)
+        assert make_state([]).recv_fired(5) is None
 
 
 class TestWaking:
@@ -278,8 +301,7 @@ class TestShortcutsOffered:
         assert actions == ([RunComponent(1, (2,))] if has_gradient else [Tell(B, (1,))])
         assert state.is_settled(2)
         if has_gradient:
-            assert not state.has_fired(1)
-            assert state.recv_fired(1) is None
+            assert routes_of(state, 1) is None
             assert state.component_finished(1) == []
         assert state.has_reported is is_reported
         assert state.message_received(C, None, {2: has_gradient}) == []
@@ -325,7 +347,7 @@ class TestShortcutsTaken:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         state.message_received(B, self.OFFER, {})
         give(state, 3)
-        assert state.recv_fired(2) == ((C, 1, 0, 1),)
+        assert routes_of(state, 2) == ((C, 1, 0, 1),)
         assert state.component_finished(0) == [Report((B, C))]
 
     def test_that_there_is_none_is_told_there_and_via_whom(self) -> None:
@@ -336,7 +358,7 @@ class TestShortcutsTaken:
     def test_own_send_is_settled_here(self) -> None:
         state = begun(make_state([sent(1), came(2), sent(3)], tied(1), tied(3, recvs=[2])))
         state.message_received(B, Introduction((1,), (2,), ((2, ((OWN, 1, 0, 1),)),)), {3: True})
-        assert state.recv_fired(2) == ((OWN, 1, 0, 1),)
+        assert routes_of(state, 2) == ((OWN, 1, 0, 1),)
         assert state.came_back({1: True}) == [RunComponent(0, (1,))]
         assert state.component_finished(1) == []
         assert state.component_finished(0) == [Report((B,))]
@@ -349,14 +371,14 @@ class TestShortcutsTaken:
     def test_too_late_for_what_has_fired(self) -> None:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         give(state, 3)
-        assert state.recv_fired(2) is None
+        assert routes_of(state, 2) is None
         state.message_received(B, self.OFFER, {})
         assert state.component_finished(0) == [Report((B,))]
 
     def test_only_from_who_sent_the_message(self) -> None:
         state = begun(make_state([came(2), sent(3)], tied(3, recvs=[2])))
         state.message_received(C, msgspec.structs.replace(self.OFFER, expects=()), {})
-        assert state.recv_fired(2) is None
+        assert routes_of(state, 2) is None
 
 
 class TestOwnMessages:
@@ -488,15 +510,69 @@ class TestFastMode:
         state = make_state([came(1, C), sent(2)], tied(2, recvs=[1]), mode=Mode.FAST)
         state.begin()
         assert deny(state, 2) == [Report((B,))]
-        assert not state.has_fired(1)
+        assert state.recv_fired(1) is not None
+
+
+class TestTwoPhaseCommit:
+    def make_participant(self) -> BackwardState:
+        """Of a pass that B began; it has woken C, and has nothing else to do."""
+        state = make_state([came(1), sent(2, C), sent(3)], tied(2), tied(3, recvs=[1]), root=B)
+        state.begin({B})
+        return state
+
+    def test_worker_that_has_not_reported_tells_all_it_knows(self) -> None:
+        state = self.make_participant()
+        assert state.abort() == Abort((B, C))
+        assert state.phase is PassPhase.ABORTED
+        assert state.abort() is None
+
+    def test_worker_that_has_reported_asks_the_root(self) -> None:
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort() == Abort((B,), ends=False)
+        assert state.abort(sender=C) is None
+        assert state.phase is PassPhase.DONE
+
+    def test_worker_that_has_reported_passes_on_the_word_of_the_root(self) -> None:
+        """The root may not know the workers that this one has woken: they would wait for their deadline."""
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort(sender=B) == Abort((C,))
+        assert state.phase is PassPhase.ABORTED
+
+    def test_no_word_of_the_root_can_come(self) -> None:
+        state = self.make_participant()
+        state.done_here()
+        assert state.abort(is_final=True) == Abort((B, C))
+
+    def test_root_commits_when_all_have_reported_and_cannot_fail_then(self) -> None:
+        state = make_state([sent(1)], tied(1), tied(has_roots=True))
+        state.begin()
+        assert state.report_received(OWN, Report((B,))) == []
+        assert state.report_received(B, Report((OWN,))) == [Commit((B,))]
+        state.commit()
+        assert state.phase is PassPhase.COMMITTED
+        assert state.abort() is None
+        assert state.report_received(B, Report((OWN, C))) == []
+
+    def test_abort_of_a_worker_that_is_not_named_yet_waits_until_it_is(self) -> None:
+        state = make_state([], tied(has_roots=True))
+        state.begin()
+        assert not state.may_abort(C, "it failed")
+        assert state.report_received(OWN, Report((B,))) == []
+        assert state.report_received(B, Report((C,))) == [Fail(abort="it failed")]
+        assert state.may_abort(C, "again")
+        assert state.abort() == Abort((B, C))
 
 
 class TestQuestions:
     def test_which_sends_it_knows(self) -> None:
         state = make_state([sent(1), came(2)], tied(1))
-        assert state.knows_send(1, B)
-        assert not state.knows_send(1, C)
-        assert not state.knows_send(2, B)
+        assert state.awaits(1, B)
+        assert state.awaits(1, C) is None
+        assert state.awaits(2, B) is None
+        deny(state, 1)
+        assert state.awaits(1, B) is False
 
     def test_whether_it_has_reported(self) -> None:
         state = make_state([], tied(has_roots=True))
@@ -521,3 +597,133 @@ def test_two_workers_that_know_different_things_agree() -> None:
     assert two.begin({OWN}) == [Tell(OWN, (2,))]
     assert two.message_received(OWN, introduction, {}) == [Tell(OWN, (1,)), Report((OWN,))]
     assert one.message_received(B, two.introduction_to(OWN), {2: False}) == [Tell(B, (3,)), Report((B,))]
+
+
+# -- When a pass is over, when it must fail, and when it never will be over ---------------------------------------------
+
+
+SEND = WaitingSend(0x10, "a", "b", "module:function", "train.py:7, in step")
+
+
+class TestTermination:
+    def test_root_alone(self) -> None:
+        termination = Termination(4)
+        assert termination.participants == {4}
+        assert termination.missing == {4}
+        assert termination.reported(4, ())
+        assert not termination.missing
+
+    def test_everybody_named_must_report(self) -> None:
+        termination = Termination(0)
+        assert not termination.reported(0, (1,))
+        assert not termination.reported(1, (0, 2))
+        assert termination.missing == {2}
+        assert termination.reported(2, (1,))
+        assert termination.participants == {0, 1, 2}
+
+    def test_in_any_order(self) -> None:
+        reports = {0: (1,), 1: (2, 3), 2: (), 3: (1,)}
+        for order in itertools.permutations(reports):
+            termination = Termination(0)
+            found = [termination.reported(worker, reports[worker]) for worker in order]
+            assert found == [False, False, False, True], order
+
+    def test_repeats_do_no_harm(self) -> None:
+        termination = Termination(0)
+        assert not termination.reported(1, (2,))
+        assert not termination.reported(1, ())
+        assert not termination.reported(0, (1,))
+        assert termination.missing == {2}
+        assert termination.reported(2, ())
+
+    def test_who_has_reported_takes_part_though_nobody_has_named_it(self) -> None:
+        """Its end must be told to it, too, if the one that made it join dies before naming it."""
+        termination = Termination(0)
+        termination.reported(7, (8,))
+        assert termination.participants == {0, 7, 8}
+
+    def test_report_of_a_worker_that_nobody_has_named_has_no_say(self) -> None:
+        """It may have no part in the pass: neither those it names nor those it misses count before it is named."""
+        termination = Termination(0)
+        assert not termination.reported(7, (8, 1), (2,))
+        assert not termination.reported(0, (1, 2))
+        assert not termination.reported(1, ())
+        assert not termination.mistaken
+        assert termination.missing == {2}
+        assert termination.reported(2, (0,))
+
+    def test_report_counts_when_its_sender_is_named(self) -> None:
+        termination = Termination(0)
+        assert not termination.reported(7, (8,), (2,))
+        assert not termination.is_named(7)
+        assert not termination.reported(0, (7, 2))
+        assert termination.is_named(7)
+        assert termination.missing == {2, 8}
+        assert termination.mistaken == {2}
+
+    @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+    def test_dead_worker_that_was_taken_for_absent_must_have_no_part(self, order: tuple[int, ...]) -> None:
+        """It got a gradient from 1 and reported; 2 knew of its death, and did without the gradient that was on its way."""
+        reports = {0: ((1, 2), ()), 1: ((0, 3), ()), 2: ((0,), (3,)), 3: ((1, 2), ())}
+        termination = Termination(0)
+        found = [termination.reported(worker, *reports[worker]) for worker in order]
+        assert found == [False] * 4
+        assert not termination.missing
+        assert termination.mistaken == {3}
+
+    def test_dead_worker_without_a_part_is_no_mistake(self) -> None:
+        termination = Termination(0)
+        assert not termination.reported(0, (1,), (5,))
+        assert termination.reported(1, (0,), (5, 6))
+        assert not termination.mistaken
+
+
+def snapshot(**changes: object) -> PassSnapshot:
+    """A participant that has nothing to do."""
+    usual = {"worker": "a", "is_known": True, "num_sent": 1, "num_received": 1, "waiting": (SEND,)}
+    return PassSnapshot(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+class TestStalls:
+    def test_nothing_moves(self) -> None:
+        now = {
+            0: snapshot(num_sent=2, num_received=0, peers=(1,)),
+            1: snapshot(num_sent=0, num_received=2, is_done=True),
+        }
+        assert is_stalled(now, now)
+
+    def test_something_changed_meanwhile(self) -> None:
+        assert not is_stalled({0: snapshot(num_sent=2, num_received=2)}, {0: snapshot()})
+        assert not is_stalled({}, {0: snapshot()})
+
+    def test_somebody_computes(self) -> None:
+        now = {0: snapshot(), 1: snapshot(num_running=1)}
+        assert not is_stalled(now, now)
+
+    def test_a_message_is_under_way(self) -> None:
+        now = {0: snapshot(num_sent=2), 1: snapshot()}
+        assert not is_stalled(now, now)
+
+    def test_everybody_is_done(self) -> None:
+        """Their reports are under way."""
+        now = {0: snapshot(is_done=True, waiting=()), 1: snapshot(is_done=True, waiting=())}
+        assert not is_stalled(now, now)
+        assert not is_stalled({}, {})
+
+    def test_somebody_has_dropped_the_pass_or_does_not_answer(self) -> None:
+        """What it has sent and received is not known, and whatever ended it will reach the others."""
+        now = {0: snapshot(peers=(1,)), 1: PassSnapshot("b")}
+        assert not is_stalled(now, now)
+
+    def test_somebody_was_not_asked(self) -> None:
+        now = {0: snapshot(peers=(1,))}
+        assert not is_stalled(now, now)
+
+
+def test_waiting_send_is_described() -> None:
+    assert str(SEND) == "send 0x10 of module:function (train.py:7, in step) on worker a to b"
+
+
+def test_snapshots_travel() -> None:
+    there = snapshot(peers=(1, 2), num_running=3)
+    assert msgspec.convert(msgspec.to_builtins(there), PassSnapshot) == there

@@ -10,7 +10,8 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd.functions import ANCHOR, Gradients, RecvNode, make_gates, make_recv, make_send, running
+from gradwire.autograd.current_context import begin_run, current_run
+from gradwire.autograd.functions import ANCHOR, Gradients, RecvNode, make_gates, make_recv, make_send
 from gradwire.errors import AutogradError
 from gradwire.rpc import Agent
 from unit.autograd.layers import layer
@@ -23,6 +24,7 @@ class Run:
         self.arrived = arrived or {}
         self.fired: dict[int, tuple[int, Gradients]] = {}
         self.waited: list[int] = []
+        self.thread = self.ambient_id = 0
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
         self.fired[message_id] = (context_id, gradients)
@@ -36,8 +38,11 @@ class Run:
 
 def run_backward(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     handles = [torch.ones_like(output) for output in outputs]
-    with running(run):
+    outer = begin_run(run)
+    try:
         return list(torch.autograd.grad(outputs, [*inputs, ANCHOR], handles, allow_unused=True))
+    finally:
+        current_run.set(outer)
 
 
 # -- send ------------------------------------------------------------------------------------------------------------
@@ -194,12 +199,15 @@ def test_runs_nest_and_belong_to_one_thread() -> None:
         except AutogradError as error:
             errors.append(error)
 
-    with running(outer):
+    before = begin_run(outer)
+    try:
         run_backward(inner, [received.sum()], [])
         thread = threading.Thread(target=run_elsewhere, name="has-no-run")
         thread.start()
         thread.join(10)
         torch.autograd.grad([received.sum()], [ANCHOR], allow_unused=True)
+    finally:
+        current_run.set(before)
     assert set(inner.fired) == {8}
     assert set(outer.fired) == {8}
     assert len(errors) == 1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.autograd._graph import LocalGraph, has_hooks
+from gradwire._torch import leaf_hooks
+from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd.context import RecordedRecv
 from gradwire.autograd.functions import AccumulateGrad, RecvNode, make_recv, make_send
 
@@ -109,10 +110,10 @@ class TestHooks:
     def test_leaf_with_hooks_ties(self) -> None:
         weight = leaf()
         handle = weight.register_hook(lambda _: None)
-        assert has_hooks(weight)
+        assert leaf_hooks(weight)
         assert sources_of(walk(s1=weight * 2, s2=weight * 3)) == [(False, (1, 2))]
         handle.remove()
-        assert not has_hooks(weight)
+        assert not leaf_hooks(weight)
         assert len(walk(s1=weight * 2, s2=weight * 3).components) == 2
 
     def test_leaf_is_listed_once_in_what_it_ties(self) -> None:
@@ -128,7 +129,7 @@ class TestHooks:
         assert len(walk(s1=weight * 2, s2=weight * 3).components) == 2
 
     def test_plain_leaf_has_none(self) -> None:
-        assert not has_hooks(leaf())
+        assert not leaf_hooks(leaf())
 
 
 class TestRecvs:
@@ -306,7 +307,7 @@ def test_random_graph(seed: int) -> None:
     expected = {frozenset({source}) for source in starts}
     for one, first in reached.items():
         for other, second in reached.items():
-            if any(type(node) is not AccumulateGrad or has_hooks(node.variable) for node in first & second):
+            if any(type(node) is not AccumulateGrad or leaf_hooks(node.variable) for node in first & second):
                 tied = {group for group in expected if group & {one, other}}
                 expected = (expected - tied) | {frozenset().union(*tied)}
     found = {frozenset([*item.sends, *([0] if item.has_roots else [])]) for item in graph.components}

@@ -77,7 +77,7 @@ def test_other_formats_and_versions_are_named() -> None:
         ),
         ({"state": {"x": sharded_node("float32", [5, 5], [("lost", [0, 0])])}}, "it has no tensor 'lost'"),
         ({"state": {"x": sharded_node("float7", [5, 5], [])}}, "unknown dtype float7"),
-        ({"generation": "../x"}, "no generation"),
+        ({"generation": "../x"}, "not a generation"),
         ({"files": {"../../etc/passwd": FileEntry(1, 1, "", "", "")}}, "not the name of a file"),
         ({"files": {}}, "has no place in"),
         ({"tensors": {"model/w": TensorEntry(FILE, 100, "float32", (5, 6), "")}}, "has no place in"),

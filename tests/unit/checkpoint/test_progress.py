@@ -1,13 +1,15 @@
-"""The progress of saves and loads shows itself only where somebody looks."""
+"""The progress of saves and loads is shown on terminals only, and lets Ctrl-C in."""
 
 from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from gradwire import _interrupts
 from gradwire.checkpoint import progress as module
 from gradwire.checkpoint.progress import ByteProgress, WatchedFiles
 
@@ -38,7 +40,9 @@ def test_it_shows_on_a_terminal(monkeypatch: pytest.MonkeyPatch, option: bool | 
 
 
 @pytest.mark.parametrize("option", [False, None, lambda *_: None])
-def test_it_does_not_show_at_once_or_when_nobody_wants_it(monkeypatch: pytest.MonkeyPatch, option: bool | None) -> None:
+def test_it_does_not_show_at_once_or_when_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, option: bool | None
+) -> None:
     terminal = _use_terminal(monkeypatch)
     with ByteProgress("saving", option) as progress:
         progress.total = 1
@@ -75,3 +79,12 @@ def test_files_are_watched_by_their_size(tmp_path: Path) -> None:
     second.write_bytes(b"de")
     first.write_bytes(b"")  # removed and begun again: what was counted stays counted
     assert watched.num_new() == 2
+
+
+def test_a_deferred_interrupt_is_raised_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_interrupts, "_deferred_since", time.monotonic())
+    progress = ByteProgress("saving", False)
+    with pytest.raises(KeyboardInterrupt):
+        progress.advance(3)
+    assert progress.num_bytes == 3
+    progress.advance(3)

@@ -15,7 +15,7 @@ from gradwire.rpc.functions import async_execution, expose, exposed_function, ex
 
 @pytest.fixture(autouse=True)
 def _names_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_exposed", dict(functions._exposed))
+    monkeypatch.setattr(functions, "exposed", dict(functions.exposed))
     monkeypatch.setattr(functions, "_names", dict(functions._names))
 
 

@@ -1,4 +1,4 @@
-"""Service threads and the clock: who runs what, how many there are, and that all of them end."""
+"""Service threads, tasks and the clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradwire.rpc.reactor import Reactor
+from gradwire.rpc.reactor import Reactor, busy
 from gradwire.testing import wait_until
 
 
@@ -249,7 +249,8 @@ def test_a_sweep_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> 
 class Stuck:
     """Something that is busy until it has been looked after often enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.num_looks = 0
 
     def take_over_if_stuck(self, before: float) -> None:
@@ -258,17 +259,19 @@ class Stuck:
 
 
 def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reactor) -> None:
-    stuck = Stuck()
-    reactor.enter(stuck)
-    assert reactor.has_busy
+    stuck = Stuck(reactor)
+    busy.add(stuck)
+    reactor.clock.wake()
+    assert reactor.busy_readers() == [stuck]
     wait_until(lambda: stuck.num_looks >= 3, 10, "the clock looks")
-    reactor.leave(stuck)
-    assert not reactor.has_busy
-    wait_until(lambda: not reactor._clock.is_awake, 10, "the clock falls asleep")
+    busy.discard(stuck)
+    assert reactor.busy_readers() == []
+    wait_until(lambda: not reactor.clock.is_awake, 10, "the clock falls asleep")
     looks = stuck.num_looks
-    reactor.enter(stuck)
+    busy.add(stuck)
+    reactor.clock.wake()
     wait_until(lambda: stuck.num_looks > looks, 10, "the clock wakes up")
-    reactor.leave(stuck)
+    busy.discard(stuck)
 
 
 def test_the_late_end_of_a_descriptor_leaves_the_next_one_of_its_number_alone(reactor: Reactor, pipe: Pipe) -> None:
@@ -300,3 +303,40 @@ def test_the_late_end_of_a_descriptor_leaves_the_next_one_of_its_number_alone(re
     handlers.adding.join(20)
     assert handlers[pipe.read_end] is handler
     reactor.remove(pipe.read_end)
+
+
+# -- closing ------------------------------------------------------------------------------------------------------------
+
+
+def _threads(name: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(f"gradwire-{name}-")]
+
+
+def test_a_task_that_takes_the_wake_up_call_passes_it_on() -> None:
+    """The task runs while `close` rings: its thread has read the event, and the others never see it."""
+    reactor = Reactor("swallow", 4, lambda now: float("inf"))
+    reactor.start()
+    running, go_on = threading.Event(), threading.Event()
+
+    def task() -> None:
+        running.set()
+        assert go_on.wait(10)
+
+    reactor.run_soon(task)
+    assert running.wait(10)
+    wake = reactor._wake
+    is_first = True
+
+    def wake_in_vain() -> None:
+        """The first call is swallowed, as by a thread that reads the event for its task."""
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            go_on.set()
+        else:
+            wake()
+
+    reactor._wake = wake_in_vain  # type: ignore[method-assign]
+    reactor.close()
+    assert not is_first
+    wait_until(lambda: not _threads("swallow"), 20.0, "that no thread is left")

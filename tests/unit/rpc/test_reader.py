@@ -14,10 +14,10 @@ import pytest
 
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError
 from gradwire.rpc.reactor import Reactor
-from gradwire.rpc.reader import Reader, has_hold, release_hold
+from gradwire.rpc.reader import Reader, Until, current, release_hold
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, call_ids, send_call, write_raw
-from gradwire.transports.stream import PlainChannel, StreamConnection, StreamOptions
+from gradwire.transports.stream import Channel, StreamConnection, StreamOptions
 from gradwire.wire.framing import Frame
 
 
@@ -27,8 +27,8 @@ class Setting:
     def __init__(self, reactor: Reactor) -> None:
         first, second = socket.socketpair()
         options = StreamOptions()
-        self.here = StreamConnection(PlainChannel(first), options, slots=None, label="here")
-        self.there = StreamConnection(PlainChannel(second), options, slots=None, label="there")
+        self.here = StreamConnection(Channel(first), options, slots=None, label="here")
+        self.there = StreamConnection(Channel(second), options, slots=None, label="there")
         self.here.decoder.accept = ANYTHING
         self.seen: list[tuple[int, str]] = []  # which frame, and in which thread
         self.ends: list[Exception] = []
@@ -121,7 +121,7 @@ def test_the_clock_takes_nothing_from_a_holder_that_went_on(setting: Setting, mo
     setting.reader.start()
     setting.send(0)
     assert clock_acted.wait(10)
-    has_read = setting.reader.read_until(lambda: True, time.monotonic() + 10)
+    has_read = setting.reader.read_until(Until(lambda: True), time.monotonic() + 10)
     checked.set()
     assert not has_read, "two threads read one connection"
     setting.send(1)
@@ -133,9 +133,9 @@ def test_a_thread_that_waits_lets_others_read_at_once(setting: Setting) -> None:
 
     def on_frame(number: int) -> None:
         if number == 0:
-            assert has_hold()
+            assert current.hold is not None
             release_hold()
-            assert not has_hold()
+            assert current.hold is None
             assert second.wait(20)
         else:
             second.set()
@@ -151,15 +151,15 @@ def test_a_waiting_caller_reads_for_itself(setting: Setting) -> None:
     setting.is_wanted = False
     setting.reader.start()
     setting.send(1, 2, 3)
-    assert setting.reader.read_until(lambda: 3 in setting.numbers, time.monotonic() + 10)
+    assert setting.reader.read_until(Until(lambda: 3 in setting.numbers), time.monotonic() + 10)
     assert setting.seen == [(number, threading.current_thread().name) for number in (1, 2, 3)]
-    assert not has_hold()
+    assert current.hold is None
 
 
 def test_a_waiting_caller_takes_the_reading_from_the_service_threads(setting: Setting) -> None:
     setting.reader.start()  # armed
     threading.Timer(0.05, setting.send, args=(7,)).start()
-    assert setting.reader.read_until(lambda: 7 in setting.numbers, time.monotonic() + 10)
+    assert setting.reader.read_until(Until(lambda: 7 in setting.numbers), time.monotonic() + 10)
     assert setting.seen[0][1] == threading.current_thread().name
     setting.send(8)  # nobody waits: the service threads read again
     setting.wait_seen(8)
@@ -177,12 +177,14 @@ def test_one_at_a_time(setting: Setting) -> None:
 
     setting.on_frame = on_frame
     caller = threading.Thread(
-        target=lambda: outcome.append(setting.reader.read_until(lambda: 1 in setting.numbers, time.monotonic() + 10))
+        target=lambda: outcome.append(
+            setting.reader.read_until(Until(lambda: 1 in setting.numbers), time.monotonic() + 10)
+        )
     )
     caller.start()
     setting.send(1)
     assert inside.wait(10)
-    assert not setting.reader.read_until(lambda: False, time.monotonic() + 10)  # at once: another one reads
+    assert not setting.reader.read_until(Until(lambda: False), time.monotonic() + 10)  # at once: another one reads
     release.set()
     caller.join(10)
     assert outcome == [True]
@@ -193,7 +195,7 @@ def test_a_caller_s_deadline(setting: Setting) -> None:
     setting.reader.start()
     for left in (0.05, 0.3):
         start = time.monotonic()
-        assert setting.reader.read_until(lambda: False, start + left)
+        assert setting.reader.read_until(Until(lambda: False), start + left)
         assert left * 0.9 <= time.monotonic() - start < 5
     assert setting.seen == []
 
@@ -203,7 +205,7 @@ def test_what_a_caller_leaves_is_read_by_others(setting: Setting) -> None:
     setting.is_wanted = False
     setting.reader.start()
     setting.send(1, 2, 3, 4)
-    assert setting.reader.read_until(lambda: bool(setting.seen), time.monotonic() + 10)
+    assert setting.reader.read_until(Until(lambda: bool(setting.seen)), time.monotonic() + 10)
     setting.is_wanted = True
     setting.reader.ensure_watched()
     setting.wait_seen(1, 2, 3, 4)
@@ -259,18 +261,18 @@ def test_the_end_wakes_a_waiting_caller(setting: Setting) -> None:
     setting.reader.start()
     threading.Timer(0.05, setting.reader.end, args=(ConnectionClosed("over"),)).start()
     start = time.monotonic()
-    setting.reader.read_until(lambda: False, start + 20)
+    setting.reader.read_until(Until(lambda: False), start + 20)
     assert time.monotonic() - start < 10
     wait_until(lambda: setting.ends, 10)  # the timer's thread may still be about to tell
     assert [str(error) for error in setting.ends] == ["over"]
-    assert not setting.reader.read_until(lambda: False, start + 20)
+    assert not setting.reader.read_until(Until(lambda: False), start + 20)
 
 
 def test_the_other_side_s_end_wakes_a_waiting_caller(setting: Setting) -> None:
     setting.reader.start()
     threading.Timer(0.05, setting.there.close).start()
     start = time.monotonic()
-    assert setting.reader.read_until(lambda: False, start + 20)
+    assert setting.reader.read_until(Until(lambda: False), start + 20)
     assert time.monotonic() - start < 10
     assert [type(error) for error in setting.ends] == [ConnectionLost]
 
@@ -308,7 +310,7 @@ def test_many_callers_share_one_connection(setting: Setting) -> None:
     def wait(number: int) -> None:
         deadline = time.monotonic() + 20
         while not arrived[number].is_set() and time.monotonic() < deadline:
-            if not setting.reader.read_until(arrived[number].is_set, deadline):
+            if not setting.reader.read_until(Until(arrived[number].is_set), deadline):
                 arrived[number].wait(0.01)
         done.append(number)
 
@@ -339,5 +341,5 @@ def test_after_the_last_answer_nobody_stays(setting: Setting, monkeypatch: pytes
     wait_until(lambda: not setting.reader._held, 10, "that the service thread has left")
     assert waited == []
     setting.send(2)
-    assert setting.reader.read_until(lambda: 2 in setting.numbers, time.monotonic() + 10)
+    assert setting.reader.read_until(Until(lambda: 2 in setting.numbers), time.monotonic() + 10)
     assert setting.seen[-1] == (2, threading.current_thread().name)

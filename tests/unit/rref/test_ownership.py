@@ -6,20 +6,21 @@ import time
 
 import pytest
 
-from gradwire.rref import _ownership as _holdings
+from gradwire.rref import _ownership
 from gradwire.rref._messages import (
     Accept,
+    AcknowledgeDeath,
     Adopt,
     Answer,
     Ask,
     Break,
     Confirm,
+    Confirmed,
     Delete,
-    EndSeen,
     Fail,
     Forget,
     Free,
-    Mourn,
+    ReportDeath,
     Worker,
 )
 from gradwire.rref._ownership import ForkPhase, Ownership, RecentIds
@@ -39,11 +40,16 @@ def owner_with(*holders: tuple[int, tuple[int, int]]) -> Ownership:
     return owner
 
 
+def num_remembered(ownership: Ownership) -> int:
+    """How many ids of forks and values that ended a worker remembers."""
+    return sum(len(ids.latest | ids.older) for ids in ownership._ended.values())
+
+
 def test_fork_is_accepted_when_its_owner_has_confirmed_it() -> None:
     user = Ownership(C)
     assert user.received(RREF, CHILD, A, B) == [Adopt(A, RREF, CHILD, None)]
     assert user.phase_of(CHILD) is ForkPhase.PENDING
-    assert user.confirmed(CHILD, A) == [Accept(B, CHILD)]
+    assert user.confirmed(CHILD, A) == [Confirmed(CHILD), Accept(B, CHILD)]
 
 
 def test_fork_is_kept_while_its_child_is_on_its_way() -> None:
@@ -84,21 +90,21 @@ def test_expected_value_fails_with_its_maker() -> None:
 
 def test_what_the_dead_held_is_kept_until_everybody_has_seen_the_end() -> None:
     owner = owner_with((FORK, B))
-    assert owner.worker_lost(B, [C, D]) == [Mourn(C, B, 1), Mourn(D, B, 1)]
-    assert owner.end_seen(C, B, 1) == []
-    assert owner.mourned() == [B]
-    assert owner.end_seen(D, B, 1) == [Confirm(B, FORK, False), Free(RREF)]
+    assert owner.worker_lost(B, [C, D]) == [ReportDeath(C, B, 1), ReportDeath(D, B, 1)]
+    assert owner.death_acknowledged(C, B, 1) == []
+    assert sorted(owner._deaths.retained) == [B]
+    assert owner.death_acknowledged(D, B, 1) == [Confirm(B, FORK, False), Free(RREF)]
 
 
 def test_end_is_seen_when_what_the_dead_sent_is_listed() -> None:
     user = Ownership(C)
     user.received(RREF, CHILD, A, B)
     user.worker_lost(B, [A])
-    assert user.mourn_received(A, B, 1, is_connected=False, is_known=True) == []
-    assert user.confirmed(CHILD, A) == [Accept(B, CHILD), EndSeen(A, B, 1)]
+    assert user.death_reported(A, B, 1, is_connected=False, is_known=True) == []
+    assert user.confirmed(CHILD, A) == [Confirmed(CHILD), Accept(B, CHILD), AcknowledgeDeath(A, B, 1)]
 
 
-def test_mourner_waits_for_what_it_got_from_the_dead_itself() -> None:
+def test_references_of_the_dead_are_retained_until_what_came_from_them_is_listed_here() -> None:
     """Else it gives up the fork that protects the one that came back to it."""
     user = Ownership(B)
     user.received(RREF, FORK, A, A)
@@ -106,30 +112,30 @@ def test_mourner_waits_for_what_it_got_from_the_dead_itself() -> None:
     user.fork_dropped(FORK)
     user.received(RREF, 4, A, C)
     user.worker_lost(C, [A])
-    assert user.end_seen(A, C, 1) == []
-    assert user.confirmed(4, A) == [Accept(C, 4), Forget(FORK), Delete(A, RREF, FORK, False)]
+    assert user.death_acknowledged(A, C, 1) == []
+    assert user.confirmed(4, A) == [Confirmed(4), Accept(C, 4), Forget(FORK), Delete(A, RREF, FORK, False)]
 
 
 def test_end_of_one_that_held_nothing_is_asked_for_while_anything_is_shared() -> None:
     owner = owner_with((FORK, B))
-    assert owner.worker_lost(C, [B, D]) == [Mourn(B, C, 1), Mourn(D, C, 1)]
+    assert owner.worker_lost(C, [B, D]) == [ReportDeath(B, C, 1), ReportDeath(D, C, 1)]
     owner.worker_lost(B, [D])
-    assert owner.end_seen(D, B, 1) == []
-    assert owner.end_seen(D, C, 1) == [Confirm(B, FORK, False), Free(RREF)]
+    assert owner.death_acknowledged(D, B, 1) == []
+    assert owner.death_acknowledged(D, C, 1) == [Confirm(B, FORK, False), Free(RREF)]
 
 
 def test_overtaken_question_does_not_replace_the_newer_one() -> None:
     user = Ownership(C)
-    user.mourn_received(A, B, 2, is_connected=True, is_known=True)
-    user.mourn_received(A, B, 1, is_connected=True, is_known=True)
-    assert user.worker_lost(B, [A]) == [EndSeen(A, B, 2)]
+    user.death_reported(A, B, 2, is_connected=True, is_known=True)
+    user.death_reported(A, B, 1, is_connected=True, is_known=True)
+    assert user.worker_lost(B, [A]) == [AcknowledgeDeath(A, B, 2)]
 
 
 def test_what_is_sent_to_one_taken_for_dead_is_not_forgotten_with_the_rest() -> None:
     owner = owner_with((FORK, B))
     owner.worker_lost(B, [C])
     owner.sent(RREF, None, CHILD, B)
-    assert owner.end_seen(C, B, 1) == [Confirm(B, FORK, False)]
+    assert owner.death_acknowledged(C, B, 1) == [Confirm(B, FORK, False)]
     assert owner.holders() == {B: 1}
     assert owner.accepted(CHILD, B) == []
     assert owner.delete_received(B, RREF, CHILD, False) == [Free(RREF)]
@@ -139,7 +145,7 @@ def test_one_taken_for_dead_keeps_what_was_not_struck_off_yet() -> None:
     owner = owner_with((FORK, B))
     owner.worker_lost(B, [C])
     assert owner.worker_seen(B) == []
-    assert owner.mourned() == []
+    assert sorted(owner._deaths.retained) == []
     assert owner.holders() == {B: 1}
 
 
@@ -238,12 +244,12 @@ def test_nothing_is_remembered_of_a_life_that_is_over_for_certain() -> None:
     old, new = (1, 1), (1, 2)
     owner = owner_with((FORK, old), (CHILD, new))
     owner.worker_lost(old, [C])
-    owner.forget((1, 1))
-    owner.end_seen(C, old, 1)
+    owner.incarnation_ended((1, 1))
+    owner.death_acknowledged(C, old, 1)
     assert owner.holders() == {new: 1}
-    assert owner.num_remembered == 0
+    assert num_remembered(owner) == 0
     owner.worker_lost(new, [])
-    assert owner.num_remembered == 1  # it may come back
+    assert num_remembered(owner) == 1  # it may come back
 
 
 def test_a_value_is_made_once_and_for_its_maker() -> None:
@@ -261,7 +267,7 @@ def test_a_value_is_made_once_and_for_its_maker() -> None:
 def test_values_that_are_never_made_are_bounded_by_the_worker_that_speaks_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_holdings, "_MAX_EXPECTED", 10)
+    monkeypatch.setattr(_ownership, "_MAX_EXPECTED", 10)
     owner = Ownership(A)
     answers = [owner.adopt_received(C, number, 1000 + number, B)[0] for number in range(1, 21)]
     assert answers == [Confirm(C, 1000 + number, number <= 10) for number in range(1, 21)]
@@ -273,7 +279,7 @@ def test_values_that_are_never_made_are_bounded_by_the_worker_that_speaks_of_the
 
 
 def test_references_of_one_worker_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_holdings, "_MAX_HELD", 10)
+    monkeypatch.setattr(_ownership, "_MAX_HELD", 10)
     owner = owner_with((FORK, B))
     for number in range(10):
         assert owner.adopt_received(C, RREF, 100 + number, None) == [Confirm(C, 100 + number, True)]
@@ -285,16 +291,16 @@ def test_references_of_one_worker_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_invented_deletions_push_out_only_what_the_same_worker_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_holdings, "_MEMORY", 100)
+    monkeypatch.setattr(_ownership, "_MEMORY", 100)
     owner = Ownership(A)
     owner.delete_received(B, RREF, FORK, True)
     for number in range(10_000):
         owner.delete_received(C, 5, 1000 + number, True)
-    assert owner.num_remembered <= 101 + 2
+    assert num_remembered(owner) <= 101 + 2
     assert not owner.value_created(RREF, FORK, B)
     owner.worker_lost(C, [])
-    owner.forget(C)
-    assert owner.num_remembered == 2
+    owner.incarnation_ended(C)
+    assert num_remembered(owner) == 2
 
 
 def test_ends_of_invented_workers_leave_nothing() -> None:
@@ -302,29 +308,29 @@ def test_ends_of_invented_workers_leave_nothing() -> None:
     before = sizes(user)
     for number in range(100):
         dead: Worker = (7, number)
-        assert user.mourn_received(A, dead, 1, is_connected=False, is_known=False) == [EndSeen(A, dead, 1)]
+        assert user.death_reported(A, dead, 1, is_connected=False, is_known=False) == [AcknowledgeDeath(A, dead, 1)]
     assert sizes(user) == before
 
 
 def sizes(machine: Ownership) -> list[int]:
-    return [len(table) for table in vars(machine._mourning).values()]
+    return [len(table) for table in vars(machine._deaths).values()]
 
 
 def test_an_invented_owner_leaves_nothing() -> None:
     user = Ownership(C)
     before = sizes(user)
     user.received(RREF, FORK, (0, 99), B)
-    actions = user.worker_refuted((0, 99))
+    actions = user.break_forks_of((0, 99))
     assert [type(action) for action in actions] == [Break, Delete, Accept]
     assert sizes(user) == before
 
 
 def test_the_latest_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_holdings, "_MEMORY", 100)
+    monkeypatch.setattr(_ownership, "_MEMORY", 100)
     ids = RecentIds()
     for number in range(1000):
         ids.add(number)
-        assert len(ids) <= 100
+        assert len(ids.latest | ids.older) <= 100
         assert all(recent in ids for recent in range(max(0, number - 49), number + 1))
 
 

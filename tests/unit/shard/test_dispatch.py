@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +40,17 @@ def test_defaults_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         return "called"
 
     assert dispatch.dispatch(torch.cumsum, (), (), {}, None, None) == "called"
+
+
+def test_ctrl_c_ends_an_implementation_of_the_program(deferring: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_custom", {})
+    went_on = []
+
+    @custom_sharded_op_impl(torch.cumsum)
+    def cumsum(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.dispatch(torch.cumsum, (), (), {}, None, None)
+    assert not went_on

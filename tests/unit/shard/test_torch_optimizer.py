@@ -112,18 +112,25 @@ def test_what_others_put_in_the_place_of_a_step_later_is_called(monkeypatch: pyt
 # -- the guard against torch's compiler ----------------------------------------------------------------------------------
 
 
+def unload_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the compiler look unloaded; what a test imports anew is not what other tests see."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    if "_dynamo" in vars(torch):
+        monkeypatch.setitem(vars(torch), "_dynamo", vars(torch)["_dynamo"])
+
+
 @pytest.mark.parametrize("name", ["add_param_group", "load_state_dict", "state_dict", "zero_grad"])
 def test_the_guard_is_left_out_until_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     optimizer = make()
     guarded = getattr(optimizer, name)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    unload_compiler(monkeypatch)
     assert method_of(optimizer, name) == guarded.__func__.__wrapped__.__get__(optimizer)
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
     assert method_of(optimizer, name) == guarded
 
 
 def test_methods_that_others_have_replaced_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    unload_compiler(monkeypatch)
     seen: list[str] = []
 
     class Own(torch.optim.SGD):
@@ -143,7 +150,7 @@ def test_methods_that_others_have_replaced_are_called(monkeypatch: pytest.Monkey
 
 
 def test_an_optimizer_is_made_as_by_calling_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    unload_compiler(monkeypatch)
     weight = torch.nn.Parameter(torch.ones(2))
     made, called = (
         make_optimizer(torch.optim.SGD, [weight], (0.5,), {"momentum": 0.9}),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from gradwire.testing import ConnectionPair, wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
 from gradwire.transports import unix
 from gradwire.transports.stream import StreamConnection, StreamOptions
-from gradwire.transports.unix import UnixListener, UnixTransport
+from gradwire.transports.unix import SocketFolder, UnixListener, UnixTransport
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_the_kernel_knows_the_user(transport: UnixTransport) -> None:
 
 
 def test_nobody_listens(folder: Path, transport: UnixTransport) -> None:
-    with pytest.raises(ConnectFailed, match="nobody answers"):
+    with pytest.raises(ConnectFailed, match="no answer"):
         transport.connect(f"unix://{folder}/w.sock", soon())
 
 
@@ -169,7 +172,7 @@ def test_large_tensors_leave_the_socket_alone(transport: UnixTransport) -> None:
         before = pair.near.bytes_sent
         send_call(pair.near, 2, b"", [torch.zeros(1 << 20)])
         assert pair.near.bytes_sent - before < 1000
-        arena = pair.near.statistics().arena
+        arena = pair.near.arena_statistics()
         assert (arena.num_slots, arena.num_created) == (1, 1)
     listener.close()
 
@@ -222,3 +225,32 @@ def test_accepting_from_a_closed_listener_is_harmless(transport: UnixTransport) 
     listener.close()
     wait_until(lambda: listener.accept_nowait() is None, 1, "nobody comes")
     assert listener.fileno() == -1
+
+
+def test_is_private_and_removed() -> None:
+    folder = SocketFolder()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.close()
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_one_of_a_killed_process_is_removed_by_the_next() -> None:
+    program = (
+        "from gradwire.transports.unix import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    )
+    assert process.stdout is not None
+    path = process.stdout.readline().strip()
+    SocketFolder().close()
+    assert os.path.isdir(path), "the folder of a process that lives must stay"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    SocketFolder().close()
+    assert not os.path.exists(path)

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from gradwire._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
 from gradwire.shard.backend import Part
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.group_backend import GroupEngine
+from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.ops.pointwise import note_gradient, probe
 from gradwire.shard.tensor import ShardedTensor, first_here
 
 _T: Any = torch.Tensor
 
 
-def _of_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the object itself can tell: it has the size, dtype and device of the whole."""
-    with torch._C.DisableTorchFunctionSubclass():
+def _of_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask the object itself: it has the size, dtype and device of the whole."""
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -33,62 +34,55 @@ for _name in _ATTRIBUTES.split():
 implements(
     _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point,
     _T.is_complex, _T.is_signed, _T.element_size, _T.__len__, _T.get_device, torch.numel, torch.is_floating_point,
-    torch.is_complex, torch.is_signed, _T.is_inference, torch.is_inference, torch._has_compatible_shallow_copy_type,
+    torch.is_complex, torch.is_signed, _T.is_inference, torch.is_inference, has_compatible_shallow_copy_type,
 )(_of_wrapper)  # fmt: skip
 
 
 @implements(_T.requires_grad.__get__)
-def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensor: ShardedTensor = args[0]
+def _requires_grad(func: Any, tensor: ShardedTensor) -> bool:
     first = first_here(tensor._parts)
-    if first is not None:
-        return first.requires_grad
-    return tensor._metadata.tensor_properties.requires_grad
+    return first.requires_grad if first is not None else tensor._metadata.tensor_properties.requires_grad
 
 
 @implements(_T.requires_grad_, _T.requires_grad.__set__)
-def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
-    if flag != tensor.requires_grad:
-        probe(tensor).requires_grad_(flag)  # raises here what the parts would raise
-        tensor._engine.settle()  # what was made of it before has no gradient
-        tensor._parts = tensor._engine.run(
-            torch.Tensor.requires_grad_, tensor._layout, tensor._parts, requires_grad=flag
+def _set_requires_grad(func: Any, tensor: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+    if requires_grad != tensor.requires_grad:
+        probe(tensor).requires_grad_(requires_grad)  # raises here what the parts would raise
+        tensor._backend.settle()  # what was made of it before has no gradient
+        tensor._parts = tensor._backend.run(
+            torch.Tensor.requires_grad_, tensor._layout, tensor._parts, requires_grad=requires_grad
         )
-        note_gradient(tensor, flag, tensor.is_leaf)
+        note_gradient(tensor, requires_grad, tensor.is_leaf)
     return tensor
 
 
 @implements(_T.is_leaf.__get__)
-def _is_leaf(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first = first_here(args[0]._parts)
-    return first.is_leaf if first is not None else not args[0]._is_result
+def _is_leaf(func: Any, tensor: ShardedTensor) -> bool:
+    first = first_here(tensor._parts)
+    return first.is_leaf if first is not None else not tensor._is_result
 
 
 @implements(_T.grad_fn.__get__)
-def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = first_here(args[0]._parts)
+def _grad_fn(func: Any, tensor: ShardedTensor) -> Any:
+    first = first_here(tensor._parts)
     return first.grad_fn if first is not None else None
 
 
 @implements(_T.__format__)
-def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """In an f-string: the same as printed; with a format, the one element."""
-    tensor, wanted = args
-    return format(_item(_T.item, (tensor,), {}), wanted) if wanted else repr(tensor)
+def _format(func: Any, tensor: ShardedTensor, wanted: str) -> str:
+    # In an f-string: the same as printed; with a format, the one element.
+    return format(_item(_T.item, tensor), wanted) if wanted else repr(tensor)
 
 
 @implements(_T.is_pinned)
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensor: ShardedTensor = args[0]
+def _is_pinned(func: Any, tensor: ShardedTensor, device: Any = None) -> bool:
     return tensor._metadata.tensor_properties.pin_memory
 
 
 @implements(_T.new_empty, _T.new_full, _T.new_ones, _T.new_tensor, _T.new_zeros)
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A plain tensor of the same dtype, on the same device."""
-    found: torch.Tensor = func(args[0]._like, *args[1:], **kwargs)
+def _new(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make a plain tensor of the same dtype, on the same device."""
+    found: torch.Tensor = func(tensor._like, *args, **kwargs)
     return found
 
 
@@ -96,9 +90,8 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 @implements(_T.grad.__get__)
-def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | None:
-    """The gradients of this rank's shards; None if they have none, and over RPC, where contexts have them."""
-    tensor: ShardedTensor = args[0]
+def _grad(func: Any, tensor: ShardedTensor) -> ShardedTensor | None:
+    """Return the gradients of this rank's shards; None if they have none, and over RPC, where contexts have them."""
     parts = _parts_here(tensor)
     if parts is None or all(part.grad is None for part in parts):
         return None
@@ -107,9 +100,7 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
 
 
 @implements(_T.grad.__set__, _T.grad.__delete__)
-def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensor: ShardedTensor = args[0]
-    gradient = args[1] if len(args) > 1 else None
+def _set_grad(func: Any, tensor: ShardedTensor, gradient: Any = None) -> None:
     parts = _parts_here(tensor)
     if gradient is None:
         for part in parts or ():
@@ -124,8 +115,8 @@ def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 @implements(_T.retain_grad)
-def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    parts = _parts_here(args[0])
+def _retain_grad(func: Any, tensor: ShardedTensor) -> None:
+    parts = _parts_here(tensor)
     if parts is None:
         raise unsupported(func, "over RPC gradients are in contexts")
     for part in parts:
@@ -133,8 +124,8 @@ def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _parts_here(tensor: ShardedTensor) -> list[torch.Tensor] | None:
-    """This rank's parts; None over RPC."""
-    if not isinstance(tensor._engine, GroupEngine):
+    """Return this rank's parts; None over RPC."""
+    if not isinstance(tensor._backend, GroupBackend):
         return None
     return [part for part in tensor._parts if isinstance(part, torch.Tensor)]
 
@@ -143,9 +134,7 @@ def _parts_here(tensor: ShardedTensor) -> list[torch.Tensor] | None:
 
 
 @implements(_T.item, _T.__bool__, _T.__float__, _T.__int__, _T.__complex__, _T.__index__)
-def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a tensor that has one element only."""
-    tensor: ShardedTensor = args[0]
+def _item(func: Any, tensor: ShardedTensor) -> Any:
     if tensor.numel() != 1:
         raise unsupported(func, f"it has {tensor.numel()} elements, not one")
     return func(tensor.full_tensor().detach())

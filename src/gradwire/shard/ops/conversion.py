@@ -1,4 +1,4 @@
-"""Copies of sharded tensors: as they are, of another dtype, on another device, of the same size with other elements."""
+"""Copies of sharded tensors: of another dtype, on another device, of the same size with other elements."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from gradwire.shard.backend import Engine
+from gradwire._torch import DisableTorchFunctionSubclass, calculate_correct_fan
+from gradwire.shard.backend import Backend
 from gradwire.shard.creation import share_references
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.group_backend import GroupEngine
-from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata
-from gradwire.shard.ops.pointwise import call, note_gradient, offer, pointwise
+from gradwire.shard.group_backend import GroupBackend
+from gradwire.shard.metadata import ShardMetadata
+from gradwire.shard.ops.pointwise import call, find_functions, needs_gradient, note_gradient
 from gradwire.shard.placement import placement_of
 from gradwire.shard.sharding_spec import infer_sharding_spec
 from gradwire.shard.tensor import ShardedTensor
@@ -24,33 +25,22 @@ _T: Any = torch.Tensor
 
 
 @implements(_T.detach, torch.detach, _T.data.__get__)
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Shares memory with the original, as always."""
-    tensor: ShardedTensor = args[0]
-    with torch.no_grad():
-        return tensor._with_parts(tensor._engine.run(torch.Tensor.detach, tensor._layout, tensor._parts))
-
-
-for _key, _function in {
-    "torch.clone": torch.clone,
-    "Tensor.clone": _T.clone,
-    "Tensor.contiguous": _T.contiguous,
-}.items():
-    implements(offer(_key, _function))(pointwise)
+def _detach(func: Any, input: ShardedTensor) -> ShardedTensor:
+    with torch.no_grad():  # shares memory with the original, as always
+        return input._with_parts(input._backend.run(torch.Tensor.detach, input._layout, input._parts))
 
 
 @implements(_T.data.__set__)
-def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The parts stay the same objects, so whoever has them (an optimizer, say) sees the new data."""
-    tensor, other = args
+def _set_data(func: Any, tensor: Any, other: Any) -> None:
+    # The parts stay the same objects, so an optimizer that holds them sees the new data.
     if not isinstance(tensor, ShardedTensor) or not isinstance(other, ShardedTensor):
         raise unsupported(func, "both must be sharded")
-    if other._layout != tensor._layout or other._engine != tensor._engine:
+    if other._layout != tensor._layout or other._backend != tensor._backend:
         raise unsupported(func, "the new data must be sharded in the same way; use redistribute()")
-    engine = tensor._engine
-    engine.settle()
-    engine.settle(engine.run(set_data, tensor._layout, tensor._parts, other._parts))
-    with torch._C.DisableTorchFunctionSubclass():
+    backend = tensor._backend
+    backend.settle()
+    backend.settle(backend.run(set_data, tensor._layout, tensor._parts, other._parts))
+    with DisableTorchFunctionSubclass():
         func(tensor, other)  # the object itself has a dtype and a device
     tensor._sharding_spec = other._sharding_spec
     properties = replace(other._metadata.tensor_properties, requires_grad=tensor.requires_grad)
@@ -58,210 +48,204 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def set_data(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Gives a part other data, of any dtype."""
+    """Give a part other data, of any dtype."""
     part.data = value.detach()
     return part
+
+
+@implements(torch.Tensor.__deepcopy__)
+def _deepcopy(func: Any, tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
+    """Make a leaf of its own, with the same layout; a parameter stays one.
+
+    Raises:
+        RuntimeError: It is the result of an operation.
+    """
+    if id(tensor) in memo:
+        found: ShardedTensor = memo[id(tensor)]
+        return found
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "only sharded tensors that are leaves of the graph support the deepcopy protocol, and this one is the result of "
+            "an operation; copy tensor.detach()"
+        )
+    requires_grad = tensor.requires_grad
+    with torch.no_grad():
+        parts = tensor._backend.run(copy_part, tensor._layout, tensor._parts, requires_grad=requires_grad)
+        made = tensor._with_parts(parts)
+    made._metadata = tensor._metadata
+    made._is_result = False
+    made._is_param = tensor._is_param
+    memo[id(tensor)] = made
+    return made
+
+
+def copy_part(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Copy a part, with its gradient."""
+    made = tensor.detach().clone().requires_grad_(requires_grad)
+    if tensor.is_leaf and tensor.grad is not None:
+        made.grad = tensor.grad.detach().clone()
+    return made
 
 
 # -- dtypes and devices ------------------------------------------------------------------------------------------------
 
 
 @implements(_T.to)
-def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    rest = list(args[1:])
-    options = {name: value for name, value in kwargs.items() if name != "process_group"}
-    other = options.pop("other", None)
+def _to(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    rest, other = list(args), kwargs.pop("other", None)
     if other is None and rest and isinstance(rest[0], torch.Tensor):
         other = rest.pop(0)
     if other is not None:
         rest = [other.device, other.dtype, *rest]
-    dtype = options.get("dtype") or next((value for value in rest if isinstance(value, torch.dtype)), tensor.dtype)
-    return _convert(tensor, dtype, _device_of(rest, options), _wants_copy(rest, options), kwargs)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str) or type(value) is int
-
-
-def _device_of(rest: list[Any], options: dict[str, Any]) -> torch.device | None:
-    named = options.get("device", rest[0] if rest and _is_device(rest[0]) else None)
-    return None if named is None else torch.device(named)
-
-
-def _wants_copy(rest: list[Any], options: dict[str, Any]) -> bool:
-    flags = [value for value in rest if type(value) is bool]  # non_blocking, copy
-    return bool(options.get("copy", flags[1] if len(flags) > 1 else False))
+    dtype = kwargs.pop("dtype", None) or next((item for item in rest if isinstance(item, torch.dtype)), tensor.dtype)
+    first = rest[0] if rest else None
+    is_device = isinstance(first, torch.device | str) or type(first) is int
+    device = kwargs.pop("device", first if is_device else None)
+    flags = [item for item in rest if type(item) is bool]  # non_blocking, copy
+    copy = bool(kwargs.pop("copy", flags[1] if len(flags) > 1 else False))
+    return _convert(tensor, dtype, device, copy, **kwargs)
 
 
 @implements(_T.cpu)
-def _cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return _convert(args[0], args[0].dtype, torch.device("cpu"), False, kwargs)
+def _cpu(func: Any, tensor: ShardedTensor, memory_format: Any = None, process_group: Any = None) -> ShardedTensor:
+    return _convert(tensor, tensor.dtype, "cpu", memory_format=memory_format, process_group=process_group)
 
 
 @implements(_T.cuda)
-def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    named = args[1] if len(args) > 1 else kwargs.get("device")
-    device = torch.device("cuda" if named is None else named)
-    return _convert(args[0], args[0].dtype, device, False, kwargs)
+def _cuda(
+    func: Any, tensor: ShardedTensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> ShardedTensor:
+    return _convert(tensor, tensor.dtype, "cuda" if device is None else device, **kwargs)
 
 
 @implements(_T.type_as)
-def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, other = args
-    if not isinstance(tensor, ShardedTensor):
-        return tensor.to(other.dtype)
-    return _convert(tensor, other.dtype, None, False, {})
+def _type_as(func: Any, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return _convert(tensor, other.dtype) if isinstance(tensor, ShardedTensor) else tensor.to(other.dtype)
 
 
 def _convert(
-    tensor: ShardedTensor, dtype: torch.dtype, device: torch.device | None, copy: bool, kwargs: dict[str, Any]
+    tensor: ShardedTensor,
+    dtype: torch.dtype,
+    device: Any = None,
+    copy: bool = False,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+    process_group: Any = None,
 ) -> ShardedTensor:
-    """The tensor itself, if nothing is to be changed."""
-    if device is not None and device.type == tensor.device.type and device.index in (None, tensor.device.index):
-        device = None
-    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+    """Return the tensor itself if nothing is to be changed."""
+    target = None if device is None else torch.device(device)
+    if target is not None and target.type == tensor.device.type and target.index in (None, tensor.device.index):
+        target = None
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
-    group = kwargs.get("process_group")
-    engine = GroupEngine(group) if group is not None else tensor._engine
-    if dtype == tensor.dtype and device is None and not copy and engine == tensor._engine:
+    backend = GroupBackend(process_group) if process_group is not None else tensor._backend
+    if dtype == tensor.dtype and target is None and not copy and backend == tensor._backend:
         return tensor
-    parts = tensor._engine.run(convert_part, tensor._layout, tensor._parts, dtype=dtype, device=_text(device))
+    name = None if target is None else str(target)
+    parts = tensor._backend.run(_T.to, tensor._layout, tensor._parts, dtype=dtype, device=name, copy=True)
     made = tensor._with_parts(parts, dtype)
-    has_gradient = tensor.requires_grad and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex)
+    has_gradient = needs_gradient(tensor) and (dtype.is_floating_point or dtype.is_complex)
     note_gradient(made, has_gradient, not has_gradient)
-    if device is not None or engine != tensor._engine:
-        _place(made, engine, device if device is not None else tensor.device)
-    if tensor._init_rrefs:
-        share_references(made)
-    return made
+    if target is not None or backend != tensor._backend:
+        _place(made, backend, target if target is not None else tensor.device)
+    return share_references(made) if tensor._init_rrefs else made
 
 
-def _text(device: torch.device | None) -> str | None:
-    return None if device is None else str(device)
-
-
-def convert_part(part: torch.Tensor, dtype: torch.dtype, device: str | None) -> torch.Tensor:
-    """A copy of a part."""
-    return part.to(device=part.device if device is None else device, dtype=dtype, copy=True)
-
-
-def _place(tensor: ShardedTensor, engine: Engine, device: torch.device) -> None:
-    """Says in the metadata on which device the parts are, and whose they are."""
-    names = engine.gather_objects(str(_exact(device))) if engine.askers else []  # none outside of the group
-    by_place = dict(zip(engine.askers, names, strict=True))
-    metadata = tensor._metadata
+def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> None:
+    """Note in the metadata on which device the parts are, and whose they are."""
+    own = device
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        own = torch.device("cuda", torch.cuda.current_device())
+    names = backend.gather_objects(str(own)) if backend.participants else []  # none outside of the group
+    by_place = dict(zip(backend.participants, names, strict=True))
     shards = [
         ShardMetadata(
-            shard.shard_offsets, shard.shard_sizes, placement_of(place, by_place.get(place, str(device)), engine)
+            shard.shard_offsets, shard.shard_sizes, placement_of(place, by_place.get(place, str(device)), backend)
         )
-        for shard, place in zip(metadata.shards_metadata, tensor._layout.places, strict=False)
+        for shard, place in zip(tensor._metadata.shards_metadata, tensor._layout.places, strict=False)
     ]
-    tensor._engine, tensor._sharding_spec = engine, infer_sharding_spec(shards)
-    tensor._metadata = ShardedTensorMetadata(shards, metadata.size, metadata.tensor_properties)
-
-
-def _exact(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    tensor._backend, tensor._sharding_spec = backend, infer_sharding_spec(shards)
+    tensor._metadata = replace(tensor._metadata, shards_metadata=shards)
 
 
 # -- of the same size --------------------------------------------------------------------------------------------------
 
 
+@implements(*find_functions("empty_like full_like ones_like rand_like randint_like randn_like zeros_like", "torch"))
 @torch.no_grad()
-def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """A new leaf of the same layout. Random ones draw where each part is."""
-    tensor: ShardedTensor = args[0]
+def _like(func: Callable[..., Any], input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """Make a new leaf of the same layout. Random ones draw where each part is."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if kwargs.get("layout", torch.strided) != torch.strided:
         raise unsupported(func, "only strided tensors can be sharded")
-    if "device" in kwargs and torch.device(kwargs["device"]).type != tensor.device.type:
+    if "device" in kwargs and torch.device(kwargs["device"]).type != input.device.type:
         raise unsupported(func, "it must be on the same device; use to() afterwards")
-    keys = [[value] * len(tensor._parts) for value in args[1:]]
-    parts = tensor._engine.run(
-        call, tensor._layout, tensor._parts, *keys, name=f"torch.{func.__name__}", keywords=[], constants=kwargs
+    columns = [[value] * len(input._parts) for value in args]
+    parts = input._backend.run(
+        call, input._layout, input._parts, *columns, name=f"torch.{func.__name__}", keywords=[], constants=kwargs
     )
-    made = tensor._with_parts(parts, kwargs.get("dtype", tensor.dtype))
+    made = input._with_parts(parts, kwargs.get("dtype", input.dtype))
     made._batch = None
     note_gradient(made, bool(kwargs.get("requires_grad", False)), True)
     return made
-
-
-for _name in ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"):
-    implements(offer(f"torch.{_name}", getattr(torch, _name)))(_like)
 
 
 # -- comparison of all elements ----------------------------------------------------------------------------------------
 
 
 @implements(torch.equal, _T.equal)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The same for everybody who asks."""
-    tensor, other = _two(args, kwargs)
-    return _could_be_same(tensor, other) and _are_all(tensor == other)
+def _equal(func: Any, input: torch.Tensor, other: torch.Tensor) -> bool:
+    return _could_be_same(input, other) and _are_all(input == other)
 
 
 @implements(torch.allclose, _T.allclose)
-def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The same for everybody who asks."""
-    tensor, other = _two(args, kwargs)
-    return _could_be_same(tensor, other) and _are_all(torch.isclose(*args, **kwargs))
+def _allclose(func: Any, input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return _could_be_same(input, other) and _are_all(torch.isclose(input, other, *args, **kwargs))
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    rest = [kwargs[name] for name in ("input", "other") if name in kwargs]
-    tensor, other = (*args[:2], *rest)
-    return tensor, other
-
-
-def _could_be_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.size() == other.size() and tensor.dtype == other.dtype
+def _could_be_same(input: torch.Tensor, other: torch.Tensor) -> bool:
+    return input.size() == other.size() and input.dtype == other.dtype
 
 
 def _are_all(flags: torch.Tensor) -> bool:
-    """Whether all elements are True; outside of the process group, where there are none, they are."""
+    """Return whether all elements are True; outside of the process group, where there are none, they are."""
     assert isinstance(flags, ShardedTensor)  # as one of the operands was
-    engine = flags._engine
-    is_outside = isinstance(engine, GroupEngine) and not engine.is_member
+    backend = flags._backend
+    is_outside = isinstance(backend, GroupBackend) and not backend.is_member
     return is_outside or bool(flags.all())
 
 
-def _read(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardedTensor, dict[str, Any]]:
-    found = {**kwargs, **dict(zip(["tensor", *names.split()], args, strict=False))}
-    tensor = found.pop("tensor")
-    return tensor, {name: value for name, value in found.items() if value is not None}
+# -- nn.init -----------------------------------------------------------------------------------------------------------
 
 
 @implements(init.uniform_)
 @torch.no_grad()
-def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, options = _read("a b generator", args, kwargs)
-    return tensor.uniform_(options.pop("a", 0.0), options.pop("b", 1.0), **options)
+def _uniform(func: Any, tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
+    return tensor.uniform_(a, b, **_generator(generator))
 
 
 @implements(init.normal_)
 @torch.no_grad()
-def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, options = _read("mean std generator", args, kwargs)
-    return tensor.normal_(options.pop("mean", 0.0), options.pop("std", 1.0), **options)
+def _normal(func: Any, tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
+    return tensor.normal_(mean, std, **_generator(generator))
 
 
 @implements(init.constant_)
 @torch.no_grad()
-def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, options = _read("val", args, kwargs)
-    return tensor.fill_(options["val"])
+def _constant(func: Any, tensor: Any, val: float) -> Any:
+    return tensor.fill_(val)
 
 
 @implements(init.kaiming_uniform_)
 @torch.no_grad()
-def _kaiming_uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, options = _read("a mode nonlinearity generator", args, kwargs)
+def _kaiming_uniform(
+    func: Any, tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Any:
     if not tensor.numel():
         return tensor
-    fan = init._calculate_correct_fan(tensor, options.pop("mode", "fan_in"))
-    gain = init.calculate_gain(options.pop("nonlinearity", "leaky_relu"), options.pop("a", 0))
-    bound = math.sqrt(3.0) * gain / math.sqrt(fan)
-    return tensor.uniform_(-bound, bound, **options)
+    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(calculate_correct_fan(tensor, mode))
+    return tensor.uniform_(-bound, bound, **_generator(generator))
+
+
+def _generator(generator: Any) -> dict[str, Any]:
+    return {} if generator is None else {"generator": generator}  # it cannot be sent to workers

@@ -1,4 +1,7 @@
-"""`embedding`: rows of a sharded table, for everybody's own ids."""
+"""`embedding` and `embedding_bag`: rows of a sharded table, for every participant's own ids.
+
+Each block of the table is asked for the ids in its rows, and answers with these rows or, for bags, with their sums.
+"""
 
 from __future__ import annotations
 
@@ -9,239 +12,19 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from gradwire.shard.backend import Engine, Question, Request
+from gradwire.shard.backend import Backend, Question, Request
 from gradwire.shard.dispatch import implements
 from gradwire.shard.layout import Layout, stack_rows
+from gradwire.shard.ops.pointwise import needs_gradient
 from gradwire.shard.tensor import ShardedTensor
-
-Rows = tuple[int, int]
-"""The first row of a block, and how many it has."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Those of somebody's ids that lie in some rows.
-
-    Attributes:
-        ids: Counted from the first of these rows.
-        positions: Where they are among all; None if they are all of them.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor | None
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The values that belong to these ids, from those of all."""
-        return values if self.positions is None else values.index_select(0, self.positions)
-
-
-def by_rows(table: ShardedTensor, ids: torch.Tensor) -> list[Wanted]:
-    """For each block, the ids in its rows; blocks with the same rows share them."""
-    found: dict[Rows, Wanted] = {}
-    for rows in _rows_of_blocks(table):
-        if rows not in found:
-            found[rows] = _find(ids, rows, table.size(0))
-    return [found[rows] for rows in _rows_of_blocks(table)]
-
-
-def _rows_of_blocks(table: ShardedTensor) -> list[Rows]:
-    """Blocks without columns get no ids."""
-    return [(box.offsets[0], box.sizes[0] if box.sizes[1] else 0) for box in table._layout.boxes]
-
-
-def _find(ids: torch.Tensor, rows: Rows, num_rows: int) -> Wanted:
-    first, number = rows
-    if number == num_rows:
-        return Wanted(ids.to(torch.int32), None)
-    local = ids - first
-    positions = ((local >= 0) & (local < number)).nonzero().view(-1)
-    return Wanted(local.index_select(0, positions).to(torch.int32), positions)
-
-
-def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exception | None:
-    """The error for ids that are no integers, or for one that is no row of the table. Others' ids may be right."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        return RuntimeError(
-            f"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
-            f"{ids.dtype} instead (while checking arguments for {name})"
-        )
-    if not ids.numel():
-        return None
-    smallest, largest = (int(item) for item in torch.aminmax(ids))
-    if smallest >= 0 and largest < table.size(0):
-        return None
-    bad = smallest if smallest < 0 else largest
-    return IndexError(f"index out of range in self: {bad} is no row of a table that has {table.size(0)}")
-
-
-def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
-    """The table, if it is one, and the ids are plain.
-
-    Raises:
-        TypeError: The ids are sharded, or the table is not.
-        RuntimeError: The table has not two dimensions.
-    """
-    if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
-        raise TypeError(f"{name}: the weight is to be sharded, the input is to be a plain tensor: everybody's own ids")
-    if table.dim() != 2:
-        raise RuntimeError(f"{name}: 'weight' must be 2-D, but has {table.dim()} dimensions")
-    return table
-
-
-def row_in_block(row: int | None, rows: Rows) -> int | None:
-    """A row, counted from the first one of a block; None if it is not in there."""
-    return row - rows[0] if row is not None and rows[0] <= row < rows[0] + rows[1] else None
-
-
-def wants_gradient(table: ShardedTensor) -> bool:
-    """Whether blocks of which nobody wants anything get a gradient, too, which is zero: all are stepped alike then."""
-    return torch.is_grad_enabled() and table.requires_grad
-
-
-def columns_of(table: ShardedTensor) -> list[slice]:
-    """Those of each block."""
-    return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
-
-
-# -- what comes back ---------------------------------------------------------------------------------------------------
-
-
-def assemble(
-    size: tuple[int, int],
-    answers: Sequence[torch.Tensor],
-    rows: Sequence[torch.Tensor | None],
-    columns: Sequence[slice],
-    is_sum: bool,
-) -> torch.Tensor:
-    """A matrix of answers.
-
-    Args:
-        size: Of the matrix.
-        answers: Those of all blocks.
-        rows: Where each row of an answer goes; None if it is for all rows, in order.
-        columns: Where its columns go.
-        is_sum: Whether answers for the same element add up; else each element is answered once.
-    """
-    found: torch.Tensor = _Assemble.apply(size, rows, columns, is_sum, *answers)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Assemble(torch.autograd.Function):
-    """Each answer gets the gradient of where it went."""
-
-    @staticmethod
-    def forward(ctx: Any, size: Any, rows: Any, columns: Any, is_sum: bool, *answers: torch.Tensor) -> torch.Tensor:
-        ctx.where = rows, columns
-        full = [number for number, answer in enumerate(answers) if answer.numel()]
-        if is_sum and full and rows[full[0]] is None and answers[full[0]].size() == torch.Size(size):
-            made = answers[full.pop(0)].clone()
-        else:
-            made = (torch.zeros if is_sum else torch.empty)(size, dtype=answers[0].dtype, device=answers[0].device)
-        for number in full:
-            _put(made[:, columns[number]], rows[number], answers[number], is_sum)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        found = [
-            gradient[:, of_block] if taken is None else gradient[:, of_block].index_select(0, taken)
-            for taken, of_block in zip(*ctx.where, strict=True)
-        ]
-        return None, None, None, None, *found
-
-
-def _put(target: torch.Tensor, rows: torch.Tensor | None, answer: torch.Tensor, is_sum: bool) -> None:
-    if rows is None:
-        target.add_(answer) if is_sum else target.copy_(answer)
-    elif is_sum:
-        target.index_add_(0, rows, answer)
-    else:
-        target.index_copy_(0, rows, answer)
-
-
-# -- max_norm ----------------------------------------------------------------------------------------------------------
-
-
-def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_type: float, error: Any) -> None:
-    """Scales the rows that anybody looks up and whose norm is larger to that norm, in place, each once.
-
-    A block that has whole rows sees to itself. If rows are cut, everybody adds up the norms of what the blocks have of
-    their rows, and then tells the blocks.
-    """
-    unique = torch.unique(ids) if error is None else ids[:0]
-    wanted = by_rows(table, unique)
-    table._engine.settle()  # nobody reads what is being changed
-    with torch.no_grad():
-        if table._layout.is_whole_along(1, table.size(1)):
-            _ask(table, [(item.ids,) for item in wanted], scale_whole_rows, [max_norm, norm_type], 0, error)
-            return
-        answers = _ask(table, [(item.ids,) for item in wanted], sum_powers, [norm_type], 1, error)
-        norms = _join_norms(table, wanted, answers, unique.numel(), norm_type)
-        scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        _ask(table, [(item.ids, item.of(scales)) for item in wanted], scale_rows, [], 0, None)
-
-
-def _ask(
-    table: ShardedTensor, requests: Sequence[Request], function: Any, setting: Any, width: int, error: Any
-) -> list[torch.Tensor]:
-    num_blocks = len(table._layout.boxes)
-    question = Question(function, requests, [setting] * num_blocks, 0, [[width]] * num_blocks, table._like, error)
-    return table._engine.ask(question, table._layout, table._parts)
-
-
-def _join_norms(
-    table: ShardedTensor, wanted: Sequence[Wanted], answers: Sequence[torch.Tensor], number: int, norm_type: float
-) -> torch.Tensor:
-    powers = torch.zeros(number, dtype=table.dtype, device=table._like.device)
-    for item, answer in zip(wanted, answers, strict=True):
-        rows = torch.arange(number, device=powers.device) if item.positions is None else item.positions
-        if norm_type == float("inf"):
-            powers[rows] = torch.maximum(powers[rows], answer.view(-1))
-        else:
-            powers.index_add_(0, rows, answer.view(-1))
-    return powers if norm_type == float("inf") else powers.pow(1 / norm_type)
-
-
-def scale_whole_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Sequence[float]) -> torch.Tensor:
-    """Renormalizes rows where they are; answers nothing."""
-    (ids,) = request
-    if ids.numel():
-        max_norm, norm_type = setting
-        torch.embedding_renorm_(part.detach(), ids.to(torch.int64), max_norm, norm_type)
-    return part.new_empty(ids.numel(), 0)
-
-
-def sum_powers(part: torch.Tensor, request: Request, lengths: Any, setting: Sequence[float]) -> torch.Tensor:
-    """What a block contributes to the norms of rows."""
-    (ids,) = request
-    rows = part.detach().index_select(0, ids).abs()
-    (norm_type,) = setting
-    if norm_type == float("inf"):
-        return rows.amax(1, keepdim=True) if rows.size(1) else rows.new_zeros(ids.numel(), 1)
-    return rows.pow(norm_type).sum(1, keepdim=True)
-
-
-def scale_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Any) -> torch.Tensor:
-    """Scales rows; who asks for the same row says the same, as everybody adds up in the same order."""
-    ids, scales = request
-    values = part.detach()
-    rows, which = torch.unique(ids, return_inverse=True)
-    once = torch.ones(rows.numel(), dtype=scales.dtype, device=scales.device).index_copy_(0, which, scales)
-    values.index_copy_(0, rows.to(torch.int64), values.index_select(0, rows) * once.unsqueeze(1))
-    return part.new_empty(ids.numel(), 0)
-
 
 Setting = tuple[int | None, bool, bool]
 """The row without a gradient, counted from the block's first; whether gradients are scaled by frequency; are sparse."""
 
 
 @implements(F.embedding)
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return _do_embedding(*args, **kwargs)
-
-
-def _do_embedding(
+def _embedding(
+    func: Any,
     input: torch.Tensor,
     weight: torch.Tensor,
     padding_idx: int | None = None,
@@ -251,40 +34,51 @@ def _do_embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     table = check_table(weight, input, "embedding")
-    padding = _padding_row(table, padding_idx)
+    padding = _padding_row(table, padding_idx, AssertionError("Padding_idx must be within num_embeddings"))
     ids = input.reshape(-1)
     error = find_problem(table, ids, "embedding")
     if max_norm is not None:
         renormalize(table, ids, max_norm, norm_type, error)
     wanted = by_rows(table, ids if error is None else ids[:0])
-    boxes = table._layout.boxes
-    settings = [(row_in_block(padding, (box.offsets[0], box.sizes[0])), scale_grad_by_freq, sparse) for box in boxes]
-    question = Question(
-        answer_rows,
-        [(item.ids,) for item in wanted],
-        settings,
-        0,
-        [box.sizes[1:] for box in boxes],
-        table._like,
-        error,
-        asks_all=wants_gradient(table),
-    )
-    answers = table._engine.ask(question, table._layout, table._parts)
+    paddings = [_row_in_block(padding, box.offsets[0], box.sizes[0]) for box in table._layout.boxes]
+    settings = [(row, scale_grad_by_freq, sparse) for row in paddings]
+    answers = _ask(table, answer_rows, [(item.ids,) for item in wanted], settings, error)
     size = (ids.numel(), table.size(1))
     rows = [item.positions for item in wanted]
     return assemble(size, answers, rows, columns_of(table), is_sum=False).view(*input.size(), size[1])
 
 
-def _padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
+def _padding_row(table: ShardedTensor, padding_idx: int | None, error: Exception) -> int | None:
     if padding_idx is None:
         return None
     if not -table.size(0) <= padding_idx < table.size(0):
-        raise AssertionError("Padding_idx must be within num_embeddings")
+        raise error
     return padding_idx % table.size(0)
 
 
-def answer_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Setting) -> torch.Tensor:
-    """Rows of a block; those of all who ask in one lookup, so that frequencies count over all of them."""
+def _row_in_block(row: int | None, first: int, number: int) -> int | None:
+    return row - first if row is not None and first <= row < first + number else None
+
+
+def _ask(
+    table: ShardedTensor,
+    function: Any,
+    requests: Sequence[Request],
+    settings: Sequence[Any],
+    error: Exception | None,
+    along: int = 0,
+    width: int | None = None,
+) -> list[torch.Tensor]:
+    """Ask all blocks; answers are as wide as the blocks unless a width is given."""
+    rests = [[box.sizes[1] if width is None else width] for box in table._layout.boxes]
+    # Blocks of which nothing is wanted get a gradient of zero, too: all are stepped alike then.
+    asks_all = needs_gradient(table)
+    question = Question(function, requests, settings, along, rests, table._like, error, asks_all)
+    return table._backend.ask(question, table._layout, table._parts)
+
+
+def answer_rows(part: torch.Tensor, request: Request, setting: Setting) -> torch.Tensor:
+    """Return rows of a block; those of all participants in one lookup, so that frequencies count over all of them."""
     (ids,) = request
     padding, scale_grad_by_freq, sparse = setting
     if not part.numel() and not sparse:  # torch cannot differentiate that twice
@@ -292,28 +86,23 @@ def answer_rows(part: torch.Tensor, request: Request, lengths: Any, setting: Set
     return F.embedding(ids, part, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
+# -- embedding_bag ----------------------------------------------------------------------------------------------------
+
 BagSetting = tuple[str, bool, bool]
 """The mode; whether gradients are scaled by frequency; whether they are sparse."""
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Somebody's bags.
+    """One participant's bags."""
 
-    Attributes:
-        ids: Of all bags, one after the other.
-        bags: The bag of each.
-        number: How many bags there are.
-        weights: Of the ids, if there are any.
-    """
-
-    ids: torch.Tensor
-    bags: torch.Tensor
-    number: int
-    weights: torch.Tensor | None
+    ids: torch.Tensor  # of all bags, one after the other
+    bags: torch.Tensor  # the bag of each id
+    number: int  # how many bags there are
+    weights: torch.Tensor | None  # of the ids, if there are any
 
     def without(self, row: int | None) -> Bags:
-        """Without an id that does not count."""
+        """Return the bags without an id that does not count."""
         if row is None:
             return self
         kept = (self.ids != row).nonzero().view(-1)
@@ -321,16 +110,12 @@ class Bags:
         return Bags(self.ids.index_select(0, kept), self.bags.index_select(0, kept), self.number, weights)
 
     def counts(self) -> torch.Tensor:
-        """How many ids are in each bag."""
         return torch.bincount(self.bags, minlength=self.number)
 
 
 @implements(F.embedding_bag)
-def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return _do_embedding_bag(*args, **kwargs)
-
-
-def _do_embedding_bag(
+def _embedding_bag(
+    func: Any,
     input: torch.Tensor,
     weight: torch.Tensor,
     offsets: torch.Tensor | None = None,
@@ -348,16 +133,19 @@ def _do_embedding_bag(
     _check(setting, per_sample_weights)
     error: Exception | None
     try:
-        _check_weights(table, input, per_sample_weights)
+        if per_sample_weights is not None:
+            _check_weights(table, input, per_sample_weights)
         bags = _read_bags(input, offsets, per_sample_weights, include_last_offset)
         error = find_problem(table, bags.ids, "embedding_bag")
-    except (RuntimeError, ValueError) as failure:  # the bags of others may be right, and they must hear of it
+    except (RuntimeError, ValueError) as failure:  # the bags of other ranks may be right, and they must learn of it
         error = failure
     if error is not None:
         bags = _no_bags(input, per_sample_weights)
     if max_norm is not None:
         renormalize(table, bags.ids, max_norm, norm_type, error)
-    return _look_up(table, bags.without(_bag_padding_row(table, padding_idx)), setting, error)
+    limit = f"padding_idx must be within the number of embeddings, {table.size(0)}, but is {padding_idx}"
+    padding = _padding_row(table, padding_idx, RuntimeError(limit))
+    return _look_up(table, bags.without(padding), setting, error)
 
 
 def _check(setting: BagSetting, weights: torch.Tensor | None) -> None:
@@ -372,16 +160,6 @@ def _check(setting: BagSetting, weights: torch.Tensor | None) -> None:
         raise NotImplementedError(
             f"embedding_bag: per_sample_weights is only supported for mode='sum' (got mode='{mode}')"
         )
-
-
-def _bag_padding_row(table: ShardedTensor, padding_idx: int | None) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -table.size(0) <= padding_idx < table.size(0):
-        raise RuntimeError(
-            f"padding_idx must be within the number of embeddings, {table.size(0)}, but is {padding_idx}"
-        )
-    return padding_idx % table.size(0)
 
 
 # -- the bags ----------------------------------------------------------------------------------------------------------
@@ -400,29 +178,6 @@ def _read_bags(
         raise ValueError(f"input has to be 1D or 2D Tensor, but got Tensor of dimension {input.dim()}")
     if offsets is None or offsets.dim() != 1:
         raise ValueError(f"offsets has to be a 1D Tensor but got {offsets}")
-    return _read_offsets(input, offsets, weights, include_last_offset)
-
-
-def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor | None) -> None:
-    if weights is None:
-        return
-    if weights.size() != input.size():
-        raise ValueError(
-            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
-            f"the input ({input.size()})"
-        )
-    if weights.dtype != table.dtype:
-        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
-
-
-def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-    ids = input.reshape(-1)[:0]
-    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
-
-
-def _read_offsets(
-    input: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, include_last_offset: bool
-) -> Bags:
     starts = offsets.to(torch.int64)
     if include_last_offset and not starts.numel():
         raise RuntimeError("include_last_offset: number of offsets should be at least 1")
@@ -445,23 +200,27 @@ def _read_offsets(
     return Bags(input[:used], bags, sizes.numel(), None if weights is None else weights[:used])
 
 
-# -- asking ------------------------------------------------------------------------------------------------------------
+def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Tensor) -> None:
+    if weights.size() != input.size():
+        raise ValueError(
+            f"embedding_bag: If per_sample_weights ({weights.size()}) is not None, then it must have the same shape as "
+            f"the input ({input.size()})"
+        )
+    if weights.dtype != table.dtype:
+        raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
+
+
+def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
+    ids = input.reshape(-1)[:0]
+    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
+
+
+# -- the questions -------------------------------------------------------------------------------------------------------
 
 
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
     requests, rows = _requests(table, bags)
-    boxes = table._layout.boxes
-    question = Question(
-        answer_bags,
-        requests,
-        [setting] * len(boxes),
-        1,
-        [box.sizes[1:] for box in boxes],
-        table._like,
-        error,
-        asks_all=wants_gradient(table),
-    )
-    answers = table._engine.ask(question, table._layout, table._parts)
+    answers = _ask(table, answer_bags, requests, [setting] * len(requests), error, along=1)
     size = (bags.number, table.size(1))
     if setting[0] == "max":
         return _largest(size, answers, rows, columns_of(table))
@@ -472,32 +231,24 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Excep
 
 
 def _requests(table: ShardedTensor, bags: Bags) -> tuple[list[Request], list[torch.Tensor | None]]:
-    """For each block: ids, how many in each bag that has any, weights; and which bags these are (None for all)."""
-    found: dict[int, tuple[Request, torch.Tensor | None]] = {}  # blocks with the same rows share them
-    requests, rows = [], []
-    for wanted in by_rows(table, bags.ids):
-        if id(wanted) not in found:
-            found[id(wanted)] = _request(wanted, bags)
-        request, present = found[id(wanted)]
-        requests.append(request)
-        rows.append(present)
-    return requests, rows
+    """Return for each block: ids, how many in each bag that has any, weights; and which bags these are (None for all)."""
+    by_block = by_rows(table, bags.ids)
+    made = {id(wanted): _request(wanted, bags) for wanted in by_block}  # blocks with the same rows share them
+    found = [made[id(wanted)] for wanted in by_block]
+    return [request for request, _ in found], [present for _, present in found]
 
 
 def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
-    counts = torch.bincount(wanted.of(bags.bags), minlength=bags.number)
-    present: torch.Tensor | None = counts.nonzero().view(-1)
-    assert present is not None
-    if present.numel() == bags.number:
-        present = None
-    else:
-        counts = counts.index_select(0, present)
-    weights = () if bags.weights is None else (wanted.of(bags.weights),)
-    return (wanted.ids, counts.to(torch.int32), *weights), present
+    counts = torch.bincount(wanted.select(bags.bags), minlength=bags.number)
+    present = counts.nonzero().view(-1)
+    is_complete = present.numel() == bags.number
+    counts = counts if is_complete else counts.index_select(0, present)
+    weights = () if bags.weights is None else (wanted.select(bags.weights),)
+    return (wanted.ids, counts.to(torch.int32), *weights), None if is_complete else present
 
 
-def answer_bags(part: torch.Tensor, request: Request, lengths: Any, setting: BagSetting) -> torch.Tensor:
-    """What a block has of each bag: a sum, or the largest; for all who ask in one lookup."""
+def answer_bags(part: torch.Tensor, request: Request, setting: BagSetting) -> torch.Tensor:
+    """Return what a block has of each bag: a sum, or the largest; for all participants in one lookup."""
     ids, counts, *weights = request
     mode, scale_grad_by_freq, sparse = setting
     offsets = counts.cumsum(0, dtype=counts.dtype) - counts
@@ -538,7 +289,7 @@ def _largest(
     rows: Sequence[torch.Tensor | None],
     columns: Sequence[slice],
 ) -> torch.Tensor:
-    """The largest of all answers, zero where there is none. Of equal ones that of the first block has the gradient."""
+    """Return the largest of all answers, zero where there is none. Of equal ones the first block's has the gradient."""
     lowest = torch.full(size, -torch.inf, dtype=answers[0].dtype, device=answers[0].device)
     winners = torch.full(size, -1, dtype=torch.int64, device=lowest.device)
     everywhere = torch.arange(size[0], device=lowest.device)
@@ -555,41 +306,223 @@ def _largest(
     return assemble(size, kept, rows, columns, is_sum=True)
 
 
+# -- ids and blocks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Those of a participant's ids that lie in some rows."""
+
+    ids: torch.Tensor  # counted from the first of these rows
+    positions: torch.Tensor | None  # where they are among all; None if they are all of them
+
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values that belong to these ids, from those of all."""
+        return values if self.positions is None else values.index_select(0, self.positions)
+
+
+def by_rows(table: ShardedTensor, ids: torch.Tensor) -> list[Wanted]:
+    """Return for each block the ids in its rows; blocks with the same rows share them."""
+    rows = [(box.offsets[0], box.sizes[0] if box.sizes[1] else 0) for box in table._layout.boxes]
+    found = {}
+    for first, number in set(rows):
+        local, positions = ids - first if first else ids, None
+        if number != table.size(0):
+            positions = ((local >= 0) & (local < number)).nonzero().view(-1)
+            local = local.index_select(0, positions)
+        found[first, number] = Wanted(local.to(torch.int32), positions)
+    return [found[item] for item in rows]
+
+
+def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exception | None:
+    """Return the error for ids that are not integers or not rows of the table; those of other ranks may be right."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        return RuntimeError(
+            f"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+            f"{ids.dtype} instead (while checking arguments for {name})"
+        )
+    if not ids.numel():
+        return None
+    smallest, largest = (int(item) for item in torch.aminmax(ids))
+    if smallest >= 0 and largest < table.size(0):
+        return None
+    bad = smallest if smallest < 0 else largest
+    return IndexError(f"index out of range in self: {bad} is not a row of a table with {table.size(0)} rows")
+
+
+def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
+    """Return the table.
+
+    Raises:
+        TypeError: The ids are sharded, or the table is not.
+        RuntimeError: The table does not have two dimensions.
+    """
+    if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
+        raise TypeError(f"{name}: the weight must be sharded, and the input a plain tensor: each rank's own ids")
+    if table.dim() != 2:
+        raise RuntimeError(f"{name}: 'weight' must be 2-D, but has {table.dim()} dimensions")
+    return table
+
+
+def columns_of(table: ShardedTensor) -> list[slice]:
+    """Return the columns of each block."""
+    return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    size: tuple[int, int],
+    answers: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor | None],
+    columns: Sequence[slice],
+    is_sum: bool,
+) -> torch.Tensor:
+    """Put a matrix of the answers of all blocks together.
+
+    Args:
+        size: Of the matrix.
+        answers: Those of all blocks.
+        rows: Where each row of an answer goes; None if it is for all rows, in order.
+        columns: Where its columns go.
+        is_sum: Whether answers for the same element add up; else each element is answered once.
+    """
+    found: torch.Tensor = _Assemble.apply(size, rows, columns, is_sum, *answers)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Assemble(torch.autograd.Function):
+    """Each answer gets the gradient of where it went."""
+
+    @staticmethod
+    def forward(ctx: Any, size: Any, rows: Any, columns: Any, is_sum: bool, *answers: torch.Tensor) -> torch.Tensor:
+        ctx.where = rows, columns
+        full = [number for number, answer in enumerate(answers) if answer.numel()]
+        if is_sum and full and rows[full[0]] is None and answers[full[0]].size() == torch.Size(size):
+            made = answers[full.pop(0)].clone()
+        else:
+            made = (torch.zeros if is_sum else torch.empty)(size, dtype=answers[0].dtype, device=answers[0].device)
+        for number in full:
+            target, taken, answer = made[:, columns[number]], rows[number], answers[number]
+            if taken is None:
+                target.add_(answer) if is_sum else target.copy_(answer)
+            else:
+                target.index_add_(0, taken, answer) if is_sum else target.index_copy_(0, taken, answer)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        found = [
+            gradient[:, of_block] if taken is None else gradient[:, of_block].index_select(0, taken)
+            for taken, of_block in zip(*ctx.where, strict=True)
+        ]
+        return None, None, None, None, *found
+
+
+# -- max_norm ----------------------------------------------------------------------------------------------------------
+
+
+def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_type: float, error: Any) -> None:
+    """Scale the rows that any participant looks up and whose norm is larger to that norm, in place, each once.
+
+    A block that has whole rows needs no help. If rows are cut, each participant adds up the norms of what the blocks have
+    of its rows, and then tells the blocks.
+    """
+    unique = torch.unique(ids) if error is None else ids[:0]
+    wanted = by_rows(table, unique)
+    requests, num_blocks = [(item.ids,) for item in wanted], len(wanted)
+    table._backend.settle()  # no function reads what is being changed
+    with torch.no_grad():
+        if table._layout.is_whole_along(1, table.size(1)):
+            _ask(table, scale_whole_rows, requests, [(max_norm, norm_type)] * num_blocks, error, width=0)
+            return
+        answers = _ask(table, sum_powers, requests, [norm_type] * num_blocks, error, width=1)
+        norms = _join_norms(table, wanted, answers, unique.numel(), norm_type)
+        scales = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+        scaled = [(item.ids, item.select(scales)) for item in wanted]
+        _ask(table, scale_rows, scaled, [None] * num_blocks, None, width=0)
+
+
+def _join_norms(
+    table: ShardedTensor, wanted: Sequence[Wanted], answers: Sequence[torch.Tensor], number: int, norm_type: float
+) -> torch.Tensor:
+    powers = torch.zeros(number, dtype=table.dtype, device=table._like.device)
+    for item, answer in zip(wanted, answers, strict=True):
+        rows = torch.arange(number, device=powers.device) if item.positions is None else item.positions
+        if norm_type == float("inf"):
+            powers[rows] = torch.maximum(powers[rows], answer.view(-1))
+        else:
+            powers.index_add_(0, rows, answer.view(-1))
+    return powers if norm_type == float("inf") else powers.pow(1 / norm_type)
+
+
+def scale_whole_rows(part: torch.Tensor, request: Request, setting: Sequence[float]) -> torch.Tensor:
+    """Renormalize rows where they are; answer nothing."""
+    (ids,) = request
+    if ids.numel():
+        max_norm, norm_type = setting
+        torch.embedding_renorm_(part.detach(), ids.to(torch.int64), max_norm, norm_type)
+    return part.new_empty(ids.numel(), 0)
+
+
+def sum_powers(part: torch.Tensor, request: Request, norm_type: float) -> torch.Tensor:
+    """Return what a block contributes to the norms of rows."""
+    (ids,) = request
+    rows = part.detach().index_select(0, ids).abs()
+    if norm_type == float("inf"):
+        return rows.amax(1, keepdim=True) if rows.size(1) else rows.new_zeros(ids.numel(), 1)
+    return rows.pow(norm_type).sum(1, keepdim=True)
+
+
+def scale_rows(part: torch.Tensor, request: Request, setting: Any) -> torch.Tensor:
+    """Scale rows; all participants send the same scale for a row, as all add up in the same order."""
+    ids, scales = request
+    values = part.detach()
+    rows, which = torch.unique(ids, return_inverse=True)
+    once = torch.ones(rows.numel(), dtype=scales.dtype, device=scales.device).index_copy_(0, which, scales)
+    values.index_copy_(0, rows.to(torch.int64), values.index_select(0, rows) * once.unsqueeze(1))
+    return part.new_empty(ids.numel(), 0)
+
+
+# -- own rows ---------------------------------------------------------------------------------------------------------
+
 MAX_DIMS = 8
-"""Of rows, together with the dimension along which they are counted."""
+"""Most dimensions of rows, together with the one along which they are counted."""
 
 _FAILED = -1
 
 
-def join_rows(rows: torch.Tensor, engine: Engine, problem: Exception | None) -> tuple[torch.Tensor, Layout]:
-    """The rows, and whose rows are where if all are put together.
+def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -> tuple[torch.Tensor, Layout]:
+    """Return the rows, and whose rows are where if those of all participants are put together.
 
-    The rows get a gradient if those of somebody else have one: all take part in backward then.
+    The rows get a gradient if another participant's have one: all take part in backward then.
 
     Args:
-        rows: One's own.
-        engine: Knows who everybody is.
+        rows: This participant's own.
+        backend: Knows the participants.
         problem: Why this process cannot go on, if it cannot.
 
     Raises:
         Exception: The problem.
-        RuntimeError: Somebody else has one.
+        RuntimeError: Another participant has one.
         ValueError: Rows have different sizes.
     """
     sizes = [rows.dim(), *rows.size(), *(0 for _ in range(MAX_DIMS - rows.dim()))]
     wants_gradient = rows.requires_grad and torch.is_grad_enabled()
     told = [*sizes, int(wants_gradient)] if problem is None else [_FAILED] * (MAX_DIMS + 2)
-    everybody = engine.gather_numbers(told)
+    gathered = backend.gather_numbers(told)
     if problem is not None:
         raise problem
-    for place, other in zip(engine.askers, everybody, strict=True):
+    for place, other in zip(backend.participants, gathered, strict=True):
         if other[0] == _FAILED:
-            raise RuntimeError(f"rank {place} could not go on, so no rank can; it has raised an error that says why")
+            raise RuntimeError(f"failed on rank {place}, whose error says why; no rank goes on")
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
-                f"rows must have the same size on every rank: {list(rows.size()[1:])} on {engine.here}, "
+                f"rows must have the same size on every rank: {list(rows.size()[1:])} on {backend.own_place}, "
                 f"{other[2 : other[0] + 1]} on {place}"
             )
-    if not wants_gradient and any(other[-1] for other in everybody):
+    if not wants_gradient and any(other[-1] for other in gathered):
         rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-    return rows, stack_rows([other[1] for other in everybody], rows.size()[1:], engine.askers)
+    return rows, stack_rows([other[1] for other in gathered], rows.size()[1:], backend.participants)

@@ -6,7 +6,6 @@ first argument in place (the name with an underscore). Random ones draw where ea
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,145 +15,36 @@ import torch
 from torch.nn import functional
 
 from gradwire.shard.backend import Part
-from gradwire.shard.dispatch import Implementation, implements, unsupported
-from gradwire.shard.layout import Box, Layout
+from gradwire.shard.dispatch import implements, unsupported
+from gradwire.shard.layout import Layout, broadcast, lift, restrict
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
-Range = tuple[int, int]
-"""Offset and length."""
-
-
-def broadcast(*sizes: Sequence[int]) -> tuple[int, ...]:
-    """The size that tensors of these sizes are broadcast to.
-
-    Raises:
-        RuntimeError: They do not fit.
-    """
-    num_dims = max(map(len, sizes))
-    result = [1] * num_dims
-    for size in sizes:
-        for dim, length in enumerate(size, num_dims - len(size)):
-            if result[dim] == 1:
-                result[dim] = length
-            elif length not in (1, result[dim]):
-                raise RuntimeError(
-                    f"The size of tensor a ({result[dim]}) must match the size of tensor b ({length}) at non-singleton "
-                    f"dimension {dim}"
-                )
-    return tuple(result)
-
-
-def lift(layout: Layout, size: Sequence[int], result: Sequence[int]) -> Layout:
-    """The layout of a tensor of `size` as one of the result that it is broadcast to."""
-    if tuple(size) == tuple(result):
-        return layout
-    num_new = len(result) - len(size)
-
-    def lifted(box: Box) -> Box:
-        ranges: list[Range] = [(0, length) for length in result[:num_new]]
-        for dim, (offset, length) in enumerate(_ranges(box)):
-            is_same = size[dim] == result[num_new + dim]
-            ranges.append((offset, length) if is_same else (0, result[num_new + dim] * length))
-        return _box(ranges)
-
-    return _map(layout, lifted)
-
-
-def restrict(layout: Layout, result: Sequence[int], size: Sequence[int]) -> Layout:
-    """What each box of a result needs of a tensor of `size` that is broadcast to it."""
-    if tuple(size) == tuple(result):
-        return layout
-    num_new = len(result) - len(size)
-
-    def restricted(box: Box) -> Box:
-        ranges = _ranges(box)[num_new:]
-        return _box(
-            [
-                (offset, length) if size[dim] == result[num_new + dim] else (0, min(1, length))
-                for dim, (offset, length) in enumerate(ranges)
-            ]
-        )
-
-    return _map(layout, restricted)
-
-
-def reduce(layout: Layout, dims: Sequence[int]) -> Layout:
-    """What each box makes up of a tensor whose dimensions `dims` were reduced to length 1; nothing if it is empty."""
-
-    def reduced(box: Box) -> Box:
-        if not box.num_elements:
-            return nothing(len(box.sizes))
-        return _box([(0, 1) if dim in dims else item for dim, item in enumerate(_ranges(box))])
-
-    return _map(layout, reduced)
-
-
-def drop(layout: Layout, dims: Sequence[int]) -> Layout:
-    """The layout without some dimensions, along which the tensor has length 1."""
-    return _map(layout, lambda box: _box([item for dim, item in enumerate(_ranges(box)) if dim not in dims]))
-
-
-def stack(layout: Layout) -> Layout:
-    """Every box by itself, along a new first dimension."""
-    boxes = tuple(_box([(number, min(1, box.num_elements)), *_ranges(box)]) for number, box in enumerate(layout.boxes))
-    return Layout(boxes, layout.places)
-
-
-def chunk(size: Sequence[int], dim: int, places: Sequence[int | str]) -> Layout:
-    """Parts of equal length along one dimension, as far as that goes."""
-    step = -(-size[dim] // len(places))
-    boxes = []
-    for number in range(len(places)):
-        start = min(number * step, size[dim])
-        ranges = [(0, length) for length in size]
-        ranges[dim] = (start, min(step, size[dim] - start))
-        boxes.append(_box(ranges))
-    return Layout(tuple(boxes), tuple(places))
-
-
-def nothing(num_dims: int) -> Box:
-    """An empty box."""
-    return Box((0,) * num_dims, (0,) * num_dims)
-
-
-def _ranges(box: Box) -> list[Range]:
-    return list(zip(box.offsets, box.sizes, strict=True))
-
-
-def _box(ranges: Sequence[Range]) -> Box:
-    return Box(tuple(offset for offset, _ in ranges), tuple(length for _, length in ranges))
-
-
-def _map(layout: Layout, change: Callable[[Box], Box]) -> Layout:
-    return Layout(tuple(change(box) for box in layout.boxes), layout.places)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""What is run where the parts are, by the names under which it is sent there."""
+"""Functions of torch that run where the parts are, by the names under which they are sent there."""
 
 _names: dict[Callable[..., Any], str] = {}
+_SPACES = {"torch": torch, "Tensor": torch.Tensor, "functional": functional, "special": torch.special}
 
 
-def offer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a function be run where parts are."""
-    FUNCTIONS[name] = function
-    _names.setdefault(function, name)
-    return function
+def find_functions(names: str, spaces: str = "torch Tensor functional special") -> Iterator[Callable[..., Any]]:
+    """Yield all functions of these names, once they can be sent to parts."""
+    for name in names.split():
+        for space in spaces.split():
+            function = getattr(_SPACES[space], name, None)
+            if function is not None:
+                FUNCTIONS[f"{space}.{name}"] = function
+                _names.setdefault(function, f"{space}.{name}")
+                yield function
 
 
 def call(*values: Any, name: str, keywords: Sequence[str], constants: dict[str, Any]) -> Any:
-    """Runs one of `FUNCTIONS`; the last values are its keyword arguments `keywords`."""
+    """Call one of `FUNCTIONS`; the last values are its keyword arguments `keywords`."""
     num = len(values) - len(keywords)
     return FUNCTIONS[name](*values[:num], **dict(zip(keywords, values[num:], strict=True)), **constants)
 
 
-class Call:
-    """A function of operands, and how to run it on their parts.
-
-    Args:
-        func: One of `FUNCTIONS`.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+class PointwiseCall:
+    """A call of one of `FUNCTIONS` with sharded operands, and how to run it on their parts.
 
     Attributes:
         operands: The tensors among the arguments.
@@ -163,67 +53,60 @@ class Call:
         leader: The operand as which the result is divided.
 
     Raises:
-        RuntimeError: It is called in a way that sharded tensors do not know, or sizes do not fit.
+        RuntimeError: Sharded tensors do not support the call, or sizes do not fit.
         Exception: What the function raises for operands of these dtypes.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("out") is not None:
-            raise unsupported(func, "it cannot write to out=")
-        self.func, self.args, self.kwargs = func, list(args), {k: v for k, v in kwargs.items() if k != "out"}
-        self.operands = [item for item in (*self.args, *self.kwargs.values()) if isinstance(item, torch.Tensor)]
+        self.func, self.args, self.kwargs = func, args, kwargs
+        values = [*args, *kwargs.values()]
+        self.operands = [item for item in values if isinstance(item, torch.Tensor)]
         sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
-        self._check(sharded)
-        self.result = func(*map(probe, self.args), **{name: probe(item) for name, item in self.kwargs.items()})
+        for item in values:
+            if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
+                raise unsupported(func, "it takes no lists of tensors")
+        check_same_group(func, *sharded)
+        self.result = func(*map(probe, args), **{name: probe(item) for name, item in kwargs.items()})
         self.size = torch.Size(broadcast(*map(size_of, self.operands)))
         same = [item for item in sharded if size_of(item) == self.size]
         self.leader = same[0] if same else max(sharded, key=lambda item: size_of(item).numel())
 
-    def _check(self, sharded: Sequence[ShardedTensor]) -> None:
-        for item in (*self.args, *self.kwargs.values()):
-            if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
-                raise unsupported(self.func, "it takes no lists of tensors")
-        if any(item._engine != sharded[0]._engine for item in sharded[1:]):
-            raise unsupported(
-                self.func, "All distributed tensors should use the same ProcessGroup if used together in an op"
-            )
-
     def run(self, layout: Layout, size: Sequence[int]) -> list[Part]:
-        """Runs it on the parts of a result of that layout and size."""
-        engine = self.leader._engine
+        """Run it on the parts of a result of that layout and size."""
         keywords = [name for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)]
         values = [*self.args, *(self.kwargs[name] for name in keywords)]
         columns = [align(value, self.leader, layout, size) for value in values]
         constants = {name: value for name, value in self.kwargs.items() if name not in keywords}
-        return engine.run(call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants)
+        return self.leader._backend.run(
+            call, layout, *columns, name=_names[self.func], keywords=keywords, constants=constants
+        )
 
 
-def input_first(implementation: Implementation) -> Implementation:
-    """For functions whose tensor may be given as ``input=``: the implementation gets it as the first argument."""
+def check_same_group(func: Any, *operands: Any) -> None:
+    """Check that all sharded operands can meet.
 
-    @functools.wraps(implementation)
-    def with_input(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not args and "input" in kwargs:
-            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        return implementation(func, args, kwargs)
-
-    return with_input
+    Raises:
+        RuntimeError: They belong to different process groups.
+    """
+    sharded = [item for item in operands if isinstance(item, ShardedTensor)]
+    if any(item._backend != sharded[0]._backend for item in sharded[1:]):
+        raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
 
 
 def size_of(value: torch.Tensor) -> torch.Size:
-    """Of a tensor; quicker than asking the tensor itself if it is sharded."""
+    """Return the size of a tensor; for a sharded one this is quicker than its `size`."""
     return value._metadata.size if isinstance(value, ShardedTensor) else value.size()
 
 
 def probe(value: Any, longest: int = 0) -> Any:
-    """A small tensor that behaves as another one would; other values are left as they are.
+    """Return a small tensor that behaves as another one would; return other values as they are.
 
     It has the same number of dimensions, dtype and need of a gradient. Functions of it are quick, draw no random numbers if
     it has no elements, and raise what they would raise.
 
     Args:
         value: Any argument of a function.
-        longest: What dimensions that are longer become.
+        longest: The length that longer dimensions get.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -234,22 +117,53 @@ def probe(value: Any, longest: int = 0) -> Any:
 
 
 def align(value: Any, leader: ShardedTensor, layout: Layout, size: Sequence[int]) -> list[Any]:
-    """An operand as a column: what each part of a result of that layout and size needs of it."""
-    engine = leader._engine
-    if isinstance(value, ShardedTensor):
-        return list(engine.move(value._parts, value._layout, restrict(layout, size, size_of(value)), value._like))
+    """Return an operand as a column: what each part of a result of that layout and size needs of it."""
     if isinstance(value, torch.Tensor):
-        return list(engine.divide(value, restrict(layout, size, value.size())))
-    return [value] * len(engine.numbers(layout))
+        return take_parts(leader._backend, value, restrict(layout, size, size_of(value)))
+    return [value] * len(leader._backend.box_numbers(layout))
 
 
-def pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of each element."""
-    planned = Call(func, args, kwargs)
+def take_parts(backend: Any, value: torch.Tensor, layout: Layout) -> list[Any]:
+    """Return the parts of a sharded or of a replicated tensor in some layout."""
+    if isinstance(value, ShardedTensor):
+        return list(backend.move(value._parts, value._layout, layout, value._like))
+    return list(backend.divide(value, layout))
+
+
+def needs_gradient(*operands: Any) -> bool:
+    """Return whether what is made of these operands has a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(item, torch.Tensor) and item.requires_grad for item in operands)
+
+
+def derive(
+    leader: ShardedTensor, layout: Layout, parts: Sequence[Part], size: Sequence[int], result: torch.Tensor
+) -> ShardedTensor:
+    """Make a tensor of parts that were made of sharded tensors; `result` tells its dtype and whether it has a gradient."""
+    if layout is leader._layout:
+        made = leader._with_parts(parts, result.dtype)
+        note_gradient(made, result.requires_grad, not result.requires_grad)
+        return made
+    return from_layout(leader._backend, layout, parts, size, leader._like.to(result.dtype), result.requires_grad)
+
+
+def note_gradient(tensor: ShardedTensor, requires_grad: bool, is_leaf: bool) -> None:
+    """Note whether parts have a gradient, and whether they are leaves, which references do not tell."""
+    metadata = tensor._metadata
+    properties = replace(metadata.tensor_properties, requires_grad=requires_grad)
+    tensor._metadata = replace(metadata, tensor_properties=properties)
+    tensor._is_result = not is_leaf
+
+
+# -- the implementations -------------------------------------------------------------------------------------------------
+
+
+def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Implement a function of each element."""
+    planned = PointwiseCall(func, args, kwargs)
     if planned.result is NotImplemented:  # of operators
         return planned.result
     if not isinstance(planned.result, torch.Tensor):
-        raise unsupported(func, "it returns no tensor when it is called like this")
+        raise unsupported(func, "it does not return a tensor when it is called like this")
     leader, size = planned.leader, planned.size
     layout = lift(leader._layout, size_of(leader), size)
     made = derive(leader, layout, planned.run(layout, size), size, planned.result)
@@ -259,41 +173,36 @@ def pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return made
 
 
-def derive(
-    leader: ShardedTensor, layout: Layout, parts: Sequence[Part], size: Sequence[int], result: torch.Tensor
-) -> ShardedTensor:
-    """What was made of sharded tensors; `result` tells its dtype and whether it has a gradient."""
-    if layout is leader._layout:
-        made = leader._with_parts(parts, result.dtype)
-        note_gradient(made, result.requires_grad, not result.requires_grad)
-        return made
-    return from_layout(leader._engine, layout, parts, size, leader._like.to(result.dtype), result.requires_grad)
-
-
-def pointwise_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """A function that changes its first argument. It is done everywhere when this returns."""
+def pointwise_in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedTensor:
+    """Implement a function that changes its first argument. It is done everywhere when this returns."""
     tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "it would change a plain tensor; use full_tensor()")
-    planned = Call(func, args, kwargs)
+    planned = PointwiseCall(func, args, kwargs)
     if planned.size != size_of(tensor):
         raise unsupported(func, f"the result has size {list(planned.size)}, the tensor {list(size_of(tensor))}")
-    engine = tensor._engine
-    engine.settle()
-    engine.settle(planned.run(tensor._layout, planned.size))
+    backend = tensor._backend
+    backend.settle()
+    backend.settle(planned.run(tensor._layout, planned.size))
     note_gradient(tensor, planned.result.requires_grad, planned.result.is_leaf)
     return tensor
 
 
-def note_gradient(tensor: ShardedTensor, requires_grad: bool, is_leaf: bool) -> None:
-    """Tells a tensor whether its parts have a gradient, and whether they are leaves: of references nobody can tell."""
-    metadata = tensor._metadata
-    properties = replace(metadata.tensor_properties, requires_grad=requires_grad)
-    tensor._metadata = replace(metadata, tensor_properties=properties)
-    tensor._is_result = not is_leaf
+def _in_place_by_flag(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    is_in_place = inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace", False)
+    return (pointwise_in_place if is_in_place else pointwise)(func, *args, **kwargs)
 
 
-_T: Any = torch.Tensor
+def _has_flag(function: Callable[..., Any]) -> bool:
+    return inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
+
+
+def _convert_dtype(func: Callable[..., Any], tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    made: ShardedTensor = pointwise(func, tensor, *args, **kwargs)
+    return tensor if made.dtype == tensor.dtype else made
+
+
+# -- the tables ----------------------------------------------------------------------------------------------------------
 
 UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not
@@ -319,46 +228,18 @@ CONVERSIONS = "bfloat16 bool byte cdouble cfloat char double float half int long
 RANDOM = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 ASSIGNMENTS = "copy_ fill_ zero_"
 
-_SPACES = {"torch": torch, "Tensor": torch.Tensor, "functional": functional, "special": torch.special}
-
-
-def _known(names: str, spaces: str = "torch Tensor functional special") -> Iterator[Callable[..., Any]]:
-    """Whatever has one of these names, ready to be sent to parts."""
-    for name in names.split():
-        for space in spaces.split():
-            function = getattr(_SPACES[space], name, None)
-            if function is not None:
-                yield offer(f"{space}.{name}", function)
-
 
 def _operators(names: str) -> Iterator[Callable[..., Any]]:
-    return _known(" ".join(f"__{name}__" for name in names.split()), "Tensor")
-
-
-def _with_flag(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that works in place if its argument ``inplace`` says so."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    return (pointwise_in_place if bound.arguments.get("inplace", False) else pointwise)(func, args, kwargs)
-
-
-def _has_flag(function: Callable[..., Any]) -> bool:
-    return inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
-
-
-def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """To another dtype; as always, the tensor itself if it has that already."""
-    made: ShardedTensor = pointwise(func, args, kwargs)
-    return args[0] if made.dtype == args[0].dtype else made
+    return find_functions(" ".join(f"__{name}__" for name in names.split()), "Tensor")
 
 
 _ALL = f"{UNARY} {BINARY} {TERNARY}"
-for _function in _known(_ALL):
-    implements(_function)(_with_flag if _has_flag(_function) else pointwise)
-for _function in _operators(OPERATORS):
-    implements(_function)(pointwise)
-for _function in _known(" ".join(f"{name}_" for name in _ALL.split())):
-    implements(_function)(pointwise_in_place)
-for _function in (*_operators(OPERATORS_IN_PLACE), *_known(f"{RANDOM} {ASSIGNMENTS}")):
-    implements(_function)(pointwise_in_place)
-for _function in _known(CONVERSIONS, "Tensor"):
-    implements(_function)(_convert)
+for _function in find_functions(_ALL):
+    implements(_function)(_in_place_by_flag if _has_flag(_function) else pointwise)
+implements(*_operators(OPERATORS), *find_functions("clone contiguous", "torch Tensor"))(pointwise)
+implements(
+    *find_functions(" ".join(f"{name}_" for name in _ALL.split())),
+    *_operators(OPERATORS_IN_PLACE),
+    *find_functions(f"{RANDOM} {ASSIGNMENTS}"),
+)(pointwise_in_place)
+implements(*find_functions(CONVERSIONS, "Tensor"))(_convert_dtype)

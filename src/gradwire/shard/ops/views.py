@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradwire.shard.dispatch import implements, unsupported
-from gradwire.shard.layout import Box, Layout
+from gradwire.shard.layout import Box, Layout, Range, find_dim
+from gradwire.shard.ops.pointwise import needs_gradient
 from gradwire.shard.sharding_spec import ChunkShardingSpec, get_split_size
 from gradwire.shard.tensor import ShardedTensor, from_layout
 
@@ -27,28 +29,12 @@ _T: Any = torch.Tensor
 Sizes = Sequence[int]
 
 
-def wrap_dim(dim: int, num_dims: int) -> int:
-    """A dimension that may count from the end.
-
-    Raises:
-        IndexError: There is no such dimension.
-    """
-    bound = max(num_dims, 1)
-    if not -bound <= dim < bound:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
-    return dim % bound
-
-
 # -- parts of a tensor -------------------------------------------------------------------------------------------------
 
 
 @implements(torch.narrow, _T.narrow)
-def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return _do_narrow(*args, **kwargs)
-
-
-def _do_narrow(input: ShardedTensor, dim: int, start: Any, length: int) -> ShardedTensor:
-    dim, start = wrap_dim(dim, input.dim()), int(start)
+def _narrow(func: Any, input: ShardedTensor, dim: int, start: Any, length: int) -> ShardedTensor:
+    dim, start = find_dim(dim, input.dim()), int(start)
     total = input.size(dim)
     start = start + total if start < 0 else start
     if not (0 <= start <= total and 0 <= length <= total - start):
@@ -57,126 +43,98 @@ def _do_narrow(input: ShardedTensor, dim: int, start: Any, length: int) -> Shard
 
 
 @implements(torch.chunk, _T.chunk)
-def _chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardedTensor, ...]:
-    return _do_chunk(*args, **kwargs)
-
-
-def _do_chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTensor, ...]:
+def _chunk(func: Any, input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTensor, ...]:
     if chunks <= 0:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
-    length = input.size(wrap_dim(dim, input.dim()))
-    if length == 0:
-        return _do_split(input, [0] * chunks, dim)
-    return _do_split(input, get_split_size(length, chunks), dim)
+    length = input.size(find_dim(dim, input.dim()))
+    return _split(func, input, get_split_size(length, chunks) if length else [0] * chunks, dim)
 
 
 @implements(torch.split, _T.split)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardedTensor, ...]:
-    tensor, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
-    named = {"split_size_or_sections" if name == "split_size" else name: value for name, value in kwargs.items()}
-    return _do_split(tensor, *rest, **named)
-
-
-def _do_split(input: ShardedTensor, split_size_or_sections: int | Sizes, dim: int = 0) -> tuple[ShardedTensor, ...]:
-    dim = wrap_dim(dim, input.dim())
-    total = input.size(dim)
-    if isinstance(split_size_or_sections, int):
-        step = split_size_or_sections
+def _split(
+    func: Any, tensor: ShardedTensor, split_size_or_sections: Any = None, dim: int = 0, split_size: Any = None
+) -> tuple[ShardedTensor, ...]:
+    step: int | Sizes = split_size_or_sections if split_size is None else split_size
+    dim = find_dim(dim, tensor.dim())
+    total = tensor.size(dim)
+    if isinstance(step, int):
         if step <= 0 and (step < 0 or total > 0):
             raise RuntimeError(f"split expects split_size to be positive, but got split_size={step}")
         starts = range(0, total, step) if total else range(1)
         lengths: Sizes = [min(step, total - start) for start in starts]
     else:
-        lengths = list(split_size_or_sections)
+        lengths = list(step)
         if sum(lengths) != total or any(length < 0 for length in lengths):
             raise RuntimeError(f"split_with_sizes expects split_sizes to sum exactly to {total}, but got {lengths}")
     ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    return tuple(_take(input, dim, end - length, length) for end, length in zip(ends, lengths, strict=True))
+    return tuple(_take(tensor, dim, end - length, length) for end, length in zip(ends, lengths, strict=True))
 
 
 def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """What lies between two positions along a dimension."""
-    engine, layout = tensor._engine, tensor._layout
+    """Return what lies between two positions along a dimension."""
+    backend, layout = tensor._backend, tensor._layout
     boxes, ranges = [], []
     for box in layout.boxes:
         offset, size = box.offsets[dim], box.sizes[dim]
         first = min(max(offset, start), start + length)
         last = max(min(offset + size, start + length), first)
-        boxes.append(_with_range(box, dim, first - start, last - first))
+        boxes.append(box.with_range(dim, first - start, last - first))
         ranges.append((min(max(first - offset, 0), size), last - first))
-    numbers = engine.numbers(layout)
+    numbers = backend.box_numbers(layout)
     starts, lengths = [ranges[number][0] for number in numbers], [ranges[number][1] for number in numbers]
-    parts = engine.run(narrow_part, layout, tensor._parts, starts, lengths, dim=dim)
+    parts = backend.run(torch.narrow, layout, tensor._parts, [dim] * len(numbers), starts, lengths)
     new_size = [length if number == dim else item for number, item in enumerate(tensor.size())]
-    made = _derive(tensor, Layout(tuple(boxes), layout.places), parts, new_size)
+    made = derive_view(tensor, Layout(tuple(boxes), layout.places), parts, new_size)
     spec = tensor._sharding_spec
     if isinstance(spec, ChunkShardingSpec) and spec.dim % tensor.dim() != dim:
         made._sharding_spec = spec
     return made
 
 
-def _with_range(box: Box, dim: int, offset: int, length: int) -> Box:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = offset, length
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def narrow_part(part: torch.Tensor, start: int, length: int, dim: int) -> torch.Tensor:
-    """What a shard gives to a part of the tensor."""
-    return part.narrow(dim, start, length)
-
-
 # -- other shapes ------------------------------------------------------------------------------------------------------
 
 
 @implements(_T.view, _T.reshape, torch.reshape)
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor, *shape = (*args, *kwargs.values())
-    if len(shape) == 1 and isinstance(shape[0], list | tuple):
-        shape = list(shape[0])
-    if not all(type(item) is int for item in shape):
+def _view(func: Any, input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
+    lengths = [*shape, *named.values()]
+    if len(lengths) == 1 and isinstance(lengths[0], list | tuple):
+        lengths = list(lengths[0])
+    if not all(type(item) is int for item in lengths):
         raise unsupported(func, "it takes the lengths of the new dimensions")
-    return _reshape(func, tensor, _fill_in(shape, tensor.numel()))
+    return _reshape(func, input, _fill_in(lengths, input.numel()))
 
 
 @implements(_T.view_as, _T.reshape_as)
-def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor, other = (*args, *kwargs.values())
+def _view_as(func: Any, tensor: ShardedTensor, other: torch.Tensor) -> ShardedTensor:
     return _reshape(func, tensor, other.size())
 
 
 @implements(torch.flatten, _T.flatten)
-def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return _do_flatten(func, *args, **kwargs)
-
-
-def _do_flatten(func: Any, input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> ShardedTensor:
+def _flatten(func: Any, input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> ShardedTensor:
     size = list(input.size())
-    first, last = wrap_dim(start_dim, len(size)), wrap_dim(end_dim, len(size))
+    first, last = find_dim(start_dim, len(size)), find_dim(end_dim, len(size))
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     return _reshape(func, input, [*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]])
 
 
 @implements(torch.unsqueeze, _T.unsqueeze)
-def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor, dim = (*args, *kwargs.values())
-    size = list(tensor.size())
-    size.insert(wrap_dim(dim, len(size) + 1), 1)
-    return _reshape(func, tensor, size)
+def _unsqueeze(func: Any, input: ShardedTensor, dim: int) -> ShardedTensor:
+    size = list(input.size())
+    size.insert(find_dim(dim, len(size) + 1), 1)
+    return _reshape(func, input, size)
 
 
 @implements(torch.squeeze, _T.squeeze)
-def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    tensor, *named = (*args, *kwargs.values())
-    size = tensor.size()
-    wanted = range(len(size)) if not named else named[0]
-    dims = {wrap_dim(dim, len(size)) for dim in ([wanted] if isinstance(wanted, int) else wanted)}
-    return _reshape(func, tensor, [length for dim, length in enumerate(size) if dim not in dims or length != 1])
+def _squeeze(func: Any, input: ShardedTensor, dim: Any = None) -> ShardedTensor:
+    size = input.size()
+    wanted = range(len(size)) if dim is None else [dim] if isinstance(dim, int) else dim
+    dims = {find_dim(item, len(size)) for item in wanted}
+    return _reshape(func, input, [length for dim, length in enumerate(size) if dim not in dims or length != 1])
 
 
 def _fill_in(shape: Sizes, num_elements: int) -> list[int]:
-    """The shape, with -1 replaced by the length that fits.
+    """Return the shape, with -1 replaced by the length that fits.
 
     Raises:
         RuntimeError: None fits.
@@ -197,7 +155,7 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
     old, new = list(tensor.size()), list(size)
     if math.prod(old) != math.prod(new):
         raise RuntimeError(f"shape '{new}' is invalid for input of size {math.prod(old)}")
-    engine = tensor._engine
+    backend = tensor._backend
     groups = list(_group(old, new))
     boxes = [_regroup(box, groups) for box in tensor._layout.boxes]
     if any(box is None for box in boxes):
@@ -207,9 +165,9 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
             "redistribute() it along another dimension first",
         )
     layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
-    sizes = [list(layout.boxes[number].sizes) for number in engine.numbers(layout)]
-    run = view_part if func in (_T.view, _T.view_as) else reshape_part
-    made = _derive(tensor, layout, engine.run(run, tensor._layout, tensor._parts, sizes), new)
+    sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
+    run = _T.view if func in (_T.view, _T.view_as) else _T.reshape
+    made = derive_view(tensor, layout, backend.run(run, tensor._layout, tensor._parts, sizes), new)
     batch = tensor._batch
     if batch is not None:  # the rows are whose they were, if they still are rows
         rows = [_regroup(box, groups) for box in batch.boxes]
@@ -218,19 +176,35 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
     return made
 
 
-def view_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """A shard in another shape; raises if its memory does not allow for it."""
-    return part.view(sizes)
+def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
+    """Make a tensor of parts that were made of those of another one; it has a gradient if that has one."""
+    return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor))
 
 
-def reshape_part(part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """A shard in another shape, copied if need be."""
-    return part.reshape(sizes)
+# -- transposing -------------------------------------------------------------------------------------------------------
 
 
-def _derive(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
-    requires_grad = tensor.requires_grad and torch.is_grad_enabled()
-    return from_layout(tensor._engine, layout, parts, size, tensor._like, requires_grad)
+@implements(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)
+def _transpose_matrix(func: Any, input: ShardedTensor) -> ShardedTensor:
+    if input.dim() != 2:
+        raise unsupported(func, f"it has {input.dim()} dimensions, not 2; say which with transpose")
+    return _transpose(func, input, 0, 1)
+
+
+@implements(torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes, torch.swapdims, _T.swapdims)
+def _transpose(func: Any, input: ShardedTensor, *dims: int, **named: int) -> ShardedTensor:
+    """Transpose every part where it is, and its place in the whole."""
+    num_dims = input.dim()
+    first, second = (find_dim(dim, num_dims) for dim in (*dims, *named.values()))
+    order = list(range(num_dims))
+    order[first], order[second] = second, first
+    layout = input._layout.map(lambda box: Box.from_ranges(box.ranges[dim] for dim in order))
+    parts = input._backend.run(torch.transpose, input._layout, input._parts, dim0=first, dim1=second)
+    made = derive_view(input, layout, parts, [input.size(dim) for dim in order])
+    spec = input._sharding_spec
+    if isinstance(spec, ChunkShardingSpec):  # one chunk alone does not tell along which dimension it was cut
+        made._sharding_spec = replace(spec, dim=order[spec.dim % num_dims])
+    return made
 
 
 # -- boxes in other shapes ---------------------------------------------------------------------------------------------
@@ -240,7 +214,7 @@ Group = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _group(old: Sizes, new: Sizes) -> Iterator[Group]:
-    """The smallest runs of dimensions that have as many elements in both shapes."""
+    """Yield the smallest runs of dimensions that have as many elements in both shapes."""
     i = j = 0
     while i < len(old) or j < len(new):
         first, start = i, j
@@ -256,21 +230,21 @@ def _group(old: Sizes, new: Sizes) -> Iterator[Group]:
 
 
 def _regroup(box: Box, groups: Sequence[Group]) -> Box | None:
-    """The same elements as a box of the new shape; None if they are none."""
+    """Return the same elements as a box of the new shape; None if they are not a box."""
     if not box.num_elements:
         return _regroup_nothing(box, groups)
-    ranges: list[tuple[int, int]] = []
+    ranges: list[Range] = []
     for dims, old, new in groups:
-        run = _run_of([(box.offsets[dim], box.sizes[dim]) for dim in dims], old)
+        run = _run_of([box.ranges[dim] for dim in dims], old)
         found = None if run is None else _ranges_of(run, new)
         if found is None:
             return None
         ranges += found
-    return Box(tuple(offset for offset, _ in ranges), tuple(length for _, length in ranges))
+    return Box.from_ranges(ranges)
 
 
 def _regroup_nothing(box: Box, groups: Sequence[Group]) -> Box | None:
-    """A box without elements, empty along the first of the dimensions that it was empty along; a number cannot be empty."""
+    """Return a box that is empty along the first of the dimensions that it was empty along; a number cannot be empty."""
     sizes: list[int] = []
     for dims, _, new in groups:
         is_empty = bool(new) and any(box.sizes[dim] == 0 for dim in dims)
@@ -280,8 +254,8 @@ def _regroup_nothing(box: Box, groups: Sequence[Group]) -> Box | None:
     return Box((0,) * len(sizes), tuple(sizes)) if sizes else None
 
 
-def _run_of(ranges: Sequence[tuple[int, int]], sizes: Sizes) -> tuple[int, int] | None:
-    """The first element of a box and how many it has, if they lie one after the other."""
+def _run_of(ranges: Sequence[Range], sizes: Sizes) -> Range | None:
+    """Return the first element of a box and how many it has, if they lie one after the other."""
     start, number, is_whole = 0, 1, True
     stride = 1
     for (offset, length), size in zip(reversed(ranges), reversed(sizes), strict=True):
@@ -294,10 +268,10 @@ def _run_of(ranges: Sequence[tuple[int, int]], sizes: Sizes) -> tuple[int, int] 
     return start, number
 
 
-def _ranges_of(run: tuple[int, int], sizes: Sizes) -> list[tuple[int, int]] | None:
-    """Elements that lie one after the other, as a box; None if they are none."""
+def _ranges_of(run: Range, sizes: Sizes) -> list[Range] | None:
+    """Return elements that lie one after the other as the ranges of a box; None if they are not a box."""
     start, number = run
-    ranges: list[tuple[int, int]] = []
+    ranges: list[Range] = []
     for size in reversed(sizes):
         if number % size == 0 and start % size == 0:  # all of this dimension, or of nothing else
             ranges.append((0, size))

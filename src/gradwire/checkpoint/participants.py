@@ -1,0 +1,160 @@
+"""The workers and ranks that save or load together: a step succeeds on all of them, or raises an error.
+
+Over RPC workers one of them runs the program and asks the others (`Workers`). In a process group every rank runs it, and
+between two steps ranks tell each other how it went (`Ranks`). So an error anywhere has the same consequences in both: a save
+counts from the rename of the index on, and a load changes nothing before its last step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire import _interrupts, errors, rpc
+from gradwire.errors import CheckpointError, NotInitialized
+from gradwire.rref import context
+from gradwire.shard.group_backend import GroupBackend
+
+T = TypeVar("T")
+
+_POLL_S: Final = 0.1
+
+
+def worker_name() -> str:
+    """Return the name of the worker whose call this thread serves, or of this process, for files and messages."""
+    try:
+        return context.here().agent.info.name
+    except NotInitialized:
+        return "local"
+
+
+class Workers:
+    """Other workers, which are asked to do something (`doing`, for errors) while this one does its part."""
+
+    def __init__(self, doing: str, timeout_s: float) -> None:
+        self._doing = doing
+        self._timeout_s = timeout_s
+
+    def ask(
+        self,
+        calls: Iterable[tuple[str, str, tuple[Any, ...]]],
+        here: Callable[[], T],
+        on_answer: Callable[[int], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> tuple[T, list[tuple[str, Any]]]:
+        """Call workers, do this worker's part meanwhile, and wait for all.
+
+        Args:
+            calls: Workers, operations and arguments.
+            here: This worker's part.
+            on_answer: Called with the number of a call that has ended, in another thread.
+            on_poll: Called now and then while others are waited for.
+
+        Returns:
+            The result of this worker's part, and every answer with the worker's name, in the order of the calls.
+
+        Raises:
+            CheckpointError: Something failed on some worker; all calls have ended.
+        """
+        futures: list[tuple[str, Any]] = []
+        failures: list[tuple[str, Exception]] = []
+        ended: list[int] = []  # appended to by other threads
+        has_news = threading.Event()
+
+        def on_done(number: int, _: Any) -> None:
+            on_answer(number)
+            ended.append(number)
+            has_news.set()
+
+        for number, (worker, function, args) in enumerate(calls):
+            try:
+                with torch.no_grad():  # has no part in any graph
+                    future = rpc.rpc_async(worker, function, args, timeout=self._timeout_s)
+            except Exception as error:
+                failures.append((worker, error))
+            else:
+                future.add_done_callback(functools.partial(on_done, number))
+                futures.append((worker, future))
+        try:
+            own = here()
+        except Exception as error:
+            failures.insert(0, (worker_name(), error))
+        while True:  # every call ends by its own deadline, so this does, too
+            has_news.clear()
+            on_poll()
+            if len(ended) == len(futures):
+                break
+            _interrupts.wait(has_news, _POLL_S)
+        answers = []
+        for worker, future in futures:
+            try:
+                answers.append((worker, future.wait()))
+            except Exception as error:
+                failures.append((worker, error))
+        if not failures:
+            return own, answers
+        for _, failure in failures:
+            if isinstance(failure, CheckpointError):
+                raise failure
+        worker, failure = failures[0]
+        more = f" (and on {len(failures) - 1} more)" if len(failures) > 1 else ""
+        text = f"{self._doing} failed on worker {worker}{more}: {type(failure).__name__}: {failure}"
+        raise CheckpointError(text) from failure
+
+
+class Ranks:
+    """The ranks of a process group that do something together; without a group, this process alone."""
+
+    def __init__(self, group: Any, doing: str) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.name = worker_name() if group is None else f"rank{self.rank}"  # in files
+        self._backend = None if group is None else GroupBackend(group)
+        self._doing = doing
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0, and return the result on all ranks; raises as `all` does."""
+        results: list[Any] = self.all(lambda: action() if self.rank == 0 else None)
+        found: T = results[0]
+        return found
+
+    def each(self, action: Callable[[], T]) -> T:
+        """Do something on every rank, and return the result of this one; raises as `all` does."""
+        kept: list[T] = []
+        self.all(lambda: kept.append(action()))
+        return kept[0]
+
+    def all(self, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank, and return all results.
+
+        Raises:
+            CheckpointError: It failed on some rank.
+        """
+        if self._backend is None:
+            return [action()]
+        error: Exception | None = None
+        told: Any = None, None  # name and text of an error, and the result
+        try:
+            told = None, action()
+        except Exception as found:
+            error, told = found, ((type(found).__name__, str(found)), None)
+        try:
+            results = self._backend.gather_objects(told)
+        except Exception as lost:  # whatever the backend raises when a rank is lost
+            raise CheckpointError(f"{self._doing} failed: a rank is gone or does not answer ({lost})") from lost
+        if isinstance(error, CheckpointError):
+            raise error
+        for rank, (failure, _) in enumerate(results):
+            if failure is not None:
+                raise self._failed(rank, *failure) from error
+        return [result for _, result in results]
+
+    def _failed(self, rank: int, name: str, text: str) -> CheckpointError:
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, CheckpointError):
+            return kind(f"on rank {rank}: {text}")
+        return CheckpointError(f"{self._doing} failed on rank {rank}: {name}: {text}")

@@ -1,0 +1,347 @@
+"""`Cluster.local`: its options, and workers on this machine that a fork server makes.
+
+    driver ---- ForkWorker ----> fork server ---- fork ----> worker0, worker1, ...
+       |                                                        |
+       +---- lifeline, stdout, stderr, calls -------------------+
+
+See `gradwire.cluster._forkserver` for why there is a fork server, and for what ends when one of these is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire import _interrupts
+from gradwire.cluster._control import (
+    FolderMade,
+    ForgetFolder,
+    ForkWorker,
+    MakeFolder,
+    SendSignal,
+    Surroundings,
+    WorkerStart,
+    write_start,
+)
+from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
+from gradwire.cluster._supervisor import LocalWorker, Supervisor
+from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
+from gradwire.cluster.status import rss_of
+from gradwire.config import WorkerConfig
+from gradwire.errors import ConfigurationError, NotInitialized, WorkerStartFailed
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for, set_current_agent
+from gradwire.rpc.peers import StaticDirectory
+from gradwire.runtime import start_worker
+from gradwire.types import WorkerAddress, WorkerInfo
+
+CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
+DRIVER = "driver"
+
+_MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
+_MAX_NAME_CHARS = 40  # the path of a socket is limited to 107 bytes
+_MAX_BASE_CHARS = 40  # likewise
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_HOST = "local"
+_ANY_INCARNATION = 0
+_FORKS_AT_ONCE = 16  # descriptors on their way through a socket count against a limit
+_TERM_TIMEOUT_S = 0.5
+_KILL_TIMEOUT_S = 3.0
+_STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """The options of `gradwire.Cluster.local`, checked when they are made; see there.
+
+    Raises:
+        ConfigurationError: One of them is wrong.
+    """
+
+    num_workers: int
+    names: Sequence[str] | None = None
+    threads_per_worker: int = 1
+    start_timeout_s: float = 60.0
+    environment: Mapping[str, str] | None = None
+    imports: Sequence[str] = ()
+    config: WorkerConfig = field(default_factory=WorkerConfig)
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def __post_init__(self) -> None:
+        _check_count("n", self.num_workers, _MAX_WORKERS)
+        _check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
+        if not self.start_timeout_s > 0:
+            raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
+        if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
+            raise ConfigurationError(f"env must map text to text: {dict(self.environment or {})!r}")
+        if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
+            raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
+        if self.names is not None:
+            _check_names(self.names, self.num_workers)
+
+    def infos(self) -> list[WorkerInfo]:
+        """Return names and ranks of the workers, and of the driver at the end."""
+        names = self.names or [f"worker{rank}" for rank in range(self.num_workers)]
+        return [WorkerInfo(name, rank) for rank, name in enumerate((*names, DRIVER))]
+
+    def worker_config(self) -> WorkerConfig:
+        """Return how workers and driver run."""
+        return dataclasses.replace(self.config, transports=("unix",), token=self.token)
+
+
+def _check_count(option: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigurationError(f"{option} must be a whole number from 1 to {most:,}, not {value!r}")
+
+
+def _check_names(names: Sequence[object], num_workers: int) -> None:
+    if isinstance(names, str) or len(names) != num_workers:
+        raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
+            raise ConfigurationError(
+                f"a worker's name has 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes, underscores; not {name!r}"
+            )
+    if len(set(names)) != len(names) or DRIVER in names:
+        raise ConfigurationError(f'names must differ, and "{DRIVER}" is this process: {list(names)!r}')
+
+
+def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[WorkerHandle], contextlib.ExitStack]:
+    """Start everything, or nothing.
+
+    Returns:
+        The launcher, the driver's agent, the workers, and a stack whose closing ends all of it at once.
+
+    Raises:
+        ConfigurationError: This process has a worker already, or this platform cannot fork.
+        WorkerStartFailed: A worker, or the fork server, did not get ready.
+    """
+    _check_no_other()
+    deadline = time.monotonic() + options.start_timeout_s
+    with _interrupts.installed(), contextlib.ExitStack() as resources:
+        launcher = LocalLauncher(options.start_timeout_s)
+        resources.callback(launcher.close)
+        members = [
+            WorkerAddress(info, _ANY_INCARNATION, _HOST, (f"unix://{launcher.folder / info.name}.sock",))
+            for info in options.infos()
+        ]
+        directory = StaticDirectory(members)
+        directory.complete()
+        *infos, driver = options.infos()
+        config = options.worker_config()
+        agent = start_worker(driver, config, directory, folder=launcher.folder)
+        resources.callback(set_current_agent, None)
+        resources.callback(agent.shutdown, graceful=False)
+        set_current_agent(agent)
+        specs = [
+            WorkerSpec(
+                info=info,
+                config=config,
+                addresses=tuple(members),
+                num_threads=options.threads_per_worker,
+                environment=dict(options.environment or {}),
+                imports=tuple(options.imports),
+            )
+            for info in infos
+        ]
+        forget = agent.forget
+        handles = launcher.start(
+            specs,
+            on_lost=lambda handle: forget(handle.info.name, handle.exit_reason or "it ended"),
+            timeout_s=max(0.0, deadline - time.monotonic()),
+        )
+        return launcher, agent, handles, resources.pop_all()
+
+
+def _check_no_other() -> None:
+    hint = guard_hint("with gradwire.Cluster.local(...) as cluster:\n            ...")
+    if (name := reserved_for()) is not None:
+        raise ConfigurationError(f"{name} is a worker of a cluster: only the driver can start one{hint}")
+    if _imports_the_script():
+        raise ConfigurationError(f"the program's script was imported, and would start a second cluster{hint}")
+    with contextlib.suppress(NotInitialized):
+        agent = current_agent()
+        if CLUSTER in agent.extensions:
+            raise ConfigurationError(
+                "a cluster is open in this process already. Use it (Cluster.current()), close it (Cluster.current().close() "
+                f"or gradwire.rpc.shutdown()), or have the new one take its place: Cluster.local(..., replace=True){hint}"
+            )
+        raise ConfigurationError(
+            f"this process is worker {agent.info.name} of a cluster already, by init_rpc; leave that one first, with "
+            f"gradwire.rpc.shutdown(){hint}"
+        )
+
+
+def _imports_the_script() -> bool:
+    """Whether this runs because the program's own script is imported: by itself, or where multiprocessing spawns."""
+    importing = find_import()
+    if importing is None:
+        return False
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return importing.f_globals.get("__name__") == "__mp_main__" or (
+        script is not None and os.path.realpath(script) == os.path.realpath(importing.f_code.co_filename)
+    )
+
+
+class LocalLauncher(Launcher):
+    """Starts workers on this machine.
+
+    Attributes:
+        folder: Where the workers listen. Private to this user; removed when the launcher is closed or the driver dies.
+    """
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        """Get a fork server ready.
+
+        Args:
+            timeout_s: How long the fork server may take to import torch.
+
+        Raises:
+            ConfigurationError: This platform cannot fork.
+            WorkerStartFailed: The fork server could not be started.
+        """
+        self._fork_server = borrow_fork_server(timeout_s)
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()  # guards _is_closed
+        self._is_closed = False
+        self._workers: list[LocalWorker] = []
+        self.folder = self._make_folder()
+        self._supervisor = Supervisor(self._fork_server)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"fork server pid={self._fork_server.pid}"
+        return f"<LocalLauncher {state}, {sum(not worker.handle.state.is_over for worker in self._workers)} workers>"
+
+    def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
+        deadline = time.monotonic() + timeout_s
+        workers: list[LocalWorker] = []
+
+        def wait(condition: Callable[[], bool]) -> None:
+            self._supervisor.wait_until(condition, max(0.0, deadline - time.monotonic()))
+
+        def is_room() -> bool:
+            waiting = [w for w in workers if w.handle.pid is None and not w.handle.state.is_over]
+            return len(waiting) < _FORKS_AT_ONCE
+
+        try:
+            for spec in specs:
+                workers.append(self._fork(spec, on_lost))
+                wait(is_room)
+        except OSError as error:
+            raise WorkerStartFailed(f"cannot start {spec.info.name}: {error}") from error
+        wait(lambda: _are_settled(workers))
+        _raise_if_not_running(workers, timeout_s)
+        return [worker.handle for worker in workers]
+
+    def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
+        return self._supervisor.wait_until(lambda: handle.state.is_over, timeout_s)
+
+    def rss_bytes(self, handle: WorkerHandle) -> int | None:
+        return None if handle.pid is None or handle.state.is_over else rss_of(handle.pid)
+
+    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
+        """Ask workers to leave, and end by force those that are still there after `grace_s`.
+
+        After the time of grace comes SIGTERM, then SIGKILL, then the end of the fork server, after which the kernel
+        kills what is left; so it works, too, for a worker that holds the interpreter's lock or ignores signals.
+        """
+        workers = [worker for worker in self._workers if worker.handle in handles]
+        self._supervisor.expect_end_of(workers, ask=grace_s > 0)
+        steps = [(None, grace_s), (signal.SIGTERM, _TERM_TIMEOUT_S), (signal.SIGKILL, _KILL_TIMEOUT_S)]
+        for signum, timeout_s in steps if grace_s > 0 else steps[-1:]:
+            if signum is not None:
+                self._signal(workers, signum)
+            if self._supervisor.wait_until(lambda: all(w.handle.state.is_over for w in workers), timeout_s):
+                return
+        self._fork_server.close(force=True)
+
+    def close(self) -> None:
+        """End every worker at once and remove the folder; keep the fork server. May be called again."""
+        with self._lock:
+            is_copy = os.getpid() != self._owner_pid  # a process that the driver forked must not end its workers
+            if self._is_closed or is_copy:
+                return
+            self._is_closed = True
+        is_clean = False
+        try:
+            if self._fork_server.is_alive:
+                self.terminate([worker.handle for worker in self._workers], grace_s=0)
+            is_clean = self._supervisor.close(_STOP_TIMEOUT_S)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the fork server is gone
+                self._fork_server.send(ForgetFolder(str(self.folder)))
+            self._give_up_fork_server(is_clean)
+
+    def _give_up_fork_server(self, is_clean: bool) -> None:
+        """Keep the fork server for the next launcher if it is as good as new."""
+        if is_clean and self._fork_server.is_alive:
+            return_fork_server(self._fork_server)
+        else:
+            self._fork_server.close(force=True)
+
+    def _make_folder(self) -> Path:
+        base = tempfile.gettempdir()
+        answer = None
+        with contextlib.suppress(OSError):  # the fork server has just ended
+            self._fork_server.send(MakeFolder(base if len(base) <= _MAX_BASE_CHARS else "/tmp"))
+            answer = self._fork_server.receive()
+        if isinstance(answer, FolderMade) and answer.path:
+            return Path(answer.path)
+        self._give_up_fork_server(is_clean=answer is not None)  # else the answer may still come
+        reason = answer.error if isinstance(answer, FolderMade) else "the fork server ended"
+        raise WorkerStartFailed(f"cannot make a folder for the workers' sockets: {reason}")
+
+    def _fork(self, spec: WorkerSpec, on_lost: OnLost) -> LocalWorker:
+        start = WorkerStart(spec, str(self.folder), Surroundings.capture(spec.environment))
+        with contextlib.ExitStack() as sent:
+            fds = [write_start(start)]
+            sent.callback(os.close, fds[0])
+            worker = LocalWorker(spec.info, on_lost)
+            for fd in worker.make_pipes():
+                sent.callback(os.close, fd)
+                fds.append(fd)
+            self._workers.append(worker)
+            self._supervisor.watch(worker)
+            self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))
+        return worker
+
+    def _signal(self, workers: Sequence[LocalWorker], signum: int) -> None:
+        for worker in workers:
+            if not worker.handle.state.is_over:
+                with contextlib.suppress(OSError):  # the fork server is gone, and so are they
+                    self._fork_server.send(SendSignal(worker.ticket, signum))
+
+
+def _are_settled(workers: Sequence[LocalWorker]) -> bool:
+    """Whether there is nothing to wait for: all are ready, or one has failed."""
+    states = {worker.handle.state for worker in workers}
+    return states <= {WorkerState.RUNNING} or any(state.is_over for state in states)
+
+
+def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> None:
+    for worker in workers:
+        if worker.handle.state.is_over:
+            name, reason = worker.handle.info.name, worker.handle.exit_reason
+            raise WorkerStartFailed(f"{name} ended before it was ready ({reason}). {_printed(worker)}")
+    late = [worker for worker in workers if worker.handle.state is WorkerState.STARTING]
+    if late:
+        names = ", ".join(worker.handle.info.name for worker in late)
+        raise WorkerStartFailed(f"not ready after {timeout_s:g} s: {names}; raise start_timeout. {_printed(late[0])}")
+
+
+def _printed(worker: LocalWorker) -> str:
+    name, text = worker.handle.info.name, worker.output.kept()
+    return f"{name} printed:\n{text}" if text else f"{name} printed nothing."

@@ -1,0 +1,69 @@
+"""Wrong options are refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gradwire.cluster.api
+from gradwire.cluster.local_launcher import LocalOptions
+from gradwire.errors import ConfigurationError
+from gradwire.types import WorkerInfo
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"n": 0}, "n must be a whole number from 1"),
+        ({"n": True}, "n must be a whole number"),
+        ({"n": 2.0}, "n must be a whole number"),
+        ({"n": 70_000}, "n must be a whole number from 1 to 65,535"),
+        ({"n": 2, "names": ["a"]}, "one name for each of the 2 workers"),
+        ({"n": 2, "names": "ab"}, "one name for each of the 2 workers"),
+        ({"n": 2, "names": ["a", "a"]}, "names must differ"),
+        ({"n": 1, "names": ["driver"]}, "is this process"),
+        ({"n": 1, "names": ["../a"]}, "letters, digits"),
+        ({"n": 1, "names": [""]}, "letters, digits"),
+        ({"n": 1, "names": ["x" * 41]}, "1 to 40 letters"),
+        ({"n": 1, "names": [7]}, "letters, digits"),
+        ({"n": 1, "threads_per_worker": 0}, "threads_per_worker must be"),
+        ({"n": 1, "start_timeout": 0}, "start_timeout must be positive"),
+        ({"n": 1, "start_timeout": float("nan")}, "start_timeout must be positive"),
+        ({"n": 1, "rpc_timeout": -1}, "rpc_timeout must be"),
+        ({"n": 1, "num_worker_threads": 0}, "num_worker_threads must be at least 1"),
+        ({"n": 1, "env": {"A": 1}}, "env must map text to text"),
+        ({"n": 1, "imports": "torch"}, "imports must be a list"),
+        ({"n": 1, "trust": "all"}, "trust must be"),
+        ({"n": 1, "limits": {"frame_bytes": 1 << 30}}, r"limits must be a gradwire\.config\.Limits"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        gradwire.cluster.api.Cluster.local(**options)
+
+
+def test_names_and_ranks() -> None:
+    options = LocalOptions(num_workers=2)
+    assert options.infos() == [WorkerInfo("worker0", 0), WorkerInfo("worker1", 1), WorkerInfo("driver", 2)]
+    assert LocalOptions(num_workers=1, names=["solo"]).infos() == [WorkerInfo("solo", 0), WorkerInfo("driver", 1)]
+
+
+def test_every_cluster_has_its_own_secret_and_does_not_show_it() -> None:
+    first, second = LocalOptions(num_workers=1), LocalOptions(num_workers=1)
+    assert first.token != second.token
+    assert len(first.token) == 32
+    assert repr(first.token) not in repr(first)
+    assert "token" not in repr(first.worker_config())
+
+
+def test_other_platforms_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(ConfigurationError, match="needs Linux"):
+        gradwire.cluster.api.Cluster.local(1)
+
+
+def test_an_interpreter_that_hides_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(ConfigurationError, match=r"sys\.executable is empty"):
+        gradwire.cluster.api.Cluster.local(1)

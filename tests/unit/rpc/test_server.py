@@ -1,0 +1,203 @@
+"""Which request runs when: slots, and calls that are held back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.rpc.server import Slots
+
+
+def test_as_many_run_as_there_are_slots() -> None:
+    slots: Slots[str] = Slots(2)
+    assert [slots.on_request(name) for name in "abcd"] == [True, True, False, False]
+    assert (slots.num_running, slots.num_queued) == (2, 2)
+    assert repr(slots) == "<Slots 2/2 running, 0 waiting, 2 queued>"
+
+
+def test_whoever_came_first_runs_first() -> None:
+    slots: Slots[str] = Slots(1)
+    for name in "abc":
+        slots.on_request(name)
+    assert [slots.on_finished(), slots.on_finished(), slots.on_finished()] == ["b", "c", None]
+    assert (slots.num_running, slots.num_queued) == (0, 0)
+
+
+def test_whoever_waits_lends_the_slot() -> None:
+    slots: Slots[str] = Slots(1)
+    slots.on_request("a")
+    slots.on_request("b")
+    assert slots.on_wait() == "b"
+    assert (slots.num_running, slots.num_waiting) == (1, 1)
+    slots.on_wait_over()
+    assert slots.num_running == 2  # for a moment: nobody queues twice
+    slots.on_request("c")
+    assert slots.on_finished() is None
+    assert slots.on_finished() == "c"
+
+
+def test_what_is_cancelled_in_the_queue_never_runs() -> None:
+    slots: Slots[str] = Slots(1)
+    for name in "abc":
+        slots.on_request(name)
+    assert slots.on_cancelled("b")
+    assert not slots.on_cancelled("b")
+    assert not slots.on_cancelled("a")  # it runs
+    assert slots.on_finished() == "c"
+
+
+def test_a_stall_grants_one_more_at_a_time() -> None:
+    slots: Slots[str] = Slots(1)
+    assert slots.on_stall() == []
+    for name in "abc":
+        slots.on_request(name)
+    assert [slots.on_stall(), slots.on_stall()] == [["b"], ["c"]]
+    assert slots.on_stall() == []  # nobody is queued
+    assert slots.num_running == 3
+
+
+def test_a_worker_that_does_not_serve_yet_holds_the_requests_of_others_back() -> None:
+    slots: Slots[str] = Slots(2)
+    slots.on_hold()
+    assert [slots.on_request(name) for name in "abcd"] == [False] * 4
+    assert slots.on_request("own", is_own=True)
+    assert (slots.num_running, slots.num_queued, slots.num_held) == (1, 0, 4)
+    assert repr(slots) == "<Slots 1/2 running, 0 waiting, 0 queued, 4 held back>"
+    assert slots.on_stall() == slots.on_stall() == []
+    assert slots.on_cancelled("b")
+    assert slots.on_finished() is None
+    assert slots.on_serve() == ["a", "c"]
+    assert (slots.num_running, slots.num_queued, slots.num_held) == (2, 1, 0)
+    assert slots.on_serve() == []
+    assert slots.on_finished() == "d"
+    assert not slots.on_request("e")
+    assert slots.on_finished() == "e"
+
+
+def test_progress_is_no_stall() -> None:
+    slots: Slots[str] = Slots(2)
+    for name in "abcdef":
+        slots.on_request(name)
+    assert slots.on_stall() == []  # the first look
+    assert slots.on_finished() == "c"
+    assert slots.on_stall() == []  # something has finished since
+    assert slots.on_stall() == ["d"]
+
+
+def test_work_is_no_stall() -> None:
+    slots: Slots[str] = Slots(1)
+    for name in "abcdef":
+        slots.on_request(name)
+    assert slots.on_stall() == []  # the first look
+    assert [slots.on_stall(), slots.on_stall()] == [["b"], ["c", "d"]]
+    assert [slots.on_stall(is_working=True) for _ in range(3)] == [[], [], []]
+    assert slots.on_stall() == ["e"]  # they wait again: one at first
+    assert slots.num_running == 5
+
+
+class Model:
+    """Drives `Slots` as the server does, and keeps its own books."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.slots: Slots[int] = Slots(limit)
+        self.arrived = 0
+        self.queued: list[int] = []
+        self.running: list[int] = []
+        self.waiting: list[int] = []
+        self.ended: list[int] = []
+        self.num_excess = 0  # functions beyond the limit: granted by stalls, or back from waiting
+
+    def start(self, request: int | None) -> None:
+        if request is not None:
+            assert request == self.queued[0]
+            self.running.append(self.queued.pop(0))
+
+    def on_request(self, pick: int) -> None:
+        request, self.arrived = self.arrived, self.arrived + 1
+        has_room = len(self.running) < self.limit
+        assert self.slots.on_request(request) is has_room
+        (self.running if has_room else self.queued).append(request)
+
+    def on_finished(self, pick: int) -> None:
+        if self.running:
+            self.ended.append(self.running.pop(pick % len(self.running)))
+            self.start(self.slots.on_finished())
+
+    def on_wait(self, pick: int) -> None:
+        if self.running:
+            self.waiting.append(self.running.pop(pick % len(self.running)))
+            self.start(self.slots.on_wait())
+
+    def on_wait_over(self, pick: int) -> None:
+        if self.waiting:
+            self.running.append(self.waiting.pop(pick % len(self.waiting)))
+            self.slots.on_wait_over()
+            self.num_excess += 1
+
+    def on_cancelled(self, pick: int) -> None:
+        if self.arrived:
+            request = pick % self.arrived
+            was_queued = request in self.queued
+            assert self.slots.on_cancelled(request) is was_queued
+            if was_queued:
+                self.queued.remove(request)
+                self.ended.append(request)
+
+    def on_stall(self, pick: int) -> None:
+        before = len(self.running)
+        for request in self.slots.on_stall():
+            self.start(request)
+        self.num_excess += len(self.running) - before
+
+    def check(self) -> None:
+        known = sorted(self.queued + self.running + self.waiting + self.ended)
+        assert known == list(range(self.arrived)), "a request was lost, or runs twice"
+        numbers = (self.slots.num_running, self.slots.num_waiting, self.slots.num_queued)
+        assert numbers == (len(self.running), len(self.waiting), len(self.queued))
+        assert len(self.running) <= self.limit + self.num_excess
+        assert not self.queued or len(self.running) >= self.limit, "somebody queues beside a free slot"
+
+
+EVENTS = ["on_request", "on_finished", "on_wait", "on_wait_over", "on_cancelled", "on_stall"]
+STEPS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 50)), max_size=60)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(limit=st.integers(1, 4), steps=STEPS)
+def test_nothing_is_lost_or_run_twice(limit: int, steps: list[tuple[str, int]]) -> None:
+    model = Model(limit)
+    for event, pick in steps:
+        getattr(model, event)(pick)
+        model.check()
+    assert len(model.ended) <= model.arrived
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(limit=st.integers(1, 4), steps=STEPS)
+def test_without_waiting_and_stalls_the_limit_holds(limit: int, steps: list[tuple[str, int]]) -> None:
+    model = Model(limit)
+    for event, pick in steps:
+        if event in ("on_request", "on_finished", "on_cancelled"):
+            getattr(model, event)(pick)
+            assert len(model.running) <= limit
+            model.check()
+    while model.running:
+        model.on_finished(0)
+    assert sorted(model.ended) == list(range(model.arrived))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_crowd_that_only_waits_is_served_to_the_end(limit: int) -> None:
+    model = Model(limit)
+    for _ in range(50):
+        model.on_request(0)
+    while model.running:
+        model.on_wait(0)
+    assert len(model.waiting) == 50
+    while model.waiting:
+        model.on_wait_over(0)
+        model.on_finished(0)
+    model.check()
+    assert len(model.ended) == 50

@@ -1,0 +1,39 @@
+"""Names and ids of workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.types import WorkerAddress, WorkerInfo, creator_of, is_worker_name, make_incarnation, make_secret_id
+
+
+@pytest.mark.parametrize("name", ["w", "worker0", "a-b_c:d.e", "größe"])
+def test_names(name: str) -> None:
+    assert is_worker_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\n", "a\0"])
+def test_names_that_would_confuse_paths_or_logs(name: str) -> None:
+    assert not is_worker_name(name)
+
+
+def test_an_id_has_the_rank_of_its_maker() -> None:
+    ids = {make_secret_id(rank) for rank in (0, 7, 65_535) for _ in range(100)}
+    assert {creator_of(number) for number in ids} == {0, 7, 65_535}
+    assert len(ids) == 300
+    assert all(0 < number < 1 << 64 for number in ids)
+
+
+def test_a_later_start_has_a_higher_incarnation() -> None:
+    assert make_incarnation() <= make_incarnation() < 1 << 63
+
+
+def test_workers_that_run_the_same_script() -> None:
+    first, same, other, none = (WorkerAddress(WorkerInfo("w", 0), 1, "host", (), main) for main in ("a", "a", "b", ""))
+    assert first.shares_main(same)
+    assert not first.shares_main(other)
+    assert not none.shares_main(none)
+
+
+def test_an_info_prints_as_torch_prints_it() -> None:
+    assert repr(WorkerInfo("w", 3)) == "WorkerInfo(id=3, name=w)"
