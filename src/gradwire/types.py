@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from typing import Annotated, Literal
 
@@ -79,7 +79,7 @@ def first_counter(incarnation: int) -> int:
 
 def make_secret_id(rank: int) -> int:
     """Return an id that other workers cannot guess."""
-    return (rank << COUNTER_BITS) | (secrets.randbits(COUNTER_BITS) or 1)
+    return (rank << COUNTER_BITS) | (int.from_bytes(os.urandom(COUNTER_BITS // 8), "big") or 1)
 
 
 def creator_of(number: int) -> int:

@@ -361,7 +361,10 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             for leaf, gradient in found:
-                add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
+                if leaf in self.gradients:
+                    add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
+                else:
+                    self.gradients[leaf] = gradient
             actions = self.state.component_finished(index)
             if self._gates:  # a message to oneself that has no gradient is settled without one
                 self._wake()

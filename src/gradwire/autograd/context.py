@@ -272,7 +272,10 @@ class DistAutogradContext:
                 for leaf in current.totals:
                     joined.pop(leaf, None)
                 for leaf, gradient in current.gradients.items():
-                    add_gradient(joined, leaf, gradient, current.options.create_graph)
+                    if leaf in joined:
+                        add_gradient(joined, leaf, gradient, current.options.create_graph)
+                    else:
+                        joined[leaf] = gradient
                 self.gradients = joined
             self.ended_passes[current.pass_id] = is_committed
             self.passes.pop(current.pass_id, None)

@@ -132,6 +132,7 @@ class DistEngine:
         self._agent = agent
         self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation, agent.config.limits)
         self._own = agent.info.id
+        self._own_name = agent.info.name
         self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
         self.lost: set[int] = set()
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
@@ -614,7 +615,7 @@ class DistEngine:
 
     def release(self, context_id: int) -> bool:
         """End a context, here and on every worker it has touched; False if it was not here."""
-        return self._release(context_id, f"on worker {self._agent.info.name} at {find_call_site()}")
+        return self._release(context_id, f"on worker {self._own_name} at {find_call_site()}")
 
     def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:
         context = self.container.release(context_id, where, None if is_suspected else sender)

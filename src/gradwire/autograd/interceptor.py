@@ -22,6 +22,8 @@ from gradwire.autograd.current_context import current_context, current_context_i
 from gradwire.autograd.messages import NO_ID, RecordedCall
 from gradwire.errors import CannotSend, DecodeError, UnknownContext
 from gradwire.params import snapshots
+from gradwire.params.rwlock import guarded_params
+from gradwire.params.snapshots import announcing
 from gradwire.rpc.connection import Request, current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import COUNTER_BITS
@@ -151,7 +153,7 @@ class AutogradInterceptor(Interceptor):
         token = current_context.set(message.context_id)
         try:
             # Only a worker with shared parameters has to look after them.
-            context = self._container.find(message.context_id) if snapshots.concerns(name) else None
+            context = self._container.find(message.context_id) if guarded_params or name in announcing else None
             if context is None and not message.detects_anomalies:
                 return _call(function, args, kwargs)
             with contextlib.ExitStack() as stack:

@@ -51,7 +51,6 @@ from gradwire.params.rwlock import (
     find_all,
     find_by_memory,
     guard,
-    guarded_params,
     late,
     lock,
 )
@@ -284,16 +283,12 @@ _hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 def announces_use(name: str) -> str:
     """Mark a function, by the name it is exposed under, that says with `using` what it uses; return the name."""
-    _announcing.add(name)
+    announcing.add(name)
     return name
 
 
-_announcing: set[str] = set()
-
-
-def concerns(function: str) -> bool:
-    """Whether a function may use shared parameters; those that it announces may still have to be made."""
-    return bool(guarded_params) or function in _announcing
+announcing: set[str] = set()
+"""Functions that announce which shared parameters they use: these may still have to be made when one is called."""
 
 
 @contextlib.contextmanager
@@ -308,7 +303,7 @@ def recording(context: UsesParameters, function: str) -> Iterator[None]:
         RpcTimeout: A step has not ended until the deadline of the call.
     """
     with ReadingCall(context) as call:
-        if function not in _announcing:
+        if function not in announcing:
             call.read(EVERYTHING)
         with saving(context, call.read):
             yield

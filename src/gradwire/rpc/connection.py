@@ -101,6 +101,9 @@ class Request(msgspec.Struct, eq=False):
     held: Held | None = None
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def current_request() -> Request | None:
     """Return what the current thread is serving, if anything."""
     return current.request
@@ -112,7 +115,7 @@ def while_waiting() -> contextlib.AbstractContextManager[object]:
     if request is not None:
         return request.source.server.waiting()
     release_hold()
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 class Connection:

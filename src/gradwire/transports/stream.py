@@ -75,6 +75,7 @@ class StreamConnection:
     def __init__(self, channel: Channel, options: StreamOptions, *, slots: BorrowedSlots | None, label: str) -> None:
         limits = options.limits
         self._channel = channel
+        self._hides_bytes = channel.hides_bytes
         self._limits = limits
         self._slots = slots
         self._arena = LendingArena(limits.arena_bytes) if slots is not None else None
@@ -350,7 +351,7 @@ class StreamConnection:
 
     def has_hidden_bytes(self) -> bool:
         """Return whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
-        return bool(self._unfilled) or self._channel.has_hidden_bytes()
+        return bool(self._unfilled) or (self._hides_bytes and self._channel.has_hidden_bytes())
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Return whether something can be read within that time (or the connection ended)."""
@@ -472,9 +473,11 @@ class Channel:
 
     Attributes:
         can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
+        hides_bytes: Whether `has_hidden_bytes` has to be asked.
     """
 
     can_vanish = False  # on one machine the kernel reports the end of a process at once
+    hides_bytes = False
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

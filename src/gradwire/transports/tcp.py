@@ -56,6 +56,7 @@ class TcpChannel(Channel):
 class TlsChannel(TcpChannel):
     """Bytes over TLS. OpenSSL must not read and write one connection at once, so a lock covers each short step."""
 
+    hides_bytes = True
     _socket: ssl.SSLSocket
 
     def __init__(self, sock: ssl.SSLSocket) -> None:

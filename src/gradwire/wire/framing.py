@@ -58,6 +58,7 @@ Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
 
 _FRONT: Final = struct.Struct("<2sBBHH")  # the fields that have few right values
+_MAX_KNOWN_NAMES: Final = 256
 _PREFIX: Final = struct.Struct("<8sIQI")  # the front, then the two lengths and the checksum
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _SMALL_BYTES: Final = 64 << 10  # a smaller payload is copied at once when all of it is there
@@ -132,6 +133,7 @@ class FrameDecoder:
         self._allocate = allocate
         self._map_slot = map_slot
         self._shared_dtypes: Container[int] = shared_dtypes if map_slot is not None else ()
+        self._known_names: set[str] = set()  # of functions and notes that were checked; a few, whatever the peer sends
         self._head = bytearray()  # a prefix and header that are not complete yet
         self._head_bytes = 0  # how many are needed to go on with them
         self._is_dead = False
@@ -251,7 +253,7 @@ class FrameDecoder:
                 raise DecodeError(f"a {kind.name} message that is not in its one spelling")
             frames.append(Frame(message, b"", []))
             return after
-        expected = _check_payload(message, limits, self._shared_dtypes)
+        expected = _check_payload(message, limits, self._shared_dtypes, self._known_names)
         if expected != payload_bytes:
             raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
         if payload_bytes >= _SMALL_BYTES or end < after + payload_bytes:
@@ -356,21 +358,28 @@ def _check_message(message: Message, limits: Limits) -> None:
         check_error(message.error, limits)
 
 
-def _check_payload(message: Call | Reply, limits: Limits, shared_dtypes: Container[int]) -> int:
+def _check_payload(message: Call | Reply, limits: Limits, shared_dtypes: Container[int], known_names: set[str]) -> int:
     """Check a message that has a payload against `Limits`, and return how long the payload has to be."""
-    if type(message) is Call:
-        name = message.function
-        if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
-            check_text(name, "a function's name", limits.name_bytes)
+    if type(message) is Call and message.function not in known_names:
+        _check_name(message.function, "a function's name", limits, known_names)
     for name in message.notes:
-        if not (name.isascii() and name.isprintable() and len(name) <= limits.name_bytes):
-            check_text(name, "a note's name", limits.name_bytes)
+        if name not in known_names:
+            _check_name(name, "a note's name", limits, known_names)
+    num_bytes = message.body_bytes
+    if not message.tensors:
+        return num_bytes
     if len(message.tensors) > limits.num_tensors:
         raise LimitExceeded(f"a message with {len(message.tensors)} tensors; at most {limits.num_tensors} are accepted")
-    num_bytes = message.body_bytes
     for meta in message.tensors:
         num_bytes += validate(meta, limits, shared_dtypes)
     return num_bytes
+
+
+def _check_name(name: str, what: str, limits: Limits, known_names: set[str]) -> None:
+    """Check a name, and remember it: the same few come again and again."""
+    check_text(name, what, limits.name_bytes)
+    if len(known_names) < _MAX_KNOWN_NAMES:
+        known_names.add(name)
 
 
 class _Kind(NamedTuple):
