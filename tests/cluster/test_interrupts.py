@@ -52,10 +52,11 @@ def _press_in_gradwire() -> None:
 
 def test_while_the_fork_server_starts(interrupt: Interrupt) -> None:
     close_idle_fork_server()
+    before = set(children_of(os.getpid()))  # of other tests in this process
     interrupt(ForkServerProcess, "_wait_ready")
     with pytest.raises(KeyboardInterrupt):
         Cluster.local(1)
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= before
     assert Cluster.current() is None
 
 

@@ -34,7 +34,7 @@ from fuzz import operation_world
 from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
-from gradwire.autograd import current_context as ambient
+from gradwire.autograd import current_context
 from gradwire.errors import GradwireError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
@@ -374,8 +374,11 @@ class Honest:
         context = engine_of(world.honest).container.new_context()
         self.context_id = context.context_id
         self._x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
-        with ambient.inside(self.context_id):
+        token = current_context.current_context.set(self.context_id)
+        try:
             self._loss = rpc.rpc_sync("v", "fuzz.double", args=(self._x,)).sum()
+        finally:
+            current_context.leave(token)
         self.message_ids = list(context.sends)
         self.before = self.ask()
         self.rss_bytes: int = self.before["rss_bytes"]
