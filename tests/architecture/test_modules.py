@@ -32,7 +32,7 @@ LIKE_TORCH_S = {
 
 
 def test_unit_tests_mirror_the_source() -> None:
-    """`tests/unit/rpc/test_client.py` is about `gradwire/rpc/client.py` or `_client.py`; so is `test_client_deadlines.py`."""
+    """`tests/unit/rpc/test_client.py` is about `rpc/client.py` or `rpc/_client.py`; so is `test_client_deadlines.py`."""
     known = {_unit_test_of(path).removesuffix(".py") for path in MODULES}
     found = {path.relative_to(UNIT_TESTS).as_posix() for path in UNIT_TESTS.rglob("test_*.py")}
     strays = [path for path in found if not any(path.startswith((f"{name}.py", f"{name}_")) for name in known)]

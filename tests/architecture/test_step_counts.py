@@ -1,4 +1,4 @@
-"""How many functions the path of one step enters: it is easy to make longer, and times on a busy machine would not show it."""
+"""How many functions the path of one step enters: it is easy to make longer, and times on a busy machine do not show it."""
 
 from __future__ import annotations
 
