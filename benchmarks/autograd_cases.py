@@ -184,7 +184,7 @@ class AutogradCase:
         return found
 
 
-def _against_torch(name: str, num_steps: int, work: str, bar: int, **more: Any) -> AutogradCase:
+def _against_torch(name: str, num_steps: int, work: str, bar: float, **more: Any) -> AutogradCase:
     return AutogradCase(name, num_steps, Side("Gradwire", work), Side("TorchRpc", work), bar, **more)
 
 
@@ -203,15 +203,15 @@ def _by_hand(work: str) -> dict[str, Any]:
 
 
 AUTOGRAD_CASES = [
-    _against_torch("autograd: tiny context", 100, "tiny", 4, **_by_hand("tiny")),
-    _against_torch("autograd: chain of 10", 20, "chain of 10", 4, **_by_hand("chain of 10")),
-    _against_torch("autograd: chain of 50", 5, "chain of 50", 4, **_by_hand("chain of 50")),
+    _against_torch("autograd: tiny context", 100, "tiny", 2.4, **_by_hand("tiny")),
+    _against_torch("autograd: chain of 10", 20, "chain of 10", 2.8, **_by_hand("chain of 10")),
+    _against_torch("autograd: chain of 50", 5, "chain of 50", 2.8, **_by_hand("chain of 50")),
     _against_itself("autograd: SMART, tiny", 100, "Gradwire", ("tiny", "tiny, FAST"), "FAST", 1.05),
     _against_itself("autograd: SMART, chain of 10", 20, "Gradwire", ("chain of 10", "chain of 10, FAST"), "FAST", 1.05),
     _against_torch("autograd: MLP 8 x 1024", 3, "mlp", 1, **ONE_PROCESS),
     _against_itself(
         "autograd: two branches", 5, "GradwirePair", ("branches together", "branches in turn"), "in turn", 0.7
     ),
-    _against_torch("autograd: training step", 60, "train", 3, **_by_hand("train")),
+    _against_torch("autograd: training step", 60, "train", 1.5, **_by_hand("train")),
     _against_itself("autograd: backward(optimizer=)", 60, "Gradwire", ("train, joined", "train"), "with step()", None),
 ]
