@@ -121,9 +121,6 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         _collect_local_shard(module.get_submodule(path))
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------
-
-
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Redistribute a module's sharded output by another spec; leave a plain one as it is. Return the module."""
     return _change_output(module, lambda output: output.redistribute(resharding_spec))
@@ -155,9 +152,6 @@ def _collect(output: ShardedTensor) -> torch.Tensor:
     return found
 
 
-# -- the process group -------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
     """Use a process group for what is made or loaded in this block. Blocks can be nested; the inner one counts."""
@@ -169,10 +163,6 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def _get_current_process_group() -> Any:
-    """Return the group of `load_with_process_group`, or the default one.
-
-    Raises:
-        ValueError: There is neither.
-    """
+    """Return the group of `load_with_process_group`, or the default one."""
     group = current_process_group.get()
     return group if group is not None else default_process_group()

@@ -59,15 +59,7 @@ class Steps:
 
 
 def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
-    """Work out what has to be done.
-
-    Raises:
-        TypeError: Something in the plan has the wrong type.
-        AttributeError: The module has no such parameter or submodule.
-        KeyError: A `Sharder` is to replace the module itself.
-        RuntimeError: A `Sharder` and another entry are about the same part of the module.
-        ValueError: Something cannot be divided, or is to be divided in two ways.
-    """
+    """Work out what has to be done."""
     _check_types(module, plan)
     steps = Steps(outputs=dict(plan.output_plan or {}), local_outputs=list(plan.return_local_tensor or []))
     submodules = _slots(module, lambda owner: children_of(owner).items())
@@ -140,12 +132,7 @@ def _slots(module: nn.Module, items: Callable[[nn.Module], Iterable[tuple[str, A
 
 
 def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: Slots) -> Step:
-    """Return the step that divides a parameter.
-
-    Raises:
-        AttributeError: The module has no such parameter.
-        ValueError: It cannot be divided.
-    """
+    """Return the step that divides a parameter."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     if not hasattr(owner, attribute):
@@ -200,9 +187,6 @@ def _check_sharders(steps: Steps) -> None:
                 )
 
 
-# -- agreement of all ranks ----------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Work:
     """What is to be done, and by which processes."""
@@ -221,17 +205,8 @@ def prepare(
 ) -> Work:
     """Check everything, here and on all ranks.
 
-    Args:
-        module: What is to be sharded.
-        read: Works out what is asked for, and checks it against the module.
-        specs: All that are in the plan; they tell who takes part even if the plan cannot be read.
-        src_rank: The rank in the group whose values count.
-        process_group: The ranks; None for the default group.
-
-    Raises:
-        Exception: What `read` raises, here or on another rank.
-        ValueError: A placement does not exist, or ranks want different things.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
+    `specs` are all that are in the plan: they tell which ranks take part even if `read`, which checks the plan against the
+    module, raises.
     """
     group = find_group(specs, process_group)
     work = Work(group)
@@ -273,9 +248,6 @@ def specs_in(plan: Any) -> list[ShardingSpec]:
     entries = [getattr(plan, "plan", None), getattr(plan, "output_plan", None)]
     values = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
     return [value for value in values if isinstance(value, ShardingSpec)]
-
-
-# -- what is done to the module ------------------------------------------------------------------------------------------
 
 
 def run_sharders(work: Work) -> list[nn.Module]:
@@ -324,8 +296,6 @@ def _shard_by_own_spec(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, 
     return spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
 
 
-# -- tensors that stay whole, on ranks that have no data of them -----------------------------------------------------------
-
 Inventory = dict[str, tuple[list[int], str, bool]]
 """Plain tensors that stay as they are, by name: size, dtype, and whether they have data."""
 
@@ -342,11 +312,7 @@ def _take_inventory(module: nn.Module, steps: Steps) -> Inventory:
 
 
 def _find_lacking(inventories: Sequence[Inventory], source: int) -> dict[str, list[int]]:
-    """Return the names of tensors that the source has data of, each with the ranks that have none.
-
-    Raises:
-        ValueError: Such a tensor is another one at the source.
-    """
+    """Return the names of tensors that the source has data of, each with the ranks that have none."""
     found: dict[str, list[int]] = {}
     for rank, inventory in enumerate(inventories):
         for name, (size, dtype, has_data) in inventory.items():

@@ -135,13 +135,7 @@ class Backend(ABC):
 
     @abstractmethod
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
-        """Return the parts of every participant's own rows, for the next `run`. The gradient is that of the own rows.
-
-        Args:
-            rows: This participant's own.
-            batch: Whose rows are where; its places are the participants.
-            layout: Where they are to be; boxes may overlap.
-        """
+        """Return the parts of every participant's own rows, for the next `run`. The gradient is that of the own rows."""
 
     @abstractmethod
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:

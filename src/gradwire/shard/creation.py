@@ -187,13 +187,7 @@ def shard_tensor(
 
 
 def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Backend, ShardedTensorMetadata]:
-    """Return the backend and the metadata of a tensor that is to be divided. Nothing is moved or sent.
-
-    Raises:
-        TypeError: `spec` is not a `ShardingSpec`.
-        ValueError: The tensor cannot be divided like this, or a placement does not exist.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
-    """
+    """Return the backend and the metadata of a tensor that is to be divided. Nothing is moved or sent."""
     if not isinstance(spec, ShardingSpec):
         raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -221,11 +215,7 @@ def divide_tensor(
 
 
 def check_source(backend: Backend | None, src_rank: Any) -> None:
-    """Check that the source is a rank of the group, if there is one.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that the source is a rank of the group, if there is one."""
     if isinstance(backend, GroupBackend) and (type(src_rank) is not int or src_rank not in backend.participants):
         raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(backend.participants)}")
 
@@ -243,13 +233,8 @@ def scatter(
 ) -> list[Part]:
     """Return the parts of a tensor, each with memory of its own, as leaves.
 
-    Args:
-        backend: Knows the way to the parts.
-        tensor: Of the same size and dtype everywhere; may be without data (``meta``) where it is not the source's.
-        source: Whose tensor counts.
-        layout: Where the parts are to be.
-        devices: Of all boxes of the layout.
-        has_values: Whether the source's tensor has data; if not, the elements of parts are undefined.
+    The tensor has the same size and dtype everywhere, and may be without data (``meta``) where it is not the source's. If
+    the source's has no data either (`has_values`), the elements of parts are undefined.
     """
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
     own_devices = [devices[number] for number in backend.box_numbers(layout)]
@@ -314,9 +299,6 @@ def share_references(tensor: ShardedTensor) -> ShardedTensor:
     """Give every rank references to the shards of all others that have some, and return the tensor.
 
     All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
-
-    Raises:
-        RuntimeError: The ranks are not all RPC workers.
     """
     if not isinstance(tensor._backend, GroupBackend):
         return tensor
@@ -408,9 +390,7 @@ def _find_difference(one: TensorProperties, other: TensorProperties) -> str | No
 def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> ShardedTensorMetadata:
     """Return the metadata of the whole; all ranks get the same, and so all raise the same.
 
-    Args:
-        described: What each rank knows of it.
-        is_stacked: Whether shards are consecutive rows, and neither offsets nor the size are known yet.
+    With `is_stacked`, shards are consecutive rows, and neither offsets nor the size are known yet.
     """
     size = described[0][0]
     for rank, (other, _) in enumerate(described):
@@ -439,11 +419,7 @@ def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> Sharded
 
 
 def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
-    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole.
-
-    Raises:
-        AssertionError: A shard does not name a rank.
-    """
+    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole."""
     start = 0
     for shard in sorted(shards, key=_rank_of):
         shard.shard_offsets = [start if number == dim else 0 for number in range(len(shard.shard_sizes))]
@@ -604,12 +580,7 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(init_fr
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: torch.Size, current_rank: int, pg: Any
 ) -> ShardedTensorMetadata:
-    """Return what one rank knows of a tensor, from its shards; at least one.
-
-    Raises:
-        AssertionError: There are no shards.
-        ValueError: They differ in their properties, or are not those of `current_rank`.
-    """
+    """Return what one rank knows of a tensor, from its shards; at least one."""
     if not local_shards:
         raise AssertionError("must have local shards!")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
@@ -627,9 +598,6 @@ def build_global_metadata(
     """Return the metadata of the whole, from what each rank knows; None of ranks that have no shards.
 
     With `recalc_metadata`, ranks have consecutive rows, and their offsets are still to be found.
-
-    Raises:
-        ValueError: They contradict each other, or do not make up the tensor.
     """
     told = [copy.deepcopy(item) for item in gathered_metadatas if item is not None]
     if not told:
@@ -643,21 +611,13 @@ def build_global_metadata(
 def recalc_global_sharded_tensor_metadata(
     global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
 ) -> None:
-    """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks.
-
-    Raises:
-        AssertionError: A shard does not name a rank.
-    """
+    """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks."""
     size = stack_shards(global_sharded_tensor_metadata.shards_metadata, sharded_dim)
     global_sharded_tensor_metadata.size = torch.Size(size)
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
-    """Return the position of a rank among placements.
-
-    Raises:
-        RuntimeError: It is not among them.
-    """
+    """Return the position of a rank among placements."""
     for position, placement in enumerate(placements):
         if as_placement(placement).rank() == current_rank:
             return position
@@ -669,11 +629,7 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
 def build_reshard_metadata(
     st_size: torch.Size, sharding_spec: ShardingSpec, world_size: int
 ) -> tuple[list[ShardMetadata], list[int]]:
-    """Return the shards of a tensor in the order of their ranks, and the ranks in the order of the spec.
-
-    Raises:
-        ValueError: A tensor of that size cannot be divided like this, or a rank is outside of the world.
-    """
+    """Return the shards of a tensor in the order of their ranks, and the ranks in the order of the spec."""
     shards = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
     ranks = []
     for item in shards:
@@ -692,11 +648,7 @@ def reshard_local_shard(
     resharding_spec: ShardingSpec,
     pg: Any,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
-
-    Raises:
-        ValueError: The tensor does not fit `sharding_spec`, or one of the specs `st_size`.
-    """
+    """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it."""
     old = init_from_local_tensor(local_tensor, sharding_spec, *st_size, process_group=pg)
     new = old.redistribute(resharding_spec)
     new._order_by_rank()

@@ -148,8 +148,6 @@ class NoGroupBackend(GroupBackend):
         )
 
 
-# -- agreement -----------------------------------------------------------------------------------------------------------
-
 Proposal = dict[str, Any]
 """What a rank is about to do, by name."""
 
@@ -159,11 +157,7 @@ _ORDINARY_ERRORS: dict[str, type[Exception]] = {
 
 
 def gather_objects(group: Any, value: Any) -> list[Any]:
-    """Return every rank's value, by rank. Every rank of the group must call it.
-
-    Raises:
-        WorkerLost: A rank is gone, or did not take part in time.
-    """
+    """Return every rank's value, by rank. Every rank of the group must call it."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with collective(group, "gathering a value of every rank"):
         dist.all_gather_object(found, value, group)
@@ -182,14 +176,8 @@ def all_or_none(
 
     Every rank of the group must call it. Results are pickled.
 
-    Args:
-        group: The process group; None for the default one.
-        action: Must leave nothing behind if it raises.
-        failed: Makes the error that the other ranks raise, from the rank, the name of the error's type and its text.
-
-    Raises:
-        Exception: What `action` raised, on the rank where it did; what `failed` made, on the others.
-        WorkerLost: A rank is gone, or did not take part in time.
+    `action` must leave nothing behind if it raises. `failed` makes the error that the other ranks raise, from the rank, the
+    name of the error's type and its text.
     """
     result, failure, told = None, None, None
     try:
@@ -208,14 +196,7 @@ def all_or_none(
 def agree(group: Any, prepare: Callable[[], Proposal], may_differ: Sequence[str] = ()) -> list[Proposal]:
     """Return what every rank is about to do, by rank, if all can and all are about to do the same.
 
-    Args:
-        group: The process group; None for the default one.
-        prepare: Returns what this rank is about to do; the same names on every rank.
-        may_differ: Names of what may be different.
-
-    Raises:
-        Exception: As of `all_or_none`.
-        ValueError: Not all are about to do the same.
+    `prepare` returns it by the same names on every rank; what is named in `may_differ` may be different.
     """
     proposals = all_or_none(group, prepare)
     first = proposals[0]
@@ -228,8 +209,6 @@ def agree(group: Any, prepare: Callable[[], Proposal], may_differ: Sequence[str]
                 )
     return proposals
 
-
-# -- questions -----------------------------------------------------------------------------------------------------------
 
 _MAX_TENSORS = 4  # of a request; counts are always that long, so that ranks that ask differently understand them
 _FAILED, _NO_TENSOR = -1, -2
@@ -345,7 +324,6 @@ def _by_asker(answers: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]])
     return torch.cat([of_box[asker].reshape(-1) for asker in range(len(lengths)) for of_box in pieces])
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
 # What a backward does is differentiable, too: gradients of gradients take the same ways.
 
 

@@ -131,26 +131,15 @@ def chunk(size: Sequence[int], dim: int, places: Sequence[Place]) -> Layout:
 
 
 def find_dim(dim: int, num_dims: int) -> int:
-    """Return a dimension that may count from the end, counted from the start.
-
-    Raises:
-        IndexError: There is no such dimension.
-    """
+    """Return a dimension that may count from the end, counted from the start."""
     bound = max(num_dims, 1)
     if not -bound <= dim < bound:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
     return dim % bound
 
 
-# -- broadcast, reduced, stacked -----------------------------------------------------------------------------------------
-
-
 def broadcast(*sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the size that tensors of these sizes are broadcast to.
-
-    Raises:
-        RuntimeError: The sizes do not fit.
-    """
+    """Return the size that tensors of these sizes are broadcast to."""
     num_dims = max(map(len, sizes))
     result = [1] * num_dims
     for size in sizes:
@@ -216,9 +205,6 @@ def stack(layout: Layout) -> Layout:
     boxes = enumerate(layout.boxes)
     stacked = (Box.from_ranges([(number, min(1, box.num_elements)), *box.ranges]) for number, box in boxes)
     return Layout(tuple(stacked), layout.places)
-
-
-# -- overlaps, moves, pieces ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

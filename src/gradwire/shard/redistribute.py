@@ -31,15 +31,7 @@ from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
 
 @contextlib.contextmanager
 def collective(group: Any, what: str) -> Iterator[None]:
-    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank.
-
-    Args:
-        group: The process group; None for the default one.
-        what: What is being done, for the error message.
-
-    Raises:
-        WorkerLost: A rank is gone, or did not take part in time.
-    """
+    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -155,13 +147,8 @@ def move(
 ) -> list[torch.Tensor]:
     """Return this rank's boxes of the new layout, in order. Every rank of the group must call it with the same layouts.
 
-    Args:
-        tensors: This rank's boxes of the old layout, in order.
-        old: Where they are.
-        new: Where they are to be.
-        group: The process group.
-        like: Tells dtype and device, also where there is no tensor.
-        is_sum: Whether elements that several old boxes have add up; else they must be in one only.
+    `like` tells dtype and device, also where there is no tensor. With `is_sum`, elements that several old boxes have add up;
+    else they must be in one only.
     """
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
@@ -184,9 +171,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()  # its memory is sent
 
 
-# -- little ------------------------------------------------------------------------------------------------------------
-
-
 def _move_at_once(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:
     ranks = range(dist.get_world_size(group))
     pieces = [ends.source(item).reshape(-1) for rank in ranks for item in plan.outgoing.get(rank, ())]
@@ -207,11 +191,7 @@ def _size(items: Sequence[Move]) -> int:
 def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
     """Send a piece of a flat tensor to every rank, and return a flat tensor of a piece from every rank.
 
-    Args:
-        flat: The pieces, the one for the first rank first.
-        sent: How many elements each rank gets.
-        received: How many elements come from each rank.
-        group: The process group, all of whose ranks must call it.
+    `sent` and `received` tell how many elements go to and come from each rank; all of them must call it.
     """
     rank, width = dist.get_rank(group), flat.element_size()
     for peer, number in enumerate(sent):
@@ -227,9 +207,6 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
             group,
         )
     return arrived
-
-
-# -- much --------------------------------------------------------------------------------------------------------------
 
 
 def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:

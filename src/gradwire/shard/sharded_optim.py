@@ -117,8 +117,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.named_params.update({item.name: item.value for item in found})
         return {**group, "params": [part for item in found for part in item.parts]}
 
-    # -- steps -----------------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -155,8 +153,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[_Parameter]:
         return [item for group in self._groups for item in group]
 
-    # -- groups ----------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Add parameters; on every rank the same.
 
@@ -176,8 +172,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._groups.pop()
             self.named_params = known
             raise
-
-    # -- state -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the names of parameters; every rank must call it.
@@ -226,9 +220,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 @interruptible
 def _call_user(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-# -- parameters ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +279,6 @@ def _pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-# -- the state dict ------------------------------------------------------------------------------------------------------
-
 _Described = tuple[dict[str, torch.dtype], Values]
 """What a rank has of the state of one parameter: dtypes of what has the size of the parts, and the rest itself."""
 
@@ -342,11 +331,7 @@ def _join(parameter: _Parameter, state: Mapping[torch.Tensor, Values], described
 def _match(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[_Parameter]]
 ) -> tuple[dict[str, Values], list[dict[str, Any]]]:
-    """Return the state by the names of parameters, and the options of each group.
-
-    Raises:
-        ConfigurationError: The state dict is that of other parameters.
-    """
+    """Return the state by the names of parameters, and the options of each group."""
     try:
         state, saved = state_dict["state"], list(state_dict["param_groups"])
         keys = [key for group in saved for key in group["params"]]

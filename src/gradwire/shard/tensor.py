@@ -154,8 +154,6 @@ class ShardedTensor(ShardedTensorBase):
         # References do not tell; what is made of a tensor with gradients has them, too.
         return self._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
 
-    # -- what is known of it -------------------------------------------------------------------------------------------
-
     @property
     def _process_group(self) -> Any:
         return self._backend._group if isinstance(self._backend, GroupBackend) else None
@@ -173,8 +171,6 @@ class ShardedTensor(ShardedTensorBase):
     def _boxes(self) -> list[Box]:
         """Return the boxes whose parts this process handles, in the order of the parts."""
         return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
-
-    # -- its parts -----------------------------------------------------------------------------------------------------
 
     def local_tensor(self) -> torch.Tensor:
         """Return what this process has, as one tensor; empty if it has nothing.
@@ -204,8 +200,6 @@ class ShardedTensor(ShardedTensorBase):
                 "available. Make it with init_rrefs=True in ranks that are RPC workers"
             )
         return self._remote_shards
-
-    # -- the whole -----------------------------------------------------------------------------------------------------
 
     def full_tensor(self, *, adds_gradients: bool = False) -> torch.Tensor:
         """Return the whole tensor, on every rank.
@@ -265,8 +259,6 @@ class ShardedTensor(ShardedTensorBase):
                 return out.copy_(value)
             value = value.clone() if is_view(value) or any(value is part for part in self._parts) else value.detach()
             return value.to(dtype) if enforce_dtype and dtype is not None else value
-
-    # -- other layouts -------------------------------------------------------------------------------------------------
 
     def redistribute(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Return the same tensor, divided in another way. Each element goes straight to where it belongs.
@@ -328,8 +320,6 @@ class ShardedTensor(ShardedTensorBase):
         self._is_result = other._is_result
         self._remote_shards = None
 
-    # -- other devices and dtypes ----------------------------------------------------------------------------------------
-
     # Methods of their own: torch's refuse an argument such as a process group before they call `__torch_function__`.
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -348,17 +338,11 @@ class ShardedTensor(ShardedTensorBase):
         found: ShardedTensor = self.__torch_function__(func, (ShardedTensor,), (self, *args), kwargs)
         return found
 
-    # -- for torch -----------------------------------------------------------------------------------------------------
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the implementation of a function for sharded tensors.
-
-        Raises:
-            RuntimeError: There is none.
-        """
+        """Call the implementation of a function for sharded tensors."""
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
         spec, group = (first._sharding_spec, first._process_group) if first is not None else (None, None)
@@ -403,13 +387,8 @@ def from_layout(
 ) -> ShardedTensor:
     """Make a sharded tensor of parts that an operation made.
 
-    Args:
-        backend: That of the operands.
-        layout: Where the parts are; boxes do not overlap, and make up the tensor.
-        parts: In the order of the backend.
-        size: Of the tensor.
-        like: Tells dtype and device.
-        requires_grad: Whether the parts have gradients, where references do not tell.
+    Boxes of the layout do not overlap, and make up the tensor; `like` tells dtype and device. `requires_grad` counts where
+    parts are references, which do not tell.
     """
     first = first_here(parts)
     if first is not None:

@@ -86,8 +86,6 @@ def answer_rows(part: torch.Tensor, request: Request, setting: Setting) -> torch
     return F.embedding(ids, part, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
-# -- embedding_bag ----------------------------------------------------------------------------------------------------
-
 BagSetting = tuple[str, bool, bool]
 """The mode; whether gradients are scaled by frequency; whether they are sparse."""
 
@@ -162,9 +160,6 @@ def _check(setting: BagSetting, weights: torch.Tensor | None) -> None:
         )
 
 
-# -- the bags ----------------------------------------------------------------------------------------------------------
-
-
 def _read_bags(
     input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, include_last_offset: bool
 ) -> Bags:
@@ -213,9 +208,6 @@ def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Ten
 def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
     ids = input.reshape(-1)[:0]
     return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
-
-
-# -- the questions -------------------------------------------------------------------------------------------------------
 
 
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
@@ -306,9 +298,6 @@ def _largest(
     return assemble(size, kept, rows, columns, is_sum=True)
 
 
-# -- ids and blocks ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Those of a participant's ids that lie in some rows."""
@@ -351,12 +340,7 @@ def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exceptio
 
 
 def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
-    """Return the table.
-
-    Raises:
-        TypeError: The ids are sharded, or the table is not.
-        RuntimeError: The table does not have two dimensions.
-    """
+    """Return the table."""
     if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
         raise TypeError(f"{name}: the weight must be sharded, and the input a plain tensor: each rank's own ids")
     if table.dim() != 2:
@@ -369,9 +353,6 @@ def columns_of(table: ShardedTensor) -> list[slice]:
     return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
 
 
-# -- what comes back ---------------------------------------------------------------------------------------------------
-
-
 def assemble(
     size: tuple[int, int],
     answers: Sequence[torch.Tensor],
@@ -381,12 +362,8 @@ def assemble(
 ) -> torch.Tensor:
     """Put a matrix of the answers of all blocks together.
 
-    Args:
-        size: Of the matrix.
-        answers: Those of all blocks.
-        rows: Where each row of an answer goes; None if it is for all rows, in order.
-        columns: Where its columns go.
-        is_sum: Whether answers for the same element add up; else each element is answered once.
+    Each row of an answer goes to the row that `rows` tells; None is for all rows, in order. With `is_sum` answers for the
+    same element add up; else each element is answered once.
     """
     found: torch.Tensor = _Assemble.apply(size, rows, columns, is_sum, *answers)  # type: ignore[no-untyped-call]
     return found
@@ -419,9 +396,6 @@ class _Assemble(torch.autograd.Function):
             for taken, of_block in zip(*ctx.where, strict=True)
         ]
         return None, None, None, None, *found
-
-
-# -- max_norm ----------------------------------------------------------------------------------------------------------
 
 
 def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_type: float, error: Any) -> None:
@@ -486,8 +460,6 @@ def scale_rows(part: torch.Tensor, request: Request, setting: Any) -> torch.Tens
     return part.new_empty(ids.numel(), 0)
 
 
-# -- own rows ---------------------------------------------------------------------------------------------------------
-
 MAX_DIMS = 8
 """Most dimensions of rows, together with the one along which they are counted."""
 
@@ -498,16 +470,6 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
     """Return the rows, and whose rows are where if those of all participants are put together.
 
     The rows get a gradient if another participant's have one: all take part in backward then.
-
-    Args:
-        rows: This participant's own.
-        backend: Knows the participants.
-        problem: Why this process cannot go on, if it cannot.
-
-    Raises:
-        Exception: The problem.
-        RuntimeError: Another participant has one.
-        ValueError: Rows have different sizes.
     """
     sizes = [rows.dim(), *rows.size(), *(0 for _ in range(MAX_DIMS - rows.dim()))]
     wants_gradient = rows.requires_grad and torch.is_grad_enabled()

@@ -21,9 +21,6 @@ from gradwire.shard.tensor import ShardedTensor
 _T: Any = torch.Tensor
 
 
-# -- softmax -----------------------------------------------------------------------------------------------------------
-
-
 @implements(torch.softmax, _T.softmax, torch.log_softmax, _T.log_softmax)
 def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> ShardedTensor:
     if dim is None:
@@ -57,9 +54,6 @@ def softmax_part(part: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
 @implements(functional.normalize)
 def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
-
-
-# -- layer norm --------------------------------------------------------------------------------------------------------
 
 
 @implements(functional.layer_norm)

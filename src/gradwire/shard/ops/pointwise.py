@@ -83,11 +83,7 @@ class PointwiseCall:
 
 
 def check_same_group(func: Any, *operands: Any) -> None:
-    """Check that all sharded operands can meet.
-
-    Raises:
-        RuntimeError: They belong to different process groups.
-    """
+    """Check that all sharded operands can meet."""
     sharded = [item for item in operands if isinstance(item, ShardedTensor)]
     if any(item._backend != sharded[0]._backend for item in sharded[1:]):
         raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
@@ -104,9 +100,7 @@ def probe(value: Any, longest: int = 0) -> Any:
     It has the same number of dimensions, dtype and need of a gradient. Functions of it are quick, draw no random numbers if
     it has no elements, and raise what they would raise.
 
-    Args:
-        value: Any argument of a function.
-        longest: The length that longer dimensions get.
+    Dimensions that are longer than `longest` get that length.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -154,9 +148,6 @@ def note_gradient(tensor: ShardedTensor, requires_grad: bool, is_leaf: bool) -> 
     tensor._is_result = not is_leaf
 
 
-# -- the implementations -------------------------------------------------------------------------------------------------
-
-
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Implement a function of each element."""
     planned = PointwiseCall(func, args, kwargs)
@@ -201,8 +192,6 @@ def _convert_dtype(func: Callable[..., Any], tensor: ShardedTensor, *args: Any, 
     made: ShardedTensor = pointwise(func, tensor, *args, **kwargs)
     return tensor if made.dtype == tensor.dtype else made
 
-
-# -- the tables ----------------------------------------------------------------------------------------------------------
 
 UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not
