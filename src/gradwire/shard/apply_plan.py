@@ -13,11 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from gradwire._interrupts import interruptible
 from gradwire._torch import children_of
-from gradwire.shard.backend import Backend
-from gradwire.shard.creation import check_source, divide_tensor, placed, scatter
+from gradwire.shard.creation import Placed, check_source, divide_tensor, placed, scatter
 from gradwire.shard.group_backend import GroupBackend, Proposal, agree, all_or_none
 from gradwire.shard.layout import everywhere
-from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from gradwire.shard.metadata import ShardMetadata, TensorProperties
 from gradwire.shard.placement import backend_for, find_group, layout_of, placements_of
 from gradwire.shard.sharder import Sharder
 from gradwire.shard.sharding_plan import ShardingPlan
@@ -59,7 +58,6 @@ class Steps:
 
 
 def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
-    """Work out what has to be done."""
     _check_types(module, plan)
     steps = Steps(outputs=dict(plan.output_plan or {}), local_outputs=list(plan.return_local_tensor or []))
     submodules = _slots(module, lambda owner: children_of(owner).items())
@@ -132,7 +130,6 @@ def _slots(module: nn.Module, items: Callable[[nn.Module], Iterable[tuple[str, A
 
 
 def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: Slots) -> Step:
-    """Return the step that divides a parameter."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     if not hasattr(owner, attribute):
@@ -193,7 +190,7 @@ class Work:
 
     group: GroupBackend | None  # all ranks; None over RPC workers
     steps: Steps = field(default_factory=Steps)
-    placed: list[tuple[Backend, ShardedTensorMetadata]] = field(default_factory=list)  # of each parameter
+    placed: list[Placed] = field(default_factory=list)  # of each parameter
     has_values: list[bool] = field(default_factory=list)  # for each parameter, whether the source has values
     lacking: dict[str, list[int]] = field(
         default_factory=dict
@@ -218,15 +215,14 @@ def prepare(
         shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in placements_of(spec)]
         if shards:  # all placements exist, and are of one kind
             layout_of(shards, backend_for(shards, process_group))
-        if group is not None:
-            check_source(group, src_rank)
+        check_source(group, src_rank)
         work.has_values = [not step.value.is_meta for step in parameters]
         outputs = {path: [str(item) for item in placements_of(spec)] for path, spec in work.steps.outputs.items()}
         return {
             "src_rank": src_rank,
             "parameters": [(step.name, list(step.value.size()), str(step.value.dtype)) for step in parameters],
             "requires_grad": [step.value.requires_grad for step in parameters],
-            "sharding_spec": [metadata.shards_metadata for _, metadata in work.placed],
+            "sharding_spec": [metadata.shards_metadata for _, metadata, _ in work.placed],
             "sharders": [(step.name, type(step.how).__qualname__) for step in work.steps.sharders],
             "output_plan": outputs,
             "return_local_tensor": work.steps.local_outputs,
@@ -278,12 +274,12 @@ def _run_sharder(step: Step) -> nn.Module:
 
 def divide_parameters(work: Work, src_rank: int) -> None:
     """Put sharded tensors where the module has parameters, one after the other; nothing here keeps the originals."""
-    for step, (backend, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
+    for step, where, has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
         tensor = step.value
         if type(step.how).shard is ShardingSpec.shard:
-            made = divide_tensor(backend, tensor, step.how, metadata, src_rank, has_values)
+            made = divide_tensor(where, tensor, step.how, src_rank, has_values)
         else:  # a class of its own has its own way
-            group = backend.group if isinstance(backend, GroupBackend) else None
+            group = where[0].group if isinstance(where[0], GroupBackend) else None
             made = _shard_by_own_spec(step.how, tensor, src_rank, group)
         if isinstance(tensor, nn.Parameter):
             made._is_param = True
@@ -346,8 +342,7 @@ def send_lacking(work: Work, module: nn.Module, source: int) -> None:
 
 def _own_device(work: Work) -> str:
     """Return where this rank's shards are to be, and so all that it lacks."""
-    for backend, metadata in work.placed:
-        layout = layout_of(metadata.shards_metadata, backend)
+    for backend, metadata, layout in work.placed:
         for number in layout.numbers_at(backend.own_place):
             if number < len(metadata.shards_metadata):
                 return str(metadata.shards_metadata[number].placement.device())  # type: ignore[union-attr]

@@ -45,26 +45,20 @@ Gets the part, all requests, joined tensor by tensor, and the setting of the par
 class Question:
     """What a process asks of all parts of a tensor.
 
-    Attributes:
-        function: Gives the answers, where the part is. Must be importable by name everywhere.
-        requests: What is asked of each box, also of those this process does not handle. All participants' have as many
-            tensors, of the same dtypes.
-        settings: For each box, a plain value for the function, the same for all participants.
-        along: The position of the tensor in a request that is as long as the answer.
-        rests: The other dimensions of the answers of each box.
-        like: Tells dtype and device of the answers.
-        error: Why this process cannot ask; all participants raise then.
-        asks_all: Whether parts are asked, too, of which nothing is wanted, so that they take part in backward.
+    Requests are to all boxes, also those this process does not handle. All participants' have as many tensors, of the same
+    dtypes.
     """
 
-    function: Answerer
+    function: Answerer  # must be importable by name everywhere
     requests: Sequence[Request]
-    settings: Sequence[Any]
-    along: int
-    rests: Sequence[Sequence[int]]
-    like: torch.Tensor
-    error: Exception | None = None
-    asks_all: bool = False
+    settings: Sequence[Any]  # for each box, a plain value for the function, the same for all participants
+    along: int  # the position of the tensor in a request that is as long as the answer
+    rests: Sequence[Sequence[int]]  # the other dimensions of the answers of each box
+    like: torch.Tensor  # tells dtype and device of the answers
+    error: Exception | None = None  # why this process cannot ask; all participants raise then
+    asks_all: bool = (
+        False  # whether parts of which nothing is wanted are asked, too, so that they take part in backward
+    )
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Return the shape of the answer that a box gives to this process."""

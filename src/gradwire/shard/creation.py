@@ -89,7 +89,6 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
 
 
 def make_part(sizes: list[int], device: str, kind: str, more: Sequence[Any] = (), **flags: Any) -> torch.Tensor:
-    """Make a shard, where it is to be."""
     made: torch.Tensor = getattr(torch, kind)(sizes, *more, device=device, **flags)
     return made
 
@@ -164,12 +163,12 @@ def shard_tensor(
     """
     found = find_group([sharding_spec], process_group)
     if found is None:
-        backend, _ = placed(tensor, sharding_spec, process_group)
+        backend, _, _ = placed(tensor, sharding_spec, process_group)
         found = backend if isinstance(backend, GroupBackend) else None  # specs of other classes tell only now
     group, has_values = found, not tensor.is_meta
 
     def propose() -> Proposal:
-        _, metadata = placed(tensor, sharding_spec, process_group)
+        _, metadata, _ = placed(tensor, sharding_spec, process_group)
         check_source(group, src_rank)
         return {
             "src_rank": src_rank,
@@ -182,42 +181,37 @@ def shard_tensor(
 
     if group is not None:
         has_values = agree(group.group, propose, may_differ=["has_values"])[src_rank]["has_values"]
-    backend, metadata = placed(tensor, sharding_spec, process_group)
-    return divide_tensor(backend, tensor, sharding_spec, metadata, src_rank, has_values)
+    return divide_tensor(placed(tensor, sharding_spec, process_group), tensor, sharding_spec, src_rank, has_values)
 
 
-def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Backend, ShardedTensorMetadata]:
-    """Return the backend and the metadata of a tensor that is to be divided. Nothing is moved or sent."""
+Placed = tuple[Backend, ShardedTensorMetadata, Layout]
+
+
+def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Placed:
+    """Tell where a tensor goes that is to be divided. Nothing is moved or sent."""
     if not isinstance(spec, ShardingSpec):
         raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
     backend = backend_for(metadata.shards_metadata, process_group)
-    layout_of(metadata.shards_metadata, backend)
-    return backend, metadata
+    return backend, metadata, layout_of(metadata.shards_metadata, backend)
 
 
 def divide_tensor(
-    backend: Backend,
-    tensor: torch.Tensor,
-    spec: ShardingSpec,
-    metadata: ShardedTensorMetadata,
-    src_rank: int,
-    has_values: bool,
+    where: Placed, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, has_values: bool
 ) -> ShardedTensor:
     """Divide a tensor, once all ranks have agreed to do so; see `shard_tensor`."""
-    layout = layout_of(metadata.shards_metadata, backend)
+    backend, metadata, layout = where
     devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
     source: Place = src_rank if isinstance(backend, GroupBackend) else backend.own_place
     parts = scatter(backend, tensor, source, layout, devices, has_values)
     return ShardedTensor._make(backend, spec, metadata, parts, layout)
 
 
-def check_source(backend: Backend | None, src_rank: Any) -> None:
-    """Check that the source is a rank of the group, if there is one."""
-    if isinstance(backend, GroupBackend) and (type(src_rank) is not int or src_rank not in backend.participants):
-        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(backend.participants)}")
+def check_source(group: GroupBackend | None, src_rank: Any) -> None:
+    if group is not None and (type(src_rank) is not int or src_rank not in group.participants):
+        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(group.participants)}")
 
 
 # -- from a source to its shards --------------------------------------------------------------------------------------
@@ -270,7 +264,6 @@ def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, par
 
 
 def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
-    """Write a piece into a part that is here."""
     tensor: torch.Tensor = value_of(part) if isinstance(part, RRef) else part
     with torch.no_grad():
         tensor[tuple(slice(start, end) for start, end in ranges)].copy_(values)
@@ -495,7 +488,6 @@ def init_from_local_shards_and_metadata(
 
 
 def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
-    """Return the spec of metadata that describes a tensor."""
     shards = metadata.shards_metadata
     if not shards:
         raise ValueError("shards_metadata must not be empty!")
@@ -617,7 +609,6 @@ def recalc_global_sharded_tensor_metadata(
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
-    """Return the position of a rank among placements."""
     for position, placement in enumerate(placements):
         if as_placement(placement).rank() == current_rank:
             return position

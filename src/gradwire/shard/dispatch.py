@@ -89,7 +89,6 @@ def dispatch(
     spec: Any,
     process_group: Any,
 ) -> Any:
-    """Call the implementation of a torch function."""
     custom = _custom.get(func) or _custom_by_spec.get((type(spec), func))
     if custom is not None:
         return _call_custom(custom, tuple(types), args, kwargs, process_group)

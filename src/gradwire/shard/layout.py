@@ -37,7 +37,6 @@ class Box:
         return math.prod(self.sizes)  # 1 without dimensions
 
     def with_range(self, dim: int, offset: int, length: int) -> Box:
-        """Return the box with another range along one dimension."""
         ranges = self.ranges
         ranges[dim] = offset, length
         return Box.from_ranges(ranges)
@@ -72,25 +71,10 @@ class Layout:
     places: tuple[Place, ...]
 
     def numbers_at(self, place: Place) -> list[int]:
-        """Return the numbers of the boxes that a place holds."""
         return [number for number, owner in enumerate(self.places) if owner == place]
 
     def map(self, change: Callable[[Box], Box]) -> Layout:
-        """Return the layout with every box changed."""
         return Layout(tuple(change(box) for box in self.boxes), self.places)
-
-    def completed(self, places: Iterable[Place]) -> Layout:
-        """Return the layout with an empty box for each of `places` that holds none."""
-        missing = tuple(place for place in places if place not in self.places)
-        return Layout(self.boxes + (nothing(self.num_dims),) * len(missing), self.places + missing)
-
-    @property
-    def has_overlaps(self) -> bool:
-        return find_overlap(self.boxes) is not None
-
-    @property
-    def num_dims(self) -> int:
-        return len(self.boxes[0].sizes)
 
     def is_whole_along(self, dim: int, length: int) -> bool:
         """Return whether no box with elements is cut along a dimension of that length."""

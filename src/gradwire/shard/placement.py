@@ -25,7 +25,6 @@ current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_grou
 
 
 def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Backend:
-    """Return the backend for shards with these placements."""
     kinds = {_kind(shard.placement) for shard in shards}
     if len(kinds) > 1:
         raise ValueError(
@@ -62,7 +61,6 @@ def _kind(placement: RemoteDevice | None) -> str:
 
 
 def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
-    """Return the layout of shards for a backend."""
     placements: list[Any] = [shard.placement for shard in shards]
     places: list[Place]
     if isinstance(backend, GroupBackend):
@@ -101,7 +99,6 @@ def _group_rank(rank: int, backend: GroupBackend) -> int:
 
 
 def placement_of(place: Place, device: Any, backend: Backend) -> RemoteDevice:
-    """Return the placement of a place of a backend."""
     if isinstance(place, str):
         return RemoteDevice(f"{place}/{device}")
     assert isinstance(backend, GroupBackend)

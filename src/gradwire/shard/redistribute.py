@@ -156,7 +156,8 @@ def move(
     targets = {
         number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.numbers_at(rank)
     }
-    sources = {number: _readable(tensor) for number, tensor in zip(old.numbers_at(rank), tensors, strict=True)}
+    readable = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]  # their memory is sent
+    sources = dict(zip(old.numbers_at(rank), readable, strict=True))
     ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
         ends.put(item, ends.source(item))
@@ -165,10 +166,6 @@ def move(
     elif plan.num_sent:
         _move_at_once(plan, ends, group, like)
     return list(targets.values())
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg()  # its memory is sent
 
 
 def _move_at_once(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:

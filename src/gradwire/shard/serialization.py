@@ -82,7 +82,6 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
 
 
 def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """Return what another worker needs to use the tensor."""
     if not isinstance(tensor._backend, WorkerBackend):
         raise CannotSend(
             f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "

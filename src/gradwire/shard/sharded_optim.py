@@ -224,8 +224,6 @@ def _call_user(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A named parameter."""
-
     name: str
     value: torch.Tensor
     parts: tuple[torch.Tensor, ...]  # what this rank has of it: its shards, or the whole parameter
@@ -236,7 +234,6 @@ class _Parameter:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it has other parts by now."""
         now = self.value._parts if isinstance(self.value, ShardedTensor) else self.parts
         return [id(part) for part in now] != [id(part) for part in self.parts]
 

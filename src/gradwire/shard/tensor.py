@@ -116,7 +116,7 @@ class ShardedTensor(ShardedTensorBase):
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
         parts: Sequence[Part],
-        layout: Layout | None = None,
+        layout: Layout,
     ) -> ShardedTensor:
         """Make a tensor of known parts, in the order of the layout, which is that of the metadata."""
         properties = metadata.tensor_properties
@@ -129,8 +129,7 @@ class ShardedTensor(ShardedTensorBase):
             requires_grad=False,
         )
         made._backend, made._sharding_spec, made._metadata = backend, spec, metadata
-        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
-        made._parts = list(parts)
+        made._layout, made._parts = layout, list(parts)
         made._batch = None  # whose rows they are, if they come from every participant's own plain tensor
         made._is_result = False  # of an operation, and so not a leaf
         made._remote_shards = None
@@ -314,7 +313,6 @@ class ShardedTensor(ShardedTensorBase):
         self._layout = Layout(tuple(boxes[n] for n in ordered), tuple(places[n] for n in ordered))
 
     def _take_over(self, other: ShardedTensor) -> None:
-        """Become the same as another one of the same size and dtype."""
         self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
         self._backend, self._parts, self._batch = other._backend, other._parts, other._batch
         self._is_result = other._is_result
@@ -342,7 +340,6 @@ class ShardedTensor(ShardedTensorBase):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the implementation of a function for sharded tensors."""
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
         spec, group = (first._sharding_spec, first._process_group) if first is not None else (None, None)

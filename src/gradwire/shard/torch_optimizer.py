@@ -49,7 +49,6 @@ KNOWN_STATE: Final = _ONE_NUMBER | _LIKE_PARAMETER | _REDUCED_DIM.keys()
 
 
 def is_torchs(optimizer_class: type[Any]) -> bool:
-    """Return whether this is a class of `torch.optim` itself."""
     return optimizer_class in _TORCHS
 
 

@@ -160,12 +160,10 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
-    """Answer one question to a part that is here."""
     return function(value_of(part), tuple(request), setting)
 
 
 def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
-    """Return a piece of a part that is here."""
     tensor: torch.Tensor = value_of(part)
     return tensor if ranges is None else tensor[tuple(slice(start, end) for start, end in ranges)]
 

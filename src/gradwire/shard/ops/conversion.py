@@ -48,7 +48,6 @@ def _set_data(func: Any, tensor: Any, other: Any) -> None:
 
 
 def set_data(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give a part other data, of any dtype."""
     part.data = value.detach()
     return part
 
@@ -76,7 +75,6 @@ def _deepcopy(func: Any, tensor: ShardedTensor, memo: dict[int, Any]) -> Sharded
 
 
 def copy_part(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Copy a part, with its gradient."""
     made = tensor.detach().clone().requires_grad_(requires_grad)
     if tensor.is_leaf and tensor.grad is not None:
         made.grad = tensor.grad.detach().clone()

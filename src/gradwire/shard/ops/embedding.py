@@ -92,8 +92,6 @@ BagSetting = tuple[str, bool, bool]
 
 @dataclass(frozen=True)
 class Bags:
-    """One participant's bags."""
-
     ids: torch.Tensor  # of all bags, one after the other
     bags: torch.Tensor  # the bag of each id
     number: int  # how many bags there are
@@ -211,7 +209,9 @@ def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
 
 
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
-    requests, rows = _requests(table, bags)
+    by_block = by_rows(table, bags.ids)
+    made = {id(wanted): _request(wanted, bags) for wanted in by_block}  # blocks with the same rows share them
+    requests, rows = zip(*(made[id(wanted)] for wanted in by_block), strict=True)
     answers = _ask(table, answer_bags, requests, [setting] * len(requests), error, along=1)
     size = (bags.number, table.size(1))
     if setting[0] == "max":
@@ -222,15 +222,8 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Excep
     return total
 
 
-def _requests(table: ShardedTensor, bags: Bags) -> tuple[list[Request], list[torch.Tensor | None]]:
-    """Return for each block: ids, how many in each bag that has any, weights; and which bags these are (None for all)."""
-    by_block = by_rows(table, bags.ids)
-    made = {id(wanted): _request(wanted, bags) for wanted in by_block}  # blocks with the same rows share them
-    found = [made[id(wanted)] for wanted in by_block]
-    return [request for request, _ in found], [present for _, present in found]
-
-
 def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
+    """Return ids, how many in each bag that has any, and weights; and which bags these are (None for all)."""
     counts = torch.bincount(wanted.select(bags.bags), minlength=bags.number)
     present = counts.nonzero().view(-1)
     is_complete = present.numel() == bags.number
@@ -340,7 +333,6 @@ def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exceptio
 
 
 def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
-    """Return the table."""
     if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
         raise TypeError(f"{name}: the weight must be sharded, and the input a plain tensor: each rank's own ids")
     if table.dim() != 2:
@@ -349,7 +341,6 @@ def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTen
 
 
 def columns_of(table: ShardedTensor) -> list[slice]:
-    """Return the columns of each block."""
     return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
 
 

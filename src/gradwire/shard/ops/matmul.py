@@ -91,7 +91,6 @@ class _Blocks:
 
 
 def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> torch.Tensor:
-    """Multiply two blocks, where they are."""
     return F.linear(left, right if is_transposed else right.t(), bias)
 
 

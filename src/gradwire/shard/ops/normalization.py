@@ -73,16 +73,6 @@ def _rms_norm(
 def _norm_rows(
     func: Callable[..., Any], tensor: Any, shape: list[int], weights: list[Any], eps: float | None
 ) -> ShardedTensor:
-    _check_rows(func, tensor, shape)
-    small = [min(2, length) for length in shape]
-    expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
-    layout, size = tensor._layout, tensor.size()
-    columns = [align(weight, tensor, layout, size) for weight in weights]
-    parts = tensor._backend.run(norm_part, layout, tensor._parts, *columns, name=func.__name__, shape=shape, eps=eps)
-    return derive(tensor, layout, parts, size, expected)
-
-
-def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None:
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "only its weights are sharded, not its input")
     if list(tensor.size())[-len(shape) :] != shape:
@@ -93,6 +83,12 @@ def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None
         raise unsupported(func, f"the last {len(shape)} dimensions are divided; redistribute() so that they are whole")
     if len(shape) == tensor.dim():
         raise unsupported(func, "all dimensions are normalized, and the tensor is divided along one of them")
+    small = [min(2, length) for length in shape]
+    expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
+    layout, size = tensor._layout, tensor.size()
+    columns = [align(weight, tensor, layout, size) for weight in weights]
+    parts = tensor._backend.run(norm_part, layout, tensor._parts, *columns, name=func.__name__, shape=shape, eps=eps)
+    return derive(tensor, layout, parts, size, expected)
 
 
 def norm_part(

@@ -75,7 +75,6 @@ _LOCAL: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduce_dense(name: str, part: torch.Tensor, dims: list[int], keepdim: bool, **options: Any) -> torch.Tensor:
-    """Reduce a plain tensor along some of its dimensions."""
     if name != "prod":
         return _LOCAL[name](part, dims, keepdim, **options)
     for dim in sorted(dims, reverse=True):  # torch.prod takes one dimension
@@ -172,7 +171,6 @@ class Reduction:
 
 
 def count_equal(part: torch.Tensor, extreme: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Count the elements that are equal to the extreme ones."""
     found = (part == extreme).sum(dims, keepdim=True).to(part.dtype)
     return found if part.numel() else _emptied(found)
 
@@ -211,7 +209,6 @@ def _extreme(wanted: Reduction) -> torch.Tensor:
 
 
 def _bound(dtype: torch.dtype, is_max: bool) -> Any:
-    """Return the largest or smallest number of a dtype."""
     if dtype.is_floating_point:
         return math.inf if is_max else -math.inf
     if dtype == torch.bool:
