@@ -127,11 +127,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module.
-
-    In a process group it is what the rank has; if the tensor is cut into slices of length 1, without that dimension. Over
-    RPC workers it is the whole tensor.
-    """
+    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module."""
     return _change_output(module, _collect)
 
 
@@ -144,6 +140,7 @@ def _change_output(module: nn.Module, change: Callable[[ShardedTensor], torch.Te
 
 
 def _collect(output: ShardedTensor) -> torch.Tensor:
+    """Return what the rank has, without the dimension that is cut into slices of length 1; all of it over RPC workers."""
     if not isinstance(output._backend, GroupBackend):
         return output.full_tensor()
     found, spec = output.local_tensor(), output.sharding_spec()

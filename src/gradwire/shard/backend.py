@@ -109,12 +109,7 @@ class Backend(ABC):
     ) -> list[Part]:
         """Return the parts of another layout. Gradients go back the same way; those of several copies add up.
 
-        Args:
-            parts: Of the old layout.
-            old: Where they are.
-            new: Where they are to be.
-            like: Tells dtype and device.
-            is_sum: Whether old boxes that overlap are parts of a sum; else they must not overlap.
+        `like` tells dtype and device. With `is_sum`, old boxes that overlap are parts of a sum; else they must not overlap.
         """
 
     @abstractmethod
@@ -135,11 +130,8 @@ class Backend(ABC):
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Ask every part something, and return the answers of all boxes, all of them here.
 
-        Tensors in requests and answers keep their gradients, except for integers.
-
-        Raises:
-            Exception: The error of the question.
-            RuntimeError: Another participant's question has an error.
+        Tensors in requests and answers keep their gradients, except for integers. If the question has an error, this
+        raises it, and the other participants raise RuntimeError.
         """
 
     @abstractmethod
@@ -154,6 +146,5 @@ class Backend(ABC):
     def settle(self, parts: Sequence[Part] = ()) -> None:
         """Wait until every function that was started has ended, so that what it reads may be changed in place.
 
-        Args:
-            parts: If one of these could not be made, its error is raised.
+        If one of `parts` could not be made, its error is raised.
         """

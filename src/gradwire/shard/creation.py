@@ -142,24 +142,10 @@ def _create_tensor_from_params(
 # -- from a tensor that is not sharded ---------------------------------------------------------------------------------
 
 
-def shard_tensor(
-    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
-) -> ShardedTensor:
-    """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
+def shard_tensor(tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int, process_group: Any) -> ShardedTensor:
+    """Do what `ShardingSpec.shard` documents.
 
     Every shard goes straight to its place; the source sends no more than all of them, and copies a few megabytes at a time.
-
-    Args:
-        tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on the
-            ``meta`` device. If that of the source is, too, the elements of shards are undefined.
-        sharding_spec: How to divide it.
-        src_rank: The rank in the group whose tensor counts.
-        process_group: None for the default group.
-
-    Raises:
-        TypeError: `sharding_spec` is not a `ShardingSpec`.
-        ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
     """
     found = find_group([sharding_spec], process_group)
     if found is None:
@@ -189,8 +175,6 @@ Placed = tuple[Backend, ShardedTensorMetadata, Layout]
 
 def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Placed:
     """Tell where a tensor goes that is to be divided. Nothing is moved or sent."""
-    if not isinstance(spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))

@@ -50,10 +50,17 @@ class ShardingSpec(ABC):
         """
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-        """Divide a tensor; see `creation.shard_tensor`.
+        """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
+
+        Args:
+            tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on
+                the ``meta`` device. If that of the source is, too, the elements of shards are undefined.
+            src_rank: The rank in the group whose tensor counts.
+            process_group: None for the default group.
 
         Raises:
-            ValueError: It cannot be divided like this.
+            ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
+            RuntimeError: There is no process group, or this process is not an RPC worker.
         """
         from gradwire.shard.creation import shard_tensor  # creation stands on this module
 

@@ -44,18 +44,7 @@ def call(*values: Any, name: str, keywords: Sequence[str], constants: dict[str, 
 
 
 class PointwiseCall:
-    """A call of one of `FUNCTIONS` with sharded operands, and how to run it on their parts.
-
-    Attributes:
-        operands: The tensors among the arguments.
-        size: Of the result.
-        result: What it returns for tensors without elements; tells the dtype, and whether there will be a gradient.
-        leader: The operand as which the result is divided.
-
-    Raises:
-        RuntimeError: Sharded tensors do not support the call, or sizes do not fit.
-        Exception: What the function raises for operands of these dtypes.
-    """
+    """A call of one of `FUNCTIONS` with sharded operands, and how to run it on their parts."""
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -66,8 +55,10 @@ class PointwiseCall:
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
                 raise unsupported(func, "it takes no lists of tensors")
         check_same_group(func, *sharded)
+        # Of tensors without elements: tells the dtype and whether there is a gradient, and raises what parts would raise.
         self.result = func(*map(probe, args), **{name: probe(item) for name, item in kwargs.items()})
         self.size = torch.Size(broadcast(*map(size_of, self.operands)))
+        # The result is divided as the leader is.
         same = [item for item in sharded if size_of(item) == self.size]
         self.leader = same[0] if same else max(sharded, key=lambda item: size_of(item).numel())
 
