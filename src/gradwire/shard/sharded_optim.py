@@ -377,20 +377,16 @@ def _divided(parameter: _Parameter, key: str, value: Any) -> list[Any]:
             raise ConfigurationError(
                 f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter {list(target.size())}"
             )
-        return _from_sharded(target, value)
+        with torch.no_grad():
+            if not isinstance(target, ShardedTensor):
+                return [value.full_tensor()]
+            if value._backend != target._backend:
+                raise ConfigurationError("the state is divided among others than the parameter; gather it first")
+            moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
+            return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]
     if not isinstance(value, torch.Tensor):
         return [value for _ in parameter.parts]
     if isinstance(target, ShardedTensor) and value.shape == target.size():
         outer = whole(target.size())
         return [value.detach()[box.slices_in(outer)].clone() for box in target._boxes()]
     return [value.detach().clone() for _ in parameter.parts]
-
-
-def _from_sharded(target: torch.Tensor, value: ShardedTensor) -> list[Any]:
-    with torch.no_grad():
-        if not isinstance(target, ShardedTensor):
-            return [value.full_tensor()]
-        if value._backend != target._backend:
-            raise ConfigurationError("the state is divided among others than the parameter; gather it first")
-        moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
-        return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]

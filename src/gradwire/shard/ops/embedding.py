@@ -136,7 +136,9 @@ def _embedding_bag(
     except (RuntimeError, ValueError) as failure:  # the bags of other ranks may be right, and they must learn of it
         error = failure
     if error is not None:
-        bags = _no_bags(input, per_sample_weights)
+        no_ids = input.reshape(-1)[:0]
+        no_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)[:0]
+        bags = Bags(no_ids, no_ids.to(torch.int64), 0, no_weights)
     if max_norm is not None:
         renormalize(table, bags.ids, max_norm, norm_type, error)
     limit = f"padding_idx must be within the number of embeddings, {table.size(0)}, but is {padding_idx}"
@@ -201,11 +203,6 @@ def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Ten
         )
     if weights.dtype != table.dtype:
         raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
-
-
-def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-    ids = input.reshape(-1)[:0]
-    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
 
 
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
