@@ -174,7 +174,7 @@ Placed = tuple[Backend, ShardedTensorMetadata, Layout]
 
 
 def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Placed:
-    """Tell where a tensor goes that is to be divided. Nothing is moved or sent."""
+    """Return where the parts of a tensor are to go. Nothing is moved or sent."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
