@@ -121,20 +121,13 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         _collect_local_shard(module.get_submodule(path))
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------
-
-
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Redistribute a module's sharded output by another spec; leave a plain one as it is. Return the module."""
     return _change_output(module, lambda output: output.redistribute(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module.
-
-    In a process group it is what the rank has; if the tensor is cut into slices of length 1, without that dimension. Over
-    RPC workers it is the whole tensor.
-    """
+    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module."""
     return _change_output(module, _collect)
 
 
@@ -147,15 +140,13 @@ def _change_output(module: nn.Module, change: Callable[[ShardedTensor], torch.Te
 
 
 def _collect(output: ShardedTensor) -> torch.Tensor:
+    """Return what the rank has, without the dimension that is cut into slices of length 1; all of it over RPC workers."""
     if not isinstance(output._backend, GroupBackend):
         return output.full_tensor()
     found, spec = output.local_tensor(), output.sharding_spec()
     if isinstance(spec, ChunkShardingSpec) and output.shape[spec.dim] == len(spec.placements):
         return found.squeeze(spec.dim) if found.shape[spec.dim] == 1 else found
     return found
-
-
-# -- the process group -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -169,10 +160,6 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def _get_current_process_group() -> Any:
-    """Return the group of `load_with_process_group`, or the default one.
-
-    Raises:
-        ValueError: There is neither.
-    """
+    """Return the group of `load_with_process_group`, or the default one."""
     group = current_process_group.get()
     return group if group is not None else default_process_group()

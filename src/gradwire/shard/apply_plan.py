@@ -13,11 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from gradwire._interrupts import interruptible
 from gradwire._torch import children_of
-from gradwire.shard.backend import Backend
-from gradwire.shard.creation import check_source, divide_tensor, placed, scatter
+from gradwire.shard.creation import Placed, check_source, divide_tensor, placed, scatter
 from gradwire.shard.group_backend import GroupBackend, Proposal, agree, all_or_none
 from gradwire.shard.layout import everywhere
-from gradwire.shard.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from gradwire.shard.metadata import ShardMetadata, TensorProperties
 from gradwire.shard.placement import backend_for, find_group, layout_of, placements_of
 from gradwire.shard.sharder import Sharder
 from gradwire.shard.sharding_plan import ShardingPlan
@@ -59,15 +58,6 @@ class Steps:
 
 
 def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
-    """Work out what has to be done.
-
-    Raises:
-        TypeError: Something in the plan has the wrong type.
-        AttributeError: The module has no such parameter or submodule.
-        KeyError: A `Sharder` is to replace the module itself.
-        RuntimeError: A `Sharder` and another entry are about the same part of the module.
-        ValueError: Something cannot be divided, or is to be divided in two ways.
-    """
     _check_types(module, plan)
     steps = Steps(outputs=dict(plan.output_plan or {}), local_outputs=list(plan.return_local_tensor or []))
     submodules = _slots(module, lambda owner: children_of(owner).items())
@@ -140,12 +130,6 @@ def _slots(module: nn.Module, items: Callable[[nn.Module], Iterable[tuple[str, A
 
 
 def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: Slots) -> Step:
-    """Return the step that divides a parameter.
-
-    Raises:
-        AttributeError: The module has no such parameter.
-        ValueError: It cannot be divided.
-    """
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     if not hasattr(owner, attribute):
@@ -200,16 +184,13 @@ def _check_sharders(steps: Steps) -> None:
                 )
 
 
-# -- agreement of all ranks ----------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Work:
     """What is to be done, and by which processes."""
 
     group: GroupBackend | None  # all ranks; None over RPC workers
     steps: Steps = field(default_factory=Steps)
-    placed: list[tuple[Backend, ShardedTensorMetadata]] = field(default_factory=list)  # of each parameter
+    placed: list[Placed] = field(default_factory=list)  # of each parameter
     has_values: list[bool] = field(default_factory=list)  # for each parameter, whether the source has values
     lacking: dict[str, list[int]] = field(
         default_factory=dict
@@ -221,17 +202,8 @@ def prepare(
 ) -> Work:
     """Check everything, here and on all ranks.
 
-    Args:
-        module: What is to be sharded.
-        read: Works out what is asked for, and checks it against the module.
-        specs: All that are in the plan; they tell who takes part even if the plan cannot be read.
-        src_rank: The rank in the group whose values count.
-        process_group: The ranks; None for the default group.
-
-    Raises:
-        Exception: What `read` raises, here or on another rank.
-        ValueError: A placement does not exist, or ranks want different things.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
+    `specs` are all that are in the plan: they tell which ranks take part even if `read`, which checks the plan against the
+    module, raises.
     """
     group = find_group(specs, process_group)
     work = Work(group)
@@ -243,15 +215,14 @@ def prepare(
         shards = [ShardMetadata([0], [0], placement) for spec in specs for placement in placements_of(spec)]
         if shards:  # all placements exist, and are of one kind
             layout_of(shards, backend_for(shards, process_group))
-        if group is not None:
-            check_source(group, src_rank)
+        check_source(group, src_rank)
         work.has_values = [not step.value.is_meta for step in parameters]
         outputs = {path: [str(item) for item in placements_of(spec)] for path, spec in work.steps.outputs.items()}
         return {
             "src_rank": src_rank,
             "parameters": [(step.name, list(step.value.size()), str(step.value.dtype)) for step in parameters],
             "requires_grad": [step.value.requires_grad for step in parameters],
-            "sharding_spec": [metadata.shards_metadata for _, metadata in work.placed],
+            "sharding_spec": [metadata.shards_metadata for _, metadata, _ in work.placed],
             "sharders": [(step.name, type(step.how).__qualname__) for step in work.steps.sharders],
             "output_plan": outputs,
             "return_local_tensor": work.steps.local_outputs,
@@ -273,9 +244,6 @@ def specs_in(plan: Any) -> list[ShardingSpec]:
     entries = [getattr(plan, "plan", None), getattr(plan, "output_plan", None)]
     values = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
     return [value for value in values if isinstance(value, ShardingSpec)]
-
-
-# -- what is done to the module ------------------------------------------------------------------------------------------
 
 
 def run_sharders(work: Work) -> list[nn.Module]:
@@ -306,12 +274,12 @@ def _run_sharder(step: Step) -> nn.Module:
 
 def divide_parameters(work: Work, src_rank: int) -> None:
     """Put sharded tensors where the module has parameters, one after the other; nothing here keeps the originals."""
-    for step, (backend, metadata), has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
+    for step, where, has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
         tensor = step.value
         if type(step.how).shard is ShardingSpec.shard:
-            made = divide_tensor(backend, tensor, step.how, metadata, src_rank, has_values)
+            made = divide_tensor(where, tensor, step.how, src_rank, has_values)
         else:  # a class of its own has its own way
-            group = backend.group if isinstance(backend, GroupBackend) else None
+            group = where[0].group if isinstance(where[0], GroupBackend) else None
             made = _shard_by_own_spec(step.how, tensor, src_rank, group)
         if isinstance(tensor, nn.Parameter):
             made._is_param = True
@@ -323,8 +291,6 @@ def divide_parameters(work: Work, src_rank: int) -> None:
 def _shard_by_own_spec(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, group: Any) -> ShardedTensor:
     return spec.shard(tensor.detach().requires_grad_(tensor.requires_grad), src_rank, group)
 
-
-# -- tensors that stay whole, on ranks that have no data of them -----------------------------------------------------------
 
 Inventory = dict[str, tuple[list[int], str, bool]]
 """Plain tensors that stay as they are, by name: size, dtype, and whether they have data."""
@@ -342,11 +308,7 @@ def _take_inventory(module: nn.Module, steps: Steps) -> Inventory:
 
 
 def _find_lacking(inventories: Sequence[Inventory], source: int) -> dict[str, list[int]]:
-    """Return the names of tensors that the source has data of, each with the ranks that have none.
-
-    Raises:
-        ValueError: Such a tensor is another one at the source.
-    """
+    """Return the names of tensors that the source has data of, each with the ranks that have none."""
     found: dict[str, list[int]] = {}
     for rank, inventory in enumerate(inventories):
         for name, (size, dtype, has_data) in inventory.items():
@@ -380,8 +342,7 @@ def send_lacking(work: Work, module: nn.Module, source: int) -> None:
 
 def _own_device(work: Work) -> str:
     """Return where this rank's shards are to be, and so all that it lacks."""
-    for backend, metadata in work.placed:
-        layout = layout_of(metadata.shards_metadata, backend)
+    for backend, metadata, layout in work.placed:
         for number in layout.numbers_at(backend.own_place):
             if number < len(metadata.shards_metadata):
                 return str(metadata.shards_metadata[number].placement.device())  # type: ignore[union-attr]

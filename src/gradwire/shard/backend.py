@@ -45,26 +45,20 @@ Gets the part, all requests, joined tensor by tensor, and the setting of the par
 class Question:
     """What a process asks of all parts of a tensor.
 
-    Attributes:
-        function: Gives the answers, where the part is. Must be importable by name everywhere.
-        requests: What is asked of each box, also of those this process does not handle. All participants' have as many
-            tensors, of the same dtypes.
-        settings: For each box, a plain value for the function, the same for all participants.
-        along: The position of the tensor in a request that is as long as the answer.
-        rests: The other dimensions of the answers of each box.
-        like: Tells dtype and device of the answers.
-        error: Why this process cannot ask; all participants raise then.
-        asks_all: Whether parts are asked, too, of which nothing is wanted, so that they take part in backward.
+    Requests are to all boxes, also those this process does not handle. All participants' have as many tensors, of the same
+    dtypes.
     """
 
-    function: Answerer
+    function: Answerer  # must be importable by name everywhere
     requests: Sequence[Request]
-    settings: Sequence[Any]
-    along: int
-    rests: Sequence[Sequence[int]]
-    like: torch.Tensor
-    error: Exception | None = None
-    asks_all: bool = False
+    settings: Sequence[Any]  # for each box, a plain value for the function, the same for all participants
+    along: int  # the position of the tensor in a request that is as long as the answer
+    rests: Sequence[Sequence[int]]  # the other dimensions of the answers of each box
+    like: torch.Tensor  # tells dtype and device of the answers
+    error: Exception | None = None  # why this process cannot ask; all participants raise then
+    asks_all: bool = (
+        False  # whether parts of which nothing is wanted are asked, too, so that they take part in backward
+    )
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Return the shape of the answer that a box gives to this process."""
@@ -115,12 +109,7 @@ class Backend(ABC):
     ) -> list[Part]:
         """Return the parts of another layout. Gradients go back the same way; those of several copies add up.
 
-        Args:
-            parts: Of the old layout.
-            old: Where they are.
-            new: Where they are to be.
-            like: Tells dtype and device.
-            is_sum: Whether old boxes that overlap are parts of a sum; else they must not overlap.
+        `like` tells dtype and device. With `is_sum`, old boxes that overlap are parts of a sum; else they must not overlap.
         """
 
     @abstractmethod
@@ -135,23 +124,14 @@ class Backend(ABC):
 
     @abstractmethod
     def spread(self, rows: torch.Tensor, batch: Layout, layout: Layout) -> list[Part]:
-        """Return the parts of every participant's own rows, for the next `run`. The gradient is that of the own rows.
-
-        Args:
-            rows: This participant's own.
-            batch: Whose rows are where; its places are the participants.
-            layout: Where they are to be; boxes may overlap.
-        """
+        """Return the parts of every participant's own rows, for the next `run`. The gradient is that of the own rows."""
 
     @abstractmethod
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Ask every part something, and return the answers of all boxes, all of them here.
 
-        Tensors in requests and answers keep their gradients, except for integers.
-
-        Raises:
-            Exception: The error of the question.
-            RuntimeError: Another participant's question has an error.
+        Tensors in requests and answers keep their gradients, except for integers. If the question has an error, this
+        raises it, and the other participants raise RuntimeError.
         """
 
     @abstractmethod
@@ -166,6 +146,5 @@ class Backend(ABC):
     def settle(self, parts: Sequence[Part] = ()) -> None:
         """Wait until every function that was started has ended, so that what it reads may be changed in place.
 
-        Args:
-            parts: If one of these could not be made, its error is raised.
+        If one of `parts` could not be made, its error is raised.
         """

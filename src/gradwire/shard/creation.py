@@ -89,7 +89,6 @@ def _create(kind: str, spec: Any, size: tuple[Any, ...], options: Options, *more
 
 
 def make_part(sizes: list[int], device: str, kind: str, more: Sequence[Any] = (), **flags: Any) -> torch.Tensor:
-    """Make a shard, where it is to be."""
     made: torch.Tensor = getattr(torch, kind)(sizes, *more, device=device, **flags)
     return made
 
@@ -143,33 +142,19 @@ def _create_tensor_from_params(
 # -- from a tensor that is not sharded ---------------------------------------------------------------------------------
 
 
-def shard_tensor(
-    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
-) -> ShardedTensor:
-    """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
+def shard_tensor(tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int, process_group: Any) -> ShardedTensor:
+    """Do what `ShardingSpec.shard` documents.
 
     Every shard goes straight to its place; the source sends no more than all of them, and copies a few megabytes at a time.
-
-    Args:
-        tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on the
-            ``meta`` device. If that of the source is, too, the elements of shards are undefined.
-        sharding_spec: How to divide it.
-        src_rank: The rank in the group whose tensor counts.
-        process_group: None for the default group.
-
-    Raises:
-        TypeError: `sharding_spec` is not a `ShardingSpec`.
-        ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
     """
     found = find_group([sharding_spec], process_group)
     if found is None:
-        backend, _ = placed(tensor, sharding_spec, process_group)
+        backend, _, _ = placed(tensor, sharding_spec, process_group)
         found = backend if isinstance(backend, GroupBackend) else None  # specs of other classes tell only now
     group, has_values = found, not tensor.is_meta
 
     def propose() -> Proposal:
-        _, metadata = placed(tensor, sharding_spec, process_group)
+        _, metadata, _ = placed(tensor, sharding_spec, process_group)
         check_source(group, src_rank)
         return {
             "src_rank": src_rank,
@@ -182,52 +167,35 @@ def shard_tensor(
 
     if group is not None:
         has_values = agree(group.group, propose, may_differ=["has_values"])[src_rank]["has_values"]
-    backend, metadata = placed(tensor, sharding_spec, process_group)
-    return divide_tensor(backend, tensor, sharding_spec, metadata, src_rank, has_values)
+    return divide_tensor(placed(tensor, sharding_spec, process_group), tensor, sharding_spec, src_rank, has_values)
 
 
-def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> tuple[Backend, ShardedTensorMetadata]:
-    """Return the backend and the metadata of a tensor that is to be divided. Nothing is moved or sent.
+Placed = tuple[Backend, ShardedTensorMetadata, Layout]
 
-    Raises:
-        TypeError: `spec` is not a `ShardingSpec`.
-        ValueError: The tensor cannot be divided like this, or a placement does not exist.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
-    """
-    if not isinstance(spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(spec).__name__}")
+
+def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Placed:
+    """Return where the parts of a tensor are to go. Nothing is moved or sent."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
     backend = backend_for(metadata.shards_metadata, process_group)
-    layout_of(metadata.shards_metadata, backend)
-    return backend, metadata
+    return backend, metadata, layout_of(metadata.shards_metadata, backend)
 
 
 def divide_tensor(
-    backend: Backend,
-    tensor: torch.Tensor,
-    spec: ShardingSpec,
-    metadata: ShardedTensorMetadata,
-    src_rank: int,
-    has_values: bool,
+    where: Placed, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, has_values: bool
 ) -> ShardedTensor:
     """Divide a tensor, once all ranks have agreed to do so; see `shard_tensor`."""
-    layout = layout_of(metadata.shards_metadata, backend)
+    backend, metadata, layout = where
     devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
     source: Place = src_rank if isinstance(backend, GroupBackend) else backend.own_place
     parts = scatter(backend, tensor, source, layout, devices, has_values)
     return ShardedTensor._make(backend, spec, metadata, parts, layout)
 
 
-def check_source(backend: Backend | None, src_rank: Any) -> None:
-    """Check that the source is a rank of the group, if there is one.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if isinstance(backend, GroupBackend) and (type(src_rank) is not int or src_rank not in backend.participants):
-        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(backend.participants)}")
+def check_source(group: GroupBackend | None, src_rank: Any) -> None:
+    if group is not None and (type(src_rank) is not int or src_rank not in group.participants):
+        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(group.participants)}")
 
 
 # -- from a source to its shards --------------------------------------------------------------------------------------
@@ -243,13 +211,8 @@ def scatter(
 ) -> list[Part]:
     """Return the parts of a tensor, each with memory of its own, as leaves.
 
-    Args:
-        backend: Knows the way to the parts.
-        tensor: Of the same size and dtype everywhere; may be without data (``meta``) where it is not the source's.
-        source: Whose tensor counts.
-        layout: Where the parts are to be.
-        devices: Of all boxes of the layout.
-        has_values: Whether the source's tensor has data; if not, the elements of parts are undefined.
+    The tensor has the same size and dtype everywhere, and may be without data (``meta``) where it is not the source's. If
+    the source's has no data either (`has_values`), the elements of parts are undefined.
     """
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
     own_devices = [devices[number] for number in backend.box_numbers(layout)]
@@ -285,7 +248,6 @@ def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, par
 
 
 def fill(part: Part, ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
-    """Write a piece into a part that is here."""
     tensor: torch.Tensor = value_of(part) if isinstance(part, RRef) else part
     with torch.no_grad():
         tensor[tuple(slice(start, end) for start, end in ranges)].copy_(values)
@@ -314,9 +276,6 @@ def share_references(tensor: ShardedTensor) -> ShardedTensor:
     """Give every rank references to the shards of all others that have some, and return the tensor.
 
     All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
-
-    Raises:
-        RuntimeError: The ranks are not all RPC workers.
     """
     if not isinstance(tensor._backend, GroupBackend):
         return tensor
@@ -408,9 +367,7 @@ def _find_difference(one: TensorProperties, other: TensorProperties) -> str | No
 def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> ShardedTensorMetadata:
     """Return the metadata of the whole; all ranks get the same, and so all raise the same.
 
-    Args:
-        described: What each rank knows of it.
-        is_stacked: Whether shards are consecutive rows, and neither offsets nor the size are known yet.
+    With `is_stacked`, shards are consecutive rows, and neither offsets nor the size are known yet.
     """
     size = described[0][0]
     for rank, (other, _) in enumerate(described):
@@ -439,11 +396,7 @@ def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> Sharded
 
 
 def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
-    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole.
-
-    Raises:
-        AssertionError: A shard does not name a rank.
-    """
+    """Set the offsets of shards that lie one after the other along a dimension, by rank; return the size of the whole."""
     start = 0
     for shard in sorted(shards, key=_rank_of):
         shard.shard_offsets = [start if number == dim else 0 for number in range(len(shard.shard_sizes))]
@@ -519,7 +472,6 @@ def init_from_local_shards_and_metadata(
 
 
 def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
-    """Return the spec of metadata that describes a tensor."""
     shards = metadata.shards_metadata
     if not shards:
         raise ValueError("shards_metadata must not be empty!")
@@ -604,12 +556,7 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(init_fr
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: torch.Size, current_rank: int, pg: Any
 ) -> ShardedTensorMetadata:
-    """Return what one rank knows of a tensor, from its shards; at least one.
-
-    Raises:
-        AssertionError: There are no shards.
-        ValueError: They differ in their properties, or are not those of `current_rank`.
-    """
+    """Return what one rank knows of a tensor, from its shards; at least one."""
     if not local_shards:
         raise AssertionError("must have local shards!")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
@@ -627,9 +574,6 @@ def build_global_metadata(
     """Return the metadata of the whole, from what each rank knows; None of ranks that have no shards.
 
     With `recalc_metadata`, ranks have consecutive rows, and their offsets are still to be found.
-
-    Raises:
-        ValueError: They contradict each other, or do not make up the tensor.
     """
     told = [copy.deepcopy(item) for item in gathered_metadatas if item is not None]
     if not told:
@@ -643,21 +587,12 @@ def build_global_metadata(
 def recalc_global_sharded_tensor_metadata(
     global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
 ) -> None:
-    """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks.
-
-    Raises:
-        AssertionError: A shard does not name a rank.
-    """
+    """Set offsets and size for shards that lie one after the other along a dimension, in the order of ranks."""
     size = stack_shards(global_sharded_tensor_metadata.shards_metadata, sharded_dim)
     global_sharded_tensor_metadata.size = torch.Size(size)
 
 
 def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
-    """Return the position of a rank among placements.
-
-    Raises:
-        RuntimeError: It is not among them.
-    """
     for position, placement in enumerate(placements):
         if as_placement(placement).rank() == current_rank:
             return position
@@ -669,11 +604,7 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
 def build_reshard_metadata(
     st_size: torch.Size, sharding_spec: ShardingSpec, world_size: int
 ) -> tuple[list[ShardMetadata], list[int]]:
-    """Return the shards of a tensor in the order of their ranks, and the ranks in the order of the spec.
-
-    Raises:
-        ValueError: A tensor of that size cannot be divided like this, or a rank is outside of the world.
-    """
+    """Return the shards of a tensor in the order of their ranks, and the ranks in the order of the spec."""
     shards = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
     ranks = []
     for item in shards:
@@ -692,11 +623,7 @@ def reshard_local_shard(
     resharding_spec: ShardingSpec,
     pg: Any,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it.
-
-    Raises:
-        ValueError: The tensor does not fit `sharding_spec`, or one of the specs `st_size`.
-    """
+    """Return this rank's shards of another layout, and the metadata of all shards, by rank. Every rank must call it."""
     old = init_from_local_tensor(local_tensor, sharding_spec, *st_size, process_group=pg)
     new = old.redistribute(resharding_spec)
     new._order_by_rank()

@@ -89,19 +89,6 @@ def dispatch(
     spec: Any,
     process_group: Any,
 ) -> Any:
-    """Call the implementation of a torch function.
-
-    Args:
-        func: The torch function.
-        types: Types of the arguments that are tensors of special kinds.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        spec: The spec of the first sharded tensor among them.
-        process_group: The process group of the first sharded tensor among them.
-
-    Raises:
-        RuntimeError: There is no implementation, or it would have to write to ``out``.
-    """
     custom = _custom.get(func) or _custom_by_spec.get((type(spec), func))
     if custom is not None:
         return _call_custom(custom, tuple(types), args, kwargs, process_group)

@@ -80,7 +80,6 @@ def _as_list(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def _parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what this rank has of all parameters."""
     parts = [part for item in parameters for part in (item._parts if isinstance(item, ShardedTensor) else [item])]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 

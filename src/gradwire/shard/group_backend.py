@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradwire.shard import redistribute
 from gradwire.shard.backend import Backend, Part, Question, Request
-from gradwire.shard.layout import Layout, everywhere, whole
+from gradwire.shard.layout import Layout, everywhere, find_overlap, nothing, whole
 from gradwire.shard.redistribute import collective
 
 T = TypeVar("T")
@@ -28,13 +28,10 @@ class GroupBackend(Backend):
     """The backend of a process group.
 
     A rank outside of the group can have the backend, too: it knows the tensor, has no part of it, and exchanges nothing.
-
-    Args:
-        group: The process group; None for the default one. Outside of it, what `torch.distributed.new_group` returns there.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group = group
+        self.group = group  # None for the default one; outside of it, what `torch.distributed.new_group` returns there
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupBackend) and other._group is self._group
@@ -69,7 +66,8 @@ class GroupBackend(Backend):
     def complete(self, layout: Layout) -> Layout:
         # Every rank takes part in every operation, and in the backward of it: so every rank has a part of each sharded
         # tensor, if only an empty one.
-        return layout.completed(self.participants)
+        missing = tuple(place for place in self.participants if place not in layout.places)
+        return Layout(layout.boxes + (nothing(len(layout.boxes[0].sizes)),) * len(missing), layout.places + missing)
 
     def box_numbers(self, layout: Layout) -> list[int]:
         return layout.numbers_at(self.own_place)
@@ -132,23 +130,14 @@ class NoGroupBackend(GroupBackend):
     own_place = -1  # not a rank of anything; shards that are here have this number in the layout
     participants = ()
 
-    def run(self, *args: Any, **kwargs: Any) -> list[Part]:
-        raise self._error()
-
-    def move(self, *args: Any, **kwargs: Any) -> list[Part]:
-        raise self._error()
-
-    def _check_member(self) -> None:
-        raise self._error()
-
-    def _error(self) -> RuntimeError:
-        return RuntimeError(
+    def _check_member(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
             "this ShardedTensor was made without a process group, so it has metadata() and local_shards() only; call "
             "init_process_group, and make it with ShardedTensor._init_from_local_shards_and_global_metadata"
         )
 
+    run = move = _check_member
 
-# -- agreement -----------------------------------------------------------------------------------------------------------
 
 Proposal = dict[str, Any]
 """What a rank is about to do, by name."""
@@ -159,37 +148,20 @@ _ORDINARY_ERRORS: dict[str, type[Exception]] = {
 
 
 def gather_objects(group: Any, value: Any) -> list[Any]:
-    """Return every rank's value, by rank. Every rank of the group must call it.
-
-    Raises:
-        WorkerLost: A rank is gone, or did not take part in time.
-    """
+    """Return every rank's value, by rank. Every rank of the group must call it."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with collective(group, "gathering a value of every rank"):
         dist.all_gather_object(found, value, group)
     return found
 
 
-def rank_failed(rank: int, kind: str, text: str) -> Exception:
-    """Make the error of ranks that could go on where another one could not; of the same type if that is an ordinary one."""
-    return _ORDINARY_ERRORS.get(kind, RuntimeError)(f"failed on rank {rank}; no rank was changed: {kind}: {text}")
-
-
-def all_or_none(
-    group: Any, action: Callable[[], T], failed: Callable[[int, str, str], Exception] = rank_failed
-) -> list[T]:
+def all_or_none(group: Any, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return all results, by rank; if it fails on one rank, raise on all of them.
 
     Every rank of the group must call it. Results are pickled.
 
-    Args:
-        group: The process group; None for the default one.
-        action: Must leave nothing behind if it raises.
-        failed: Makes the error that the other ranks raise, from the rank, the name of the error's type and its text.
-
-    Raises:
-        Exception: What `action` raised, on the rank where it did; what `failed` made, on the others.
-        WorkerLost: A rank is gone, or did not take part in time.
+    `action` must leave nothing behind if it raises. The error of the other ranks has the same type if that is an ordinary
+    one.
     """
     result, failure, told = None, None, None
     try:
@@ -201,21 +173,16 @@ def all_or_none(
         raise failure
     for rank, (told, _) in enumerate(gathered):
         if told is not None:
-            raise failed(rank, *told)
+            kind, text = told
+            make = _ORDINARY_ERRORS.get(kind, RuntimeError)
+            raise make(f"failed on rank {rank}; no rank was changed: {kind}: {text}")
     return [result for _, result in gathered]
 
 
 def agree(group: Any, prepare: Callable[[], Proposal], may_differ: Sequence[str] = ()) -> list[Proposal]:
     """Return what every rank is about to do, by rank, if all can and all are about to do the same.
 
-    Args:
-        group: The process group; None for the default one.
-        prepare: Returns what this rank is about to do; the same names on every rank.
-        may_differ: Names of what may be different.
-
-    Raises:
-        Exception: As of `all_or_none`.
-        ValueError: Not all are about to do the same.
+    `prepare` returns it by the same names on every rank; what is named in `may_differ` may be different.
     """
     proposals = all_or_none(group, prepare)
     first = proposals[0]
@@ -229,25 +196,18 @@ def agree(group: Any, prepare: Callable[[], Proposal], may_differ: Sequence[str]
     return proposals
 
 
-# -- questions -----------------------------------------------------------------------------------------------------------
-
 _MAX_TENSORS = 4  # of a request; counts are always that long, so that ranks that ask differently understand them
 _FAILED, _NO_TENSOR = -1, -2
 
 
 class _Inquiry:
-    """One question of every rank to all parts. Every rank answers for its own parts.
-
-    Attributes:
-        boxes: Numbers of the boxes of each rank.
-        mine: Those of this rank.
-        counts: How long the tensors of requests are: by rank that asks, box of this rank, and position in the request.
-    """
+    """One question of every rank to all parts. Every rank answers for its own parts."""
 
     def __init__(self, group: Any, question: Question, layout: Layout) -> None:
         self.group, self.question = group, question
-        self.boxes = [layout.numbers_at(rank) for rank in range(dist.get_world_size(group))]
+        self.boxes = [layout.numbers_at(rank) for rank in range(dist.get_world_size(group))]  # of each rank
         self.mine = self.boxes[dist.get_rank(group)]
+        # How long the tensors of requests are: by rank that asks, box of this rank, and position in the request.
         self.counts: list[list[list[int]]] = []
 
     def run(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -345,7 +305,6 @@ def _by_asker(answers: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]])
     return torch.cat([of_box[asker].reshape(-1) for asker in range(len(lengths)) for of_box in pieces])
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
 # What a backward does is differentiable, too: gradients of gradients take the same ways.
 
 
@@ -383,7 +342,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, old, new = ctx.move
-        is_sum = new.has_overlaps  # of what went to several ranks, the gradients add up
+        is_sum = find_overlap(new.boxes) is not None  # of what went to several ranks, the gradients add up
         found = _Move.apply(group, new, old, gradients[0], is_sum, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, None, None, *found
 

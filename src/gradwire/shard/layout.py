@@ -37,7 +37,6 @@ class Box:
         return math.prod(self.sizes)  # 1 without dimensions
 
     def with_range(self, dim: int, offset: int, length: int) -> Box:
-        """Return the box with another range along one dimension."""
         ranges = self.ranges
         ranges[dim] = offset, length
         return Box.from_ranges(ranges)
@@ -72,25 +71,10 @@ class Layout:
     places: tuple[Place, ...]
 
     def numbers_at(self, place: Place) -> list[int]:
-        """Return the numbers of the boxes that a place holds."""
         return [number for number, owner in enumerate(self.places) if owner == place]
 
     def map(self, change: Callable[[Box], Box]) -> Layout:
-        """Return the layout with every box changed."""
         return Layout(tuple(change(box) for box in self.boxes), self.places)
-
-    def completed(self, places: Iterable[Place]) -> Layout:
-        """Return the layout with an empty box for each of `places` that holds none."""
-        missing = tuple(place for place in places if place not in self.places)
-        return Layout(self.boxes + (nothing(self.num_dims),) * len(missing), self.places + missing)
-
-    @property
-    def has_overlaps(self) -> bool:
-        return find_overlap(self.boxes) is not None
-
-    @property
-    def num_dims(self) -> int:
-        return len(self.boxes[0].sizes)
 
     def is_whole_along(self, dim: int, length: int) -> bool:
         """Return whether no box with elements is cut along a dimension of that length."""
@@ -131,26 +115,15 @@ def chunk(size: Sequence[int], dim: int, places: Sequence[Place]) -> Layout:
 
 
 def find_dim(dim: int, num_dims: int) -> int:
-    """Return a dimension that may count from the end, counted from the start.
-
-    Raises:
-        IndexError: There is no such dimension.
-    """
+    """Return a dimension that may count from the end, counted from the start."""
     bound = max(num_dims, 1)
     if not -bound <= dim < bound:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
     return dim % bound
 
 
-# -- broadcast, reduced, stacked -----------------------------------------------------------------------------------------
-
-
 def broadcast(*sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the size that tensors of these sizes are broadcast to.
-
-    Raises:
-        RuntimeError: The sizes do not fit.
-    """
+    """Return the size that tensors of these sizes are broadcast to."""
     num_dims = max(map(len, sizes))
     result = [1] * num_dims
     for size in sizes:
@@ -216,9 +189,6 @@ def stack(layout: Layout) -> Layout:
     boxes = enumerate(layout.boxes)
     stacked = (Box.from_ranges([(number, min(1, box.num_elements)), *box.ranges]) for number, box in boxes)
     return Layout(tuple(stacked), layout.places)
-
-
-# -- overlaps, moves, pieces ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

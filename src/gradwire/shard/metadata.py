@@ -151,11 +151,7 @@ def make_shard(part: RRef[Any], metadata: ShardMetadata) -> Shard:
 
 
 def join_shards(shards: Sequence[Shard]) -> torch.Tensor:
-    """Return shards that make up a box as one tensor.
-
-    Raises:
-        RuntimeError: They do not make up a box.
-    """
+    """Return shards that make up a box as one tensor."""
     boxes = [shard.metadata.box for shard in shards]
     starts = [min(along) for along in zip(*(box.offsets for box in boxes), strict=True)]
     ends = [max(map(sum, along)) for along in zip(*(box.ranges for box in boxes), strict=True)]
@@ -171,18 +167,10 @@ def join_shards(shards: Sequence[Shard]) -> torch.Tensor:
 
 
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a view of a part of a plain tensor.
-
-    Raises:
-        ValueError: There are not as many offsets and sizes as dimensions.
-    """
+    """Return a view of a part of a plain tensor."""
     return tensor[Box(tuple(offsets), tuple(sizes)).slices_in(whole(tensor.size()))]
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """Return a view of the part of a tensor that a shard is to have.
-
-    Raises:
-        ValueError: The shard has another number of dimensions.
-    """
+    """Return a view of the part of a tensor that a shard is to have."""
     return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)

@@ -25,17 +25,6 @@ current_process_group: ContextVar[Any] = ContextVar("gradwire_shard_process_grou
 
 
 def backend_for(shards: Sequence[ShardMetadata], process_group: Any = None) -> Backend:
-    """Return the backend for shards with these placements.
-
-    Args:
-        shards: All of a tensor.
-        process_group: For placements that name ranks; None for the default group.
-
-    Raises:
-        ValueError: A placement is missing, names neither a rank nor a worker, or there are some of each kind.
-        RuntimeError: There is no process group, or this process is not an RPC worker.
-        ConfigurationError: The workers trust each other with data only.
-    """
     kinds = {_kind(shard.placement) for shard in shards}
     if len(kinds) > 1:
         raise ValueError(
@@ -72,11 +61,6 @@ def _kind(placement: RemoteDevice | None) -> str:
 
 
 def layout_of(shards: Sequence[ShardMetadata], backend: Backend) -> Layout:
-    """Return the layout of shards for a backend.
-
-    Raises:
-        ValueError: A placement names a rank that is not in the group, or a worker that is not in the cluster.
-    """
     placements: list[Any] = [shard.placement for shard in shards]
     places: list[Place]
     if isinstance(backend, GroupBackend):
@@ -115,7 +99,6 @@ def _group_rank(rank: int, backend: GroupBackend) -> int:
 
 
 def placement_of(place: Place, device: Any, backend: Backend) -> RemoteDevice:
-    """Return the placement of a place of a backend."""
     if isinstance(place, str):
         return RemoteDevice(f"{place}/{device}")
     assert isinstance(backend, GroupBackend)
@@ -128,10 +111,6 @@ def _parse_and_validate_remote_device(pg: Any, remote_device: RemoteDevice | Non
     """Return the rank and the device that a placement names: PyTorch's private name.
 
     The rank is that among all ranks, or that of the RPC worker; None if the placement names neither.
-
-    Raises:
-        ValueError: The placement is missing, or names a rank or worker that does not exist.
-        RuntimeError: It names a worker, and this process is not an RPC worker.
     """
     if remote_device is None:
         raise ValueError("remote device is None; give the shard one, such as 'rank:0/cpu' or 'worker0/cpu'")
@@ -152,11 +131,7 @@ def placements_of(spec: Any) -> list[Any]:
 
 
 def find_group(specs: Sequence[ShardingSpec], process_group: Any) -> GroupBackend | None:
-    """Return the ranks that must agree; None over RPC workers, where one worker decides.
-
-    Raises:
-        RuntimeError: This process is not in the group.
-    """
+    """Return the ranks that must agree; None over RPC workers, where one worker decides."""
     group = process_group if process_group is not None else current_process_group.get()
     names = [as_placement(item) for spec in specs for item in placements_of(spec) if item is not None]
     has_ranks = any(item.rank() is not None for item in names)

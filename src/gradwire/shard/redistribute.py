@@ -31,15 +31,7 @@ from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
 
 @contextlib.contextmanager
 def collective(group: Any, what: str) -> Iterator[None]:
-    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank.
-
-    Args:
-        group: The process group; None for the default one.
-        what: What is being done, for the error message.
-
-    Raises:
-        WorkerLost: A rank is gone, or did not take part in time.
-    """
+    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -155,13 +147,8 @@ def move(
 ) -> list[torch.Tensor]:
     """Return this rank's boxes of the new layout, in order. Every rank of the group must call it with the same layouts.
 
-    Args:
-        tensors: This rank's boxes of the old layout, in order.
-        old: Where they are.
-        new: Where they are to be.
-        group: The process group.
-        like: Tells dtype and device, also where there is no tensor.
-        is_sum: Whether elements that several old boxes have add up; else they must be in one only.
+    `like` tells dtype and device, also where there is no tensor. With `is_sum`, elements that several old boxes have add up;
+    else they must be in one only.
     """
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
@@ -169,7 +156,8 @@ def move(
     targets = {
         number: make(new.boxes[number].sizes, dtype=like.dtype, device=like.device) for number in new.numbers_at(rank)
     }
-    sources = {number: _readable(tensor) for number, tensor in zip(old.numbers_at(rank), tensors, strict=True)}
+    readable = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]  # their memory is sent
+    sources = dict(zip(old.numbers_at(rank), readable, strict=True))
     ends = _Ends(old, new, sources, targets, is_sum)
     for item in plan.local:
         ends.put(item, ends.source(item))
@@ -178,13 +166,6 @@ def move(
     elif plan.num_sent:
         _move_at_once(plan, ends, group, like)
     return list(targets.values())
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg()  # its memory is sent
-
-
-# -- little ------------------------------------------------------------------------------------------------------------
 
 
 def _move_at_once(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:
@@ -207,11 +188,7 @@ def _size(items: Sequence[Move]) -> int:
 def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
     """Send a piece of a flat tensor to every rank, and return a flat tensor of a piece from every rank.
 
-    Args:
-        flat: The pieces, the one for the first rank first.
-        sent: How many elements each rank gets.
-        received: How many elements come from each rank.
-        group: The process group, all of whose ranks must call it.
+    `sent` and `received` tell how many elements go to and come from each rank; all of them must call it.
     """
     rank, width = dist.get_rank(group), flat.element_size()
     for peer, number in enumerate(sent):
@@ -227,9 +204,6 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
             group,
         )
     return arrived
-
-
-# -- much --------------------------------------------------------------------------------------------------------------
 
 
 def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) -> None:

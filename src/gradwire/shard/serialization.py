@@ -47,8 +47,6 @@ from gradwire.wire.serialization import register_plain_type
 _MOST_DIMS = 64
 _MOST_SHARDS = 4096  # looking for overlaps takes time with more
 
-# -- what is known of a tensor, as plain data --------------------------------------------------------------------------
-
 
 def describe(tensor: ShardedTensor) -> tuple[Any, ...]:
     """Return metadata and spec of a tensor: lists, numbers and texts, unless the spec is of a program's own class."""
@@ -62,11 +60,7 @@ def describe(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 
 def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
-    """Return the metadata and the spec that `describe` was given.
-
-    Raises:
-        ValueError, TypeError: `describe` does not return this.
-    """
+    """Return the metadata and the spec that `describe` was given."""
     size, shards, dtype, requires_grad, pin_memory, spec = described
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a dtype is needed, not {dtype!r}")
@@ -87,16 +81,7 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     return ShardedTensorMetadata(found, torch.Size(size), properties), spec
 
 
-# -- in messages -------------------------------------------------------------------------------------------------------
-
-
 def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """Return what another worker needs to use the tensor.
-
-    Raises:
-        CannotSend: It belongs to a process group.
-        RRefError: Not inside a message.
-    """
     if not isinstance(tensor._backend, WorkerBackend):
         raise CannotSend(
             f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "
@@ -117,11 +102,7 @@ def _references(tensor: ShardedTensor) -> list[RRef[Any]]:
 
 
 def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
-    """Make a tensor that came in a message. The fields are foreign data.
-
-    Raises:
-        ValueError, TypeError: `_pack` does not return these.
-    """
+    """Make a tensor that came in a message. The fields are foreign data."""
     described, parts, is_result, batch, is_parameter = fields
     if not isinstance(parts, list) or not all(isinstance(part, RRef) for part in parts):
         raise TypeError("a list of references is needed, one for each shard")
@@ -164,9 +145,6 @@ def _unwrap(part: RRef[Any], shard: ShardMetadata, dtype: torch.dtype) -> Part:
 register_plain_type(ShardedTensor, "gradwire.ShardedTensor", _pack, _rebuild)
 
 
-# -- in pickles --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class ProcessGroupState:
     """The rank that pickled a tensor: only the same rank of a group of the same size can load it."""
@@ -181,11 +159,7 @@ class ProcessGroupState:
         return cls(dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size())
 
     def check(self, group: Any) -> None:
-        """Check that this process is the one that pickled the tensor.
-
-        Raises:
-            RuntimeError: It is not.
-        """
+        """Check that this process is the one that pickled the tensor."""
         for (name, then), now in zip(vars(self).items(), vars(ProcessGroupState.current(group)).values(), strict=True):
             if then != now:
                 raise RuntimeError(
@@ -199,12 +173,7 @@ ShardedTensor.ProcessGroupState = ProcessGroupState  # type: ignore[attr-defined
 
 @implements(torch.Tensor.__reduce_ex__)
 def _reduce(func: Any, tensor: ShardedTensor, protocol: Any = None) -> Any:
-    """Prepare a tensor for a message or a pickle.
-
-    Raises:
-        CannotSend: It is in a message, and belongs to a process group.
-        PicklingError: It is over RPC workers, and not in a message.
-    """
+    """Prepare a tensor for a message or a pickle."""
     if codec.departing() is not None:
         return _rebuild, (_pack(tensor),)
     backend = tensor._backend
@@ -233,11 +202,7 @@ def load_pickled(
     has_references: bool,
     is_parameter: bool,
 ) -> ShardedTensor:
-    """Make a tensor of a process group that comes from a pickle; the group is that of `load_with_process_group`.
-
-    Raises:
-        RuntimeError: There is no process group, or the tensor was pickled by another rank, or in a group of another size.
-    """
+    """Make a tensor of a process group that comes from a pickle; the group is that of `load_with_process_group`."""
     _check_group()
     backend = GroupBackend(current_process_group.get())
     ProcessGroupState(*state).check(backend.group)
@@ -250,11 +215,7 @@ def load_pickled(
 
 
 def _set_state(self: ShardedTensor, state: tuple[Any, ...]) -> None:
-    """Load what PyTorch's own class has put into a pickle; gradwire's pickles do not come here.
-
-    Raises:
-        RuntimeError: As of `load_pickled`.
-    """
+    """Load what PyTorch's own class has put into a pickle; gradwire's pickles do not come here."""
     shards, metadata, pickled_by, spec, has_references = state
     _check_group()
     group = current_process_group.get()

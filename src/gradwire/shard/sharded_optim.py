@@ -117,8 +117,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.named_params.update({item.name: item.value for item in found})
         return {**group, "params": [part for item in found for part in item.parts]}
 
-    # -- steps -----------------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -155,8 +153,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[_Parameter]:
         return [item for group in self._groups for item in group]
 
-    # -- groups ----------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Add parameters; on every rank the same.
 
@@ -176,8 +172,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._groups.pop()
             self.named_params = known
             raise
-
-    # -- state -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the names of parameters; every rank must call it.
@@ -228,13 +222,8 @@ def _call_user(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-# -- parameters ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A named parameter."""
-
     name: str
     value: torch.Tensor
     parts: tuple[torch.Tensor, ...]  # what this rank has of it: its shards, or the whole parameter
@@ -245,7 +234,6 @@ class _Parameter:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it has other parts by now."""
         now = self.value._parts if isinstance(self.value, ShardedTensor) else self.parts
         return [id(part) for part in now] != [id(part) for part in self.parts]
 
@@ -287,8 +275,6 @@ def _pairs(params: Any) -> list[tuple[str, torch.Tensor]]:
             )
     return found
 
-
-# -- the state dict ------------------------------------------------------------------------------------------------------
 
 _Described = tuple[dict[str, torch.dtype], Values]
 """What a rank has of the state of one parameter: dtypes of what has the size of the parts, and the rest itself."""
@@ -342,11 +328,7 @@ def _join(parameter: _Parameter, state: Mapping[torch.Tensor, Values], described
 def _match(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[_Parameter]]
 ) -> tuple[dict[str, Values], list[dict[str, Any]]]:
-    """Return the state by the names of parameters, and the options of each group.
-
-    Raises:
-        ConfigurationError: The state dict is that of other parameters.
-    """
+    """Return the state by the names of parameters, and the options of each group."""
     try:
         state, saved = state_dict["state"], list(state_dict["param_groups"])
         keys = [key for group in saved for key in group["params"]]
@@ -395,20 +377,16 @@ def _divided(parameter: _Parameter, key: str, value: Any) -> list[Any]:
             raise ConfigurationError(
                 f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter {list(target.size())}"
             )
-        return _from_sharded(target, value)
+        with torch.no_grad():
+            if not isinstance(target, ShardedTensor):
+                return [value.full_tensor()]
+            if value._backend != target._backend:
+                raise ConfigurationError("the state is divided among others than the parameter; gather it first")
+            moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
+            return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]
     if not isinstance(value, torch.Tensor):
         return [value for _ in parameter.parts]
     if isinstance(target, ShardedTensor) and value.shape == target.size():
         outer = whole(target.size())
         return [value.detach()[box.slices_in(outer)].clone() for box in target._boxes()]
     return [value.detach().clone() for _ in parameter.parts]
-
-
-def _from_sharded(target: torch.Tensor, value: ShardedTensor) -> list[Any]:
-    with torch.no_grad():
-        if not isinstance(target, ShardedTensor):
-            return [value.full_tensor()]
-        if value._backend != target._backend:
-            raise ConfigurationError("the state is divided among others than the parameter; gather it first")
-        moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
-        return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]

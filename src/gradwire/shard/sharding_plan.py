@@ -61,8 +61,6 @@ class ShardingPlanner(ABC):
         """Return how to shard a module."""
 
 
-# -- the planner ----------------------------------------------------------------------------------------------------------
-
 _ELEMENTWISE = (
     nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
     nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish,

@@ -50,10 +50,17 @@ class ShardingSpec(ABC):
         """
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-        """Divide a tensor; see `creation.shard_tensor`.
+        """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
+
+        Args:
+            tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on
+                the ``meta`` device. If that of the source is, too, the elements of shards are undefined.
+            src_rank: The rank in the group whose tensor counts.
+            process_group: None for the default group.
 
         Raises:
-            ValueError: It cannot be divided like this.
+            ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
+            RuntimeError: There is no process group, or this process is not an RPC worker.
         """
         from gradwire.shard.creation import shard_tensor  # creation stands on this module
 
@@ -122,12 +129,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 def as_placement(value: Placement) -> RemoteDevice:
-    """Return a placement that may be given as text.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: The string does not name a place.
-    """
+    """Return a placement that may be given as text."""
     if isinstance(value, RemoteDevice):
         return value
     if not isinstance(value, str | torch.device):
@@ -136,11 +138,7 @@ def as_placement(value: Placement) -> RemoteDevice:
 
 
 def validate_shards(shards: Sequence[ShardMetadata]) -> None:
-    """Check that shards can be those of one tensor.
-
-    Raises:
-        ValueError: There are none, they have different numbers of dimensions, or two of them overlap.
-    """
+    """Check that shards can be those of one tensor."""
     if not shards:
         raise ValueError(f"Empty shard list provided: {shards}")
     ranks = {len(shard.shard_offsets) for shard in shards}
@@ -150,22 +148,14 @@ def validate_shards(shards: Sequence[ShardMetadata]) -> None:
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
-    """Check that no two shards have an element in common.
-
-    Raises:
-        ValueError: Two of them have.
-    """
+    """Check that no two shards have an element in common."""
     pair = find_overlap([shard.box for shard in shards])
     if pair is not None:
         raise ValueError(f"Shards {shards[pair[0]]} and {shards[pair[1]]} overlap")
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Check that shards, which do not overlap, make up a tensor of that size.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that shards, which do not overlap, make up a tensor of that size."""
     shards_rank = len(shards_metadata[0].shard_offsets)
     if len(tensor_dims) != shards_rank:
         raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {shards_rank}")
@@ -198,11 +188,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """Return where the chunk of a rank begins, and its length.
-
-    Raises:
-        ValueError: The rank has no chunk.
-    """
+    """Return where the chunk of a rank begins, and its length."""
     split = get_split_size(sharding_dim_size, world_size)
     for number, placement in enumerate(spec.placements):
         if as_placement(placement).rank() == rank:

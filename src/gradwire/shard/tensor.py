@@ -116,7 +116,7 @@ class ShardedTensor(ShardedTensorBase):
         spec: ShardingSpec,
         metadata: ShardedTensorMetadata,
         parts: Sequence[Part],
-        layout: Layout | None = None,
+        layout: Layout,
     ) -> ShardedTensor:
         """Make a tensor of known parts, in the order of the layout, which is that of the metadata."""
         properties = metadata.tensor_properties
@@ -129,8 +129,7 @@ class ShardedTensor(ShardedTensorBase):
             requires_grad=False,
         )
         made._backend, made._sharding_spec, made._metadata = backend, spec, metadata
-        made._layout = layout if layout is not None else layout_of(metadata.shards_metadata, backend)
-        made._parts = list(parts)
+        made._layout, made._parts = layout, list(parts)
         made._batch = None  # whose rows they are, if they come from every participant's own plain tensor
         made._is_result = False  # of an operation, and so not a leaf
         made._remote_shards = None
@@ -154,8 +153,6 @@ class ShardedTensor(ShardedTensorBase):
         # References do not tell; what is made of a tensor with gradients has them, too.
         return self._metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
 
-    # -- what is known of it -------------------------------------------------------------------------------------------
-
     @property
     def _process_group(self) -> Any:
         return self._backend._group if isinstance(self._backend, GroupBackend) else None
@@ -173,8 +170,6 @@ class ShardedTensor(ShardedTensorBase):
     def _boxes(self) -> list[Box]:
         """Return the boxes whose parts this process handles, in the order of the parts."""
         return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
-
-    # -- its parts -----------------------------------------------------------------------------------------------------
 
     def local_tensor(self) -> torch.Tensor:
         """Return what this process has, as one tensor; empty if it has nothing.
@@ -204,8 +199,6 @@ class ShardedTensor(ShardedTensorBase):
                 "available. Make it with init_rrefs=True in ranks that are RPC workers"
             )
         return self._remote_shards
-
-    # -- the whole -----------------------------------------------------------------------------------------------------
 
     def full_tensor(self, *, adds_gradients: bool = False) -> torch.Tensor:
         """Return the whole tensor, on every rank.
@@ -266,8 +259,6 @@ class ShardedTensor(ShardedTensorBase):
             value = value.clone() if is_view(value) or any(value is part for part in self._parts) else value.detach()
             return value.to(dtype) if enforce_dtype and dtype is not None else value
 
-    # -- other layouts -------------------------------------------------------------------------------------------------
-
     def redistribute(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Return the same tensor, divided in another way. Each element goes straight to where it belongs.
 
@@ -322,13 +313,10 @@ class ShardedTensor(ShardedTensorBase):
         self._layout = Layout(tuple(boxes[n] for n in ordered), tuple(places[n] for n in ordered))
 
     def _take_over(self, other: ShardedTensor) -> None:
-        """Become the same as another one of the same size and dtype."""
         self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
         self._backend, self._parts, self._batch = other._backend, other._parts, other._batch
         self._is_result = other._is_result
         self._remote_shards = None
-
-    # -- other devices and dtypes ----------------------------------------------------------------------------------------
 
     # Methods of their own: torch's refuse an argument such as a process group before they call `__torch_function__`.
 
@@ -348,17 +336,10 @@ class ShardedTensor(ShardedTensorBase):
         found: ShardedTensor = self.__torch_function__(func, (ShardedTensor,), (self, *args), kwargs)
         return found
 
-    # -- for torch -----------------------------------------------------------------------------------------------------
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the implementation of a function for sharded tensors.
-
-        Raises:
-            RuntimeError: There is none.
-        """
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
         spec, group = (first._sharding_spec, first._process_group) if first is not None else (None, None)
@@ -403,13 +384,8 @@ def from_layout(
 ) -> ShardedTensor:
     """Make a sharded tensor of parts that an operation made.
 
-    Args:
-        backend: That of the operands.
-        layout: Where the parts are; boxes do not overlap, and make up the tensor.
-        parts: In the order of the backend.
-        size: Of the tensor.
-        like: Tells dtype and device.
-        requires_grad: Whether the parts have gradients, where references do not tell.
+    Boxes of the layout do not overlap, and make up the tensor; `like` tells dtype and device. `requires_grad` counts where
+    parts are references, which do not tell.
     """
     first = first_here(parts)
     if first is not None:

@@ -49,7 +49,6 @@ KNOWN_STATE: Final = _ONE_NUMBER | _LIKE_PARAMETER | _REDUCED_DIM.keys()
 
 
 def is_torchs(optimizer_class: type[Any]) -> bool:
-    """Return whether this is a class of `torch.optim` itself."""
     return optimizer_class in _TORCHS
 
 
@@ -64,9 +63,6 @@ def is_option(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.layout is torch.strided and value.dim() <= 1 and value.numel() == 1
     return value is None or isinstance(value, str | numbers.Number)
-
-
-# -- made and called -----------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(optimizer_class: type[Any], params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -100,9 +96,6 @@ def _inside(optimizer_class: type[Any], name: str) -> Any:
     return known.__wrapped__ if is_guard and "torch._dynamo" not in sys.modules else None
 
 
-# -- stepped -------------------------------------------------------------------------------------------------------------
-
-
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a profiler is to see the steps of an optimizer."""
     return bool(
@@ -134,9 +127,6 @@ def _is_user_function(function: Any) -> bool:
     return function.__globals__["__name__"] not in _TORCHS_WRAPPERS
 
 
-# -- state ---------------------------------------------------------------------------------------------------------------
-
-
 def load_state(
     optimizer: Any,
     state: Mapping[torch.Tensor, Values],
@@ -145,14 +135,8 @@ def load_state(
 ) -> None:
     """Replace the state of all parameters of an optimizer.
 
-    Args:
-        optimizer: One of torch's, or one like those.
-        state: By parameter; those that are not there have no state afterwards.
-        names: Of the parameters, for errors.
-        options: Of the groups, if they are to be replaced, too.
-
-    Raises:
-        ConfigurationError: It is the state of other parameters or another optimizer; nothing has changed.
+    Parameters that are not in `state` have none afterwards. `options` are those of the groups, if they are to be replaced,
+    too. If the state is not that of these parameters and this optimizer, nothing has changed.
     """
     fitting = {item: fit_state(type(optimizer), item, values, names.get(item, "")) for item, values in state.items()}
     packed = method_of(optimizer, "state_dict")()
@@ -173,11 +157,7 @@ def load_state(
 
 
 def fit_state(optimizer_class: type[Any], parameter: torch.Tensor, values: Any, name: str) -> dict[str, Any]:
-    """Return the state of a parameter with every tensor laid out as torch's kernels expect it.
-
-    Raises:
-        ConfigurationError: Something in it is not what that optimizer has for that parameter.
-    """
+    """Return the state of a parameter with every tensor laid out as torch's kernels expect it."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"the state of parameter {name!r} is not a dict")
     if not issubclass(optimizer_class, _TORCHS):
@@ -201,12 +181,6 @@ def state_problem(optimizer_class: type[Any], parameter: torch.Tensor, key: str,
     """Return why a value cannot be in the state of a parameter; empty if it can.
 
     Classes that do not come from torch's know themselves what they keep; what is unknown to torch's is not read by them.
-
-    Args:
-        optimizer_class: A class of optimizers.
-        parameter: The parameter.
-        key: What the value is called.
-        form: Of the value.
     """
     if key not in KNOWN_STATE or not issubclass(optimizer_class, _TORCHS):
         return ""

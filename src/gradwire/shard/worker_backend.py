@@ -141,9 +141,6 @@ class WorkerBackend(Backend):
         return [value]
 
 
-# -- where the parts are -------------------------------------------------------------------------------------------------
-
-
 def value_of(part: Any) -> Any:
     """Return a part as a tensor: itself if it is here, a copy if it is not. Return anything else as it is."""
     return part.to_here() if isinstance(part, RRef) else part
@@ -163,12 +160,10 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
-    """Answer one question to a part that is here."""
     return function(value_of(part), tuple(request), setting)
 
 
 def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
-    """Return a piece of a part that is here."""
     tensor: torch.Tensor = value_of(part)
     return tensor if ranges is None else tensor[tuple(slice(start, end) for start, end in ranges)]
 
@@ -178,12 +173,7 @@ def assemble(
 ) -> torch.Tensor:
     """Put a tensor together from pieces; fetch those that are elsewhere, all at once.
 
-    Args:
-        sizes: Of the tensor.
-        pieces: What to put where; they cover it, unless `is_sum`.
-        device: Of the tensor.
-        dtype: Of the tensor.
-        is_sum: Whether pieces that overlap add up; what none of them covers is zero then.
+    They cover the tensor, unless `is_sum`: then those that overlap add up, and what none of them covers is zero.
     """
     futures = {
         number: rpc.rpc_async(part.owner(), take, args=(part, source))

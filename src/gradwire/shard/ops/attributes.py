@@ -86,9 +86,6 @@ def _new(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> torch.T
     return found
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 @implements(_T.grad.__get__)
 def _grad(func: Any, tensor: ShardedTensor) -> ShardedTensor | None:
     """Return the gradients of this rank's shards; None if they have none, and over RPC, where contexts have them."""
@@ -128,9 +125,6 @@ def _parts_here(tensor: ShardedTensor) -> list[torch.Tensor] | None:
     if not isinstance(tensor._backend, GroupBackend):
         return None
     return [part for part in tensor._parts if isinstance(part, torch.Tensor)]
-
-
-# -- one element -------------------------------------------------------------------------------------------------------
 
 
 @implements(_T.item, _T.__bool__, _T.__float__, _T.__int__, _T.__complex__, _T.__index__)

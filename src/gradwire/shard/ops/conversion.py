@@ -48,18 +48,13 @@ def _set_data(func: Any, tensor: Any, other: Any) -> None:
 
 
 def set_data(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give a part other data, of any dtype."""
     part.data = value.detach()
     return part
 
 
 @implements(torch.Tensor.__deepcopy__)
 def _deepcopy(func: Any, tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
-    """Make a leaf of its own, with the same layout; a parameter stays one.
-
-    Raises:
-        RuntimeError: It is the result of an operation.
-    """
+    """Make a leaf of its own, with the same layout; a parameter stays one."""
     if id(tensor) in memo:
         found: ShardedTensor = memo[id(tensor)]
         return found
@@ -80,14 +75,10 @@ def _deepcopy(func: Any, tensor: ShardedTensor, memo: dict[int, Any]) -> Sharded
 
 
 def copy_part(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Copy a part, with its gradient."""
     made = tensor.detach().clone().requires_grad_(requires_grad)
     if tensor.is_leaf and tensor.grad is not None:
         made.grad = tensor.grad.detach().clone()
     return made
-
-
-# -- dtypes and devices ------------------------------------------------------------------------------------------------
 
 
 @implements(_T.to)
@@ -168,9 +159,6 @@ def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> Non
     tensor._metadata = replace(tensor._metadata, shards_metadata=shards)
 
 
-# -- of the same size --------------------------------------------------------------------------------------------------
-
-
 @implements(*find_functions("empty_like full_like ones_like rand_like randint_like randn_like zeros_like", "torch"))
 @torch.no_grad()
 def _like(func: Callable[..., Any], input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -188,9 +176,6 @@ def _like(func: Callable[..., Any], input: ShardedTensor, *args: Any, **kwargs: 
     made._batch = None
     note_gradient(made, bool(kwargs.get("requires_grad", False)), True)
     return made
-
-
-# -- comparison of all elements ----------------------------------------------------------------------------------------
 
 
 @implements(torch.equal, _T.equal)
@@ -213,9 +198,6 @@ def _are_all(flags: torch.Tensor) -> bool:
     backend = flags._backend
     is_outside = isinstance(backend, GroupBackend) and not backend.is_member
     return is_outside or bool(flags.all())
-
-
-# -- nn.init -----------------------------------------------------------------------------------------------------------
 
 
 @implements(init.uniform_)

@@ -86,16 +86,12 @@ def answer_rows(part: torch.Tensor, request: Request, setting: Setting) -> torch
     return F.embedding(ids, part, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
-# -- embedding_bag ----------------------------------------------------------------------------------------------------
-
 BagSetting = tuple[str, bool, bool]
 """The mode; whether gradients are scaled by frequency; whether they are sparse."""
 
 
 @dataclass(frozen=True)
 class Bags:
-    """One participant's bags."""
-
     ids: torch.Tensor  # of all bags, one after the other
     bags: torch.Tensor  # the bag of each id
     number: int  # how many bags there are
@@ -140,7 +136,9 @@ def _embedding_bag(
     except (RuntimeError, ValueError) as failure:  # the bags of other ranks may be right, and they must learn of it
         error = failure
     if error is not None:
-        bags = _no_bags(input, per_sample_weights)
+        no_ids = input.reshape(-1)[:0]
+        no_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)[:0]
+        bags = Bags(no_ids, no_ids.to(torch.int64), 0, no_weights)
     if max_norm is not None:
         renormalize(table, bags.ids, max_norm, norm_type, error)
     limit = f"padding_idx must be within the number of embeddings, {table.size(0)}, but is {padding_idx}"
@@ -160,9 +158,6 @@ def _check(setting: BagSetting, weights: torch.Tensor | None) -> None:
         raise NotImplementedError(
             f"embedding_bag: per_sample_weights is only supported for mode='sum' (got mode='{mode}')"
         )
-
-
-# -- the bags ----------------------------------------------------------------------------------------------------------
 
 
 def _read_bags(
@@ -210,16 +205,10 @@ def _check_weights(table: ShardedTensor, input: torch.Tensor, weights: torch.Ten
         raise RuntimeError(f"expected per_sample_weights of {table.dtype}, like the table, but found {weights.dtype}")
 
 
-def _no_bags(input: torch.Tensor, weights: torch.Tensor | None) -> Bags:
-    ids = input.reshape(-1)[:0]
-    return Bags(ids, ids.to(torch.int64), 0, None if weights is None else weights.reshape(-1)[:0])
-
-
-# -- the questions -------------------------------------------------------------------------------------------------------
-
-
 def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Exception | None) -> torch.Tensor:
-    requests, rows = _requests(table, bags)
+    by_block = by_rows(table, bags.ids)
+    made = {id(wanted): _request(wanted, bags) for wanted in by_block}  # blocks with the same rows share them
+    requests, rows = zip(*(made[id(wanted)] for wanted in by_block), strict=True)
     answers = _ask(table, answer_bags, requests, [setting] * len(requests), error, along=1)
     size = (bags.number, table.size(1))
     if setting[0] == "max":
@@ -230,15 +219,8 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Excep
     return total
 
 
-def _requests(table: ShardedTensor, bags: Bags) -> tuple[list[Request], list[torch.Tensor | None]]:
-    """Return for each block: ids, how many in each bag that has any, weights; and which bags these are (None for all)."""
-    by_block = by_rows(table, bags.ids)
-    made = {id(wanted): _request(wanted, bags) for wanted in by_block}  # blocks with the same rows share them
-    found = [made[id(wanted)] for wanted in by_block]
-    return [request for request, _ in found], [present for _, present in found]
-
-
 def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
+    """Return ids, how many in each bag that has any, and weights; and which bags these are (None for all)."""
     counts = torch.bincount(wanted.select(bags.bags), minlength=bags.number)
     present = counts.nonzero().view(-1)
     is_complete = present.numel() == bags.number
@@ -306,9 +288,6 @@ def _largest(
     return assemble(size, kept, rows, columns, is_sum=True)
 
 
-# -- ids and blocks ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Those of a participant's ids that lie in some rows."""
@@ -351,12 +330,6 @@ def find_problem(table: ShardedTensor, ids: torch.Tensor, name: str) -> Exceptio
 
 
 def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTensor:
-    """Return the table.
-
-    Raises:
-        TypeError: The ids are sharded, or the table is not.
-        RuntimeError: The table does not have two dimensions.
-    """
     if isinstance(ids, ShardedTensor) or not isinstance(table, ShardedTensor):
         raise TypeError(f"{name}: the weight must be sharded, and the input a plain tensor: each rank's own ids")
     if table.dim() != 2:
@@ -365,11 +338,7 @@ def check_table(table: torch.Tensor, ids: torch.Tensor, name: str) -> ShardedTen
 
 
 def columns_of(table: ShardedTensor) -> list[slice]:
-    """Return the columns of each block."""
     return [slice(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in table._layout.boxes]
-
-
-# -- what comes back ---------------------------------------------------------------------------------------------------
 
 
 def assemble(
@@ -381,12 +350,8 @@ def assemble(
 ) -> torch.Tensor:
     """Put a matrix of the answers of all blocks together.
 
-    Args:
-        size: Of the matrix.
-        answers: Those of all blocks.
-        rows: Where each row of an answer goes; None if it is for all rows, in order.
-        columns: Where its columns go.
-        is_sum: Whether answers for the same element add up; else each element is answered once.
+    Each row of an answer goes to the row that `rows` tells; None is for all rows, in order. With `is_sum` answers for the
+    same element add up; else each element is answered once.
     """
     found: torch.Tensor = _Assemble.apply(size, rows, columns, is_sum, *answers)  # type: ignore[no-untyped-call]
     return found
@@ -419,9 +384,6 @@ class _Assemble(torch.autograd.Function):
             for taken, of_block in zip(*ctx.where, strict=True)
         ]
         return None, None, None, None, *found
-
-
-# -- max_norm ----------------------------------------------------------------------------------------------------------
 
 
 def renormalize(table: ShardedTensor, ids: torch.Tensor, max_norm: float, norm_type: float, error: Any) -> None:
@@ -486,8 +448,6 @@ def scale_rows(part: torch.Tensor, request: Request, setting: Any) -> torch.Tens
     return part.new_empty(ids.numel(), 0)
 
 
-# -- own rows ---------------------------------------------------------------------------------------------------------
-
 MAX_DIMS = 8
 """Most dimensions of rows, together with the one along which they are counted."""
 
@@ -498,16 +458,6 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
     """Return the rows, and whose rows are where if those of all participants are put together.
 
     The rows get a gradient if another participant's have one: all take part in backward then.
-
-    Args:
-        rows: This participant's own.
-        backend: Knows the participants.
-        problem: Why this process cannot go on, if it cannot.
-
-    Raises:
-        Exception: The problem.
-        RuntimeError: Another participant has one.
-        ValueError: Rows have different sizes.
     """
     sizes = [rows.dim(), *rows.size(), *(0 for _ in range(MAX_DIMS - rows.dim()))]
     wants_gradient = rows.requires_grad and torch.is_grad_enabled()

@@ -60,9 +60,6 @@ def _addmm(
     return multiply(func, mat1, mat2) + added
 
 
-# -- products of matrices ------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Blocks:
     """Pairs of blocks that are at the same places, and what their products are."""
@@ -94,7 +91,6 @@ class _Blocks:
 
 
 def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> torch.Tensor:
-    """Multiply two blocks, where they are."""
     return F.linear(left, right if is_transposed else right.t(), bias)
 
 
@@ -112,15 +108,8 @@ def multiply(
 ) -> torch.Tensor:
     """Return ``left @ right + bias``, for at least one operand that is sharded.
 
-    Args:
-        func: The function of torch that was called.
-        left: Any number of dimensions.
-        right: Two dimensions.
-        bias: One dimension, or None.
-        is_transposed: Whether `right` is [out, in], as the weight of `linear` is; else it is [in, out].
-
-    Raises:
-        RuntimeError: The sizes or dtypes do not fit each other, or this form is not implemented.
+    The left one may have any number of dimensions. With `is_transposed` the right one is [out, in], as the weight of
+    `linear` is; else it is [in, out].
     """
     if right.dim() != 2:
         raise unsupported(func, f"the right operand has {right.dim()} dimensions, not 2")
@@ -260,9 +249,6 @@ def _bias_parts(blocks: _Blocks, bias: torch.Tensor | None, layout: Layout) -> S
     needed = layout.map(lambda box: Box.from_ranges(box.ranges[-1:]))
     whole = bias if isinstance(bias, ShardedTensor) else bias.expand(blocks.size[-1])
     return take_parts(blocks.backend, whole, needed)
-
-
-# -- many products at once -----------------------------------------------------------------------------------------------
 
 
 @implements(torch.bmm, _T.bmm)

@@ -21,9 +21,6 @@ from gradwire.shard.tensor import ShardedTensor
 _T: Any = torch.Tensor
 
 
-# -- softmax -----------------------------------------------------------------------------------------------------------
-
-
 @implements(torch.softmax, _T.softmax, torch.log_softmax, _T.log_softmax)
 def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> ShardedTensor:
     if dim is None:
@@ -59,9 +56,6 @@ def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float =
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
-# -- layer norm --------------------------------------------------------------------------------------------------------
-
-
 @implements(functional.layer_norm)
 def _layer_norm(
     func: Any, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
@@ -79,16 +73,6 @@ def _rms_norm(
 def _norm_rows(
     func: Callable[..., Any], tensor: Any, shape: list[int], weights: list[Any], eps: float | None
 ) -> ShardedTensor:
-    _check_rows(func, tensor, shape)
-    small = [min(2, length) for length in shape]
-    expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
-    layout, size = tensor._layout, tensor.size()
-    columns = [align(weight, tensor, layout, size) for weight in weights]
-    parts = tensor._backend.run(norm_part, layout, tensor._parts, *columns, name=func.__name__, shape=shape, eps=eps)
-    return derive(tensor, layout, parts, size, expected)
-
-
-def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None:
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "only its weights are sharded, not its input")
     if list(tensor.size())[-len(shape) :] != shape:
@@ -99,6 +83,12 @@ def _check_rows(func: Callable[..., Any], tensor: Any, shape: list[int]) -> None
         raise unsupported(func, f"the last {len(shape)} dimensions are divided; redistribute() so that they are whole")
     if len(shape) == tensor.dim():
         raise unsupported(func, "all dimensions are normalized, and the tensor is divided along one of them")
+    small = [min(2, length) for length in shape]
+    expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
+    layout, size = tensor._layout, tensor.size()
+    columns = [align(weight, tensor, layout, size) for weight in weights]
+    parts = tensor._backend.run(norm_part, layout, tensor._parts, *columns, name=func.__name__, shape=shape, eps=eps)
+    return derive(tensor, layout, parts, size, expected)
 
 
 def norm_part(

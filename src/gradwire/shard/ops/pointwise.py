@@ -44,18 +44,7 @@ def call(*values: Any, name: str, keywords: Sequence[str], constants: dict[str, 
 
 
 class PointwiseCall:
-    """A call of one of `FUNCTIONS` with sharded operands, and how to run it on their parts.
-
-    Attributes:
-        operands: The tensors among the arguments.
-        size: Of the result.
-        result: What it returns for tensors without elements; tells the dtype, and whether there will be a gradient.
-        leader: The operand as which the result is divided.
-
-    Raises:
-        RuntimeError: Sharded tensors do not support the call, or sizes do not fit.
-        Exception: What the function raises for operands of these dtypes.
-    """
+    """A call of one of `FUNCTIONS` with sharded operands, and how to run it on their parts."""
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -66,8 +55,10 @@ class PointwiseCall:
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
                 raise unsupported(func, "it takes no lists of tensors")
         check_same_group(func, *sharded)
+        # Of tensors without elements: tells the dtype and whether there is a gradient, and raises what parts would raise.
         self.result = func(*map(probe, args), **{name: probe(item) for name, item in kwargs.items()})
         self.size = torch.Size(broadcast(*map(size_of, self.operands)))
+        # The result is divided as the leader is.
         same = [item for item in sharded if size_of(item) == self.size]
         self.leader = same[0] if same else max(sharded, key=lambda item: size_of(item).numel())
 
@@ -83,11 +74,7 @@ class PointwiseCall:
 
 
 def check_same_group(func: Any, *operands: Any) -> None:
-    """Check that all sharded operands can meet.
-
-    Raises:
-        RuntimeError: They belong to different process groups.
-    """
+    """Check that all sharded operands can meet."""
     sharded = [item for item in operands if isinstance(item, ShardedTensor)]
     if any(item._backend != sharded[0]._backend for item in sharded[1:]):
         raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
@@ -104,9 +91,7 @@ def probe(value: Any, longest: int = 0) -> Any:
     It has the same number of dimensions, dtype and need of a gradient. Functions of it are quick, draw no random numbers if
     it has no elements, and raise what they would raise.
 
-    Args:
-        value: Any argument of a function.
-        longest: The length that longer dimensions get.
+    Dimensions that are longer than `longest` get that length.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -154,9 +139,6 @@ def note_gradient(tensor: ShardedTensor, requires_grad: bool, is_leaf: bool) -> 
     tensor._is_result = not is_leaf
 
 
-# -- the implementations -------------------------------------------------------------------------------------------------
-
-
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Implement a function of each element."""
     planned = PointwiseCall(func, args, kwargs)
@@ -201,8 +183,6 @@ def _convert_dtype(func: Callable[..., Any], tensor: ShardedTensor, *args: Any, 
     made: ShardedTensor = pointwise(func, tensor, *args, **kwargs)
     return tensor if made.dtype == tensor.dtype else made
 
-
-# -- the tables ----------------------------------------------------------------------------------------------------------
 
 UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not

@@ -24,11 +24,7 @@ _T: Any = torch.Tensor
 
 
 def dims_of(tensor: torch.Tensor, dim: Any) -> list[int]:
-    """Return the dimensions that the argument `dim` of a reduction means: all of them if it is None.
-
-    Raises:
-        IndexError: There is no such dimension.
-    """
+    """Return the dimensions that the argument `dim` of a reduction means: all of them if it is None."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(tensor.dim()))
     named = dim if isinstance(dim, list | tuple) else [dim]
@@ -54,7 +50,6 @@ def made_whole(tensor: ShardedTensor, dims: Sequence[int]) -> ShardedTensor | No
     return from_layout(backend, layout, parts, tensor.size(), tensor._like, needs_gradient(tensor))
 
 
-# -- of one part ---------------------------------------------------------------------------------------------------------
 # Called where the part is, by name: ``reduce_dense(name, part, dims, keepdim, **options)``.
 
 _LOCAL: dict[str, Callable[..., torch.Tensor]] = {
@@ -80,7 +75,6 @@ _LOCAL: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduce_dense(name: str, part: torch.Tensor, dims: list[int], keepdim: bool, **options: Any) -> torch.Tensor:
-    """Reduce a plain tensor along some of its dimensions."""
     if name != "prod":
         return _LOCAL[name](part, dims, keepdim, **options)
     for dim in sorted(dims, reverse=True):  # torch.prod takes one dimension
@@ -108,9 +102,6 @@ def reduce_part(
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(0, 0) for _ in range(tensor.dim()))]
-
-
-# -- of all parts --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,7 +171,6 @@ class Reduction:
 
 
 def count_equal(part: torch.Tensor, extreme: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Count the elements that are equal to the extreme ones."""
     found = (part == extreme).sum(dims, keepdim=True).to(part.dtype)
     return found if part.numel() else _emptied(found)
 
@@ -205,9 +195,6 @@ class _Zeros(torch.autograd.Function):
         return gradients[0] * weights, None, None
 
 
-# -- along dimensions that are cut ---------------------------------------------------------------------------------------
-
-
 def _mean(wanted: Reduction) -> torch.Tensor:
     replace(wanted, name="mean").outline()  # integers have none
     return replace(wanted, name="sum").add_up() / math.prod(wanted.tensor.size(dim) for dim in wanted.dims)
@@ -222,7 +209,6 @@ def _extreme(wanted: Reduction) -> torch.Tensor:
 
 
 def _bound(dtype: torch.dtype, is_max: bool) -> Any:
-    """Return the largest or smallest number of a dtype."""
     if dtype.is_floating_point:
         return math.inf if is_max else -math.inf
     if dtype == torch.bool:
@@ -266,9 +252,6 @@ _TOTALS: dict[str, Callable[[Reduction], torch.Tensor]] = {
     "std": _deviation,
     "var": _deviation,
 }
-
-
-# -- the functions of torch ------------------------------------------------------------------------------------------------
 
 
 def _reduce(name: str, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
@@ -343,8 +326,6 @@ def _argmax_or_argmin(func: Any, input: ShardedTensor, dim: Any = None, keepdim:
         return func(input.full_tensor(), dim, keepdim)
     return Reduction(func.__name__, tensor, dims_of(input, dim), keepdim).reduce_parts()
 
-
-# -- losses ----------------------------------------------------------------------------------------------------------------
 
 LOSSES = """
     binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss

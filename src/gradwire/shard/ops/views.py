@@ -29,9 +29,6 @@ _T: Any = torch.Tensor
 Sizes = Sequence[int]
 
 
-# -- parts of a tensor -------------------------------------------------------------------------------------------------
-
-
 @implements(torch.narrow, _T.narrow)
 def _narrow(func: Any, input: ShardedTensor, dim: int, start: Any, length: int) -> ShardedTensor:
     dim, start = find_dim(dim, input.dim()), int(start)
@@ -91,9 +88,6 @@ def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
     return made
 
 
-# -- other shapes ------------------------------------------------------------------------------------------------------
-
-
 @implements(_T.view, _T.reshape, torch.reshape)
 def _view(func: Any, input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
     lengths = [*shape, *named.values()]
@@ -134,11 +128,7 @@ def _squeeze(func: Any, input: ShardedTensor, dim: Any = None) -> ShardedTensor:
 
 
 def _fill_in(shape: Sizes, num_elements: int) -> list[int]:
-    """Return the shape, with -1 replaced by the length that fits.
-
-    Raises:
-        RuntimeError: None fits.
-    """
+    """Return the shape, with -1 replaced by the length that fits."""
     unknown = [dim for dim, length in enumerate(shape) if length == -1]
     known = math.prod(length for length in shape if length != -1)
     found = list(shape)
@@ -181,9 +171,6 @@ def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], siz
     return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor))
 
 
-# -- transposing -------------------------------------------------------------------------------------------------------
-
-
 @implements(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)
 def _transpose_matrix(func: Any, input: ShardedTensor) -> ShardedTensor:
     if input.dim() != 2:
@@ -206,8 +193,6 @@ def _transpose(func: Any, input: ShardedTensor, *dims: int, **named: int) -> Sha
         made._sharding_spec = replace(spec, dim=order[spec.dim % num_dims])
     return made
 
-
-# -- boxes in other shapes ---------------------------------------------------------------------------------------------
 
 Group = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Dimensions before, and the lengths of those and of the ones after, that hold the same elements."""
