@@ -53,7 +53,6 @@ def sequence_number(node: Any) -> int:
 
 
 def set_sequence_number(node: Any, number: int) -> None:
-    """Change what the engine orders ready nodes by."""
     node._set_sequence_nr(number)
 
 
@@ -83,10 +82,7 @@ class Carried(Generic[T]):
 
     torch runs the nodes of each accelerator in a thread of its own. Such a thread sees none of the caller's
     `threading.local` or context variables, but it gets the caller's thread-local state of torch, with the objects there.
-
-    Args:
-        name: Known once in the whole process.
-        default: The value of threads that have set none.
+    The name must be used once in the whole process.
     """
 
     __slots__ = ("_default", "_name")
@@ -95,7 +91,6 @@ class Carried(Generic[T]):
         self._name, self._default = name, default
 
     def get(self) -> T:
-        """Return the value of the current thread."""
         if not _has(self._name):
             return self._default
         value: T = _find(self._name)
@@ -197,11 +192,7 @@ def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
 
 
 def load_own_state_dict(module: torch.nn.Module, state: Any, metadata: dict[str, Any]) -> None:
-    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument.
-
-    Raises:
-        RuntimeError: The state does not fit.
-    """
+    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument."""
     errors: list[str] = []
     module._load_from_state_dict(state, "", metadata, False, [], [], errors)
     if errors:

@@ -46,7 +46,6 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     main: str = ""
 
     def shares_main(self, other: WorkerAddress) -> bool:
-        """Whether both run the same script."""
         return self.main != "" and self.main == other.main
 
 

@@ -93,8 +93,6 @@ def _agent() -> Agent:
 
 
 class WriteReport(msgspec.Struct, frozen=True):
-    """What one worker has written."""
-
     parts: list[PartState]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
@@ -127,8 +125,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class CheckOrder(msgspec.Struct, frozen=True):
-    """The files and tensors whose bytes to compare."""
-
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
@@ -174,7 +170,6 @@ def _refuse_sharded(path: str, value: Any) -> None:
 
 
 def describe(place: Directory, generation: str, parts: Sequence[Part], claim: Claim = _refuse_sharded) -> int:
-    """Return how many bytes this worker would write."""
     tensors = TensorSet()
     with place.open_announced(generation, worker_name()):
         _encode(parts, tensors, claim)
@@ -221,25 +216,18 @@ def _encode(parts: Sequence[Part], tensors: TensorSet, claim: Claim) -> list[Par
 
 
 def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
-    """Compare this worker's parts with what was saved."""
     pairs = zip(parts, order.parts, strict=True)
     return FitReport([fit(part, saved.state, order.tensors, order.is_strict) for part, saved in pairs])
 
 
 def check(place: Directory, order: CheckOrder, on_bytes: OnBytes) -> None:
-    """Compare files and tensors with the index."""
     with _open(place) as folder:
         check_headers(folder, order.files)
         check_tensors(folder, order.tensors, on_bytes)
 
 
 def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
-    """Load this worker's parts.
-
-    Raises:
-        CheckpointMismatch: A part does not fit the order; nothing was changed.
-        CheckpointMissing, CheckpointDamaged: A file has changed since it was checked; some parts may be filled already.
-    """
+    """Load this worker's parts. Only an error about a file that has changed since it was checked may leave some filled."""
     problems = tuple(problem for found in fit_all(order, parts).fits for problem in found.problems)
     if problems:
         raise CheckpointMismatch(f"nothing was changed on worker {worker_name()}: {'; '.join(problems)}", problems)
@@ -273,12 +261,10 @@ _SentParts = Annotated[list[tuple[str, str, Any, tuple[str, ...]]], msgspec.Meta
 
 
 def send(part: Part) -> SentPart:
-    """Return a part as it travels to its owner."""
     return part.path, part.prefix, part.value, part.names
 
 
 def _read_parts(sent: Any, method: str) -> list[Part]:
-    """Return the parts of an order."""
     found = read_plain(sent, _SentParts, "not the parts of an order")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
         raise DecodeError("not the parts of an order: each needs a reference")
@@ -311,7 +297,6 @@ def _read_generation(generation: Any) -> str:
 
 
 def _read_directory(directory: Any) -> Directory:
-    """Return the directory that another worker has named."""
     if type(directory) is not str or not directory or "\0" in directory:
         raise DecodeError(f"{directory!r:.200} is not the path of a directory")
     if _agent().trust != "data":

@@ -47,19 +47,10 @@ class Workers:
         on_answer: Callable[[int], None] = lambda _: None,
         on_poll: Callable[[], None] = lambda: None,
     ) -> tuple[T, list[tuple[str, Any]]]:
-        """Call workers, do this worker's part meanwhile, and wait for all.
+        """Call workers, do this worker's part (`here`) meanwhile, and wait for all, also if one fails.
 
-        Args:
-            calls: Workers, operations and arguments.
-            here: This worker's part.
-            on_answer: Called with the number of a call that has ended, in another thread.
-            on_poll: Called now and then while others are waited for.
-
-        Returns:
-            The result of this worker's part, and every answer with the worker's name, in the order of the calls.
-
-        Raises:
-            CheckpointError: Something failed on some worker; all calls have ended.
+        `on_answer` is called with the number of a call that has ended, in another thread; `on_poll` now and then. Returns
+        the result of this worker's part, and every answer with the worker's name, in the order of the calls.
         """
         futures: list[tuple[str, Any]] = []
         failures: list[tuple[str, Exception]] = []
@@ -129,11 +120,7 @@ class Ranks:
         return kept[0]
 
     def all(self, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank, and return all results.
-
-        Raises:
-            CheckpointError: It failed on some rank.
-        """
+        """Do something on every rank, and return all results."""
         if self._backend is None:
             return [action()]
         error: Exception | None = None

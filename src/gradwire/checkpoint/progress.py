@@ -61,7 +61,6 @@ class ByteProgress:
             self.num_bytes += num_bytes
 
     def refresh(self) -> None:
-        """Show what is done, if it is time to."""
         if time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _INTERVAL_S
             self._show()
@@ -115,7 +114,6 @@ class WatchedFiles:
         self._sizes = dict.fromkeys(paths, 0)
 
     def num_new(self) -> int:
-        """Return how many bytes have been added since the last call."""
         grown = 0
         for path, before in self._sizes.items():
             try:

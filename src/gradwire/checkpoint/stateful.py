@@ -53,23 +53,14 @@ class PartState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something of an object that one worker has.
+    """Something of an object that one worker has."""
 
-    Attributes:
-        path: Of the object.
-        prefix: What the part's keys have in front of them in the object's state.
-        value: The part itself, or a reference to it.
-        is_own_only: Of a module, only what is directly in it: its submodules are parts of their own.
-        names: Of an optimizer, the parameters that it has on that worker.
-        state: What is to be saved of it, if that is known already.
-    """
-
-    path: str
-    prefix: str
-    value: Any
-    is_own_only: bool = False
-    names: tuple[str, ...] = ()
-    state: PartState | None = None
+    path: str  # of the object
+    prefix: str  # what the part's keys have in front of them in the object's state
+    value: Any  # the part itself, or a reference to it
+    is_own_only: bool = False  # of a module, only what is directly in it: its submodules are parts of their own
+    names: tuple[str, ...] = ()  # of an optimizer, the parameters that it has on that worker
+    state: PartState | None = None  # what is to be saved of it, if that is known already
 
 
 def is_object(value: Any) -> bool:
@@ -81,7 +72,6 @@ def is_object(value: Any) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's class, for people to read."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -150,7 +140,6 @@ def _has_sharded(module: nn.Module) -> bool:
 
 
 def may_hold_shards(part: Part) -> bool:
-    """Return whether sharded tensors may be in the state of a part that is here."""
     if isinstance(part.value, nn.Module):
         return _has_sharded(part.value)
     return is_object(part.value) and not isinstance(part.value, LocalOptimizer)
@@ -168,11 +157,7 @@ def sharded_state(part: Part) -> dict[str, ShardedTensor]:
 
 
 def state_of(part: Part) -> PartState:
-    """Return what is to be saved of a part.
-
-    Raises:
-        CannotSave: It has no state that can be saved.
-    """
+    """Return what is to be saved of a part."""
     value, name = part.value, type_name(part.value)
     if isinstance(value, LocalOptimizer):
         return PartState("optimizer", name, dict(value.named_state()), None)
@@ -204,7 +189,6 @@ def _run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Return the parameters in parts, which optimizers may step."""
     found: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part.value, nn.Module):
@@ -220,17 +204,11 @@ def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a saved state fits a part.
+    """Whether a saved state fits a part."""
 
-    Attributes:
-        claimed: The keys that the part takes; None if it takes all.
-        missing: Keys that the part wants and the checkpoint does not have.
-        problems: What does not fit, one line each.
-    """
-
-    claimed: tuple[str, ...] | None = None
-    missing: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    claimed: tuple[str, ...] | None = None  # the keys that the part takes; None if it takes all
+    missing: tuple[str, ...] = ()  # keys that the part wants and the checkpoint does not have
+    problems: tuple[str, ...] = ()  # what does not fit, one line each
 
 
 def fit(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
@@ -293,7 +271,6 @@ def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
 
 
 def _optimizer_problems(part: Part, node: Node, entries: Entries) -> Iterator[str]:
-    """Compare the state of each parameter with the parameter."""
     saved = items_of(node) or {}
     groups = saved.get("param_groups")
     if not isinstance(groups, list):
@@ -338,11 +315,7 @@ Filled = tuple[Part, Node, dict[str, Any] | None]
 
 
 def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
-    """Load objects with a `load_state_dict` of their own that are not modules. If one refuses, put all back.
-
-    Raises:
-        CheckpointError: An object's `load_state_dict` raised, or its state could not be read.
-    """
+    """Load objects with a `load_state_dict` of their own that are not modules. If one refuses, put all back."""
     with contextlib.ExitStack() as undo:
         for part, node, _ in parts:
             if isinstance(part.value, nn.Module | torch.Tensor):

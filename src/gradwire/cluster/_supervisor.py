@@ -78,7 +78,6 @@ class Supervisor:
         self._thread.start()
 
     def watch(self, worker: LocalWorker) -> None:
-        """Take charge of a worker that is about to be forked."""
         with self._changed:
             self._workers[worker.ticket] = worker
         self._arrivals.put(worker)
@@ -231,21 +230,14 @@ class Supervisor:
 
 
 class LocalWorker:
-    """A worker process of this machine: its state, what it prints, and the driver's ends of its channels.
-
-    Attributes:
-        ticket: Names it towards the fork server.
-        handle: Its state. The supervisor's condition guards it.
-        pipes: What it prints, by stream. Like the lifeline, they are closed by the supervisor's thread.
-        lifeline: For `Listening`, `PeerLost` and `Leave`; its end is the end of the worker.
-    """
+    """A worker process of this machine: its state, what it prints, and the driver's ends of its channels."""
 
     def __init__(self, info: WorkerInfo, on_lost: OnLost) -> None:
         self.ticket = next(_tickets)
-        self.handle = WorkerHandle(info)
+        self.handle = WorkerHandle(info)  # guarded by the supervisor's condition
         self.on_lost = on_lost
         self.output = WorkerOutput(info.name, info.id)
-        self.pipes: dict[Stream, int] = {}
+        self.pipes: dict[Stream, int] = {}  # like the lifeline, closed by the supervisor's thread
         self.lifeline, self._their_lifeline = make_pair()
         self.lifeline.setblocking(False)  # the supervisor serves many workers and must not wait for one
 
@@ -269,7 +261,6 @@ class LocalWorker:
             send_message(self.lifeline, message)
 
     def close(self) -> None:
-        """Close the driver's ends. May be called again."""
         self.lifeline.close()
         while self.pipes:
             os.close(self.pipes.popitem()[1])

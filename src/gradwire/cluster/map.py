@@ -50,12 +50,7 @@ class MapRun(Generic[T]):
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> list[T]:
-        """Run to the end, or to the first error, which cancels what is open.
-
-        Raises:
-            RpcTimeout: The time for the whole map is up.
-            Exception: The first that the function raised.
-        """
+        """Run to the end, or to the first error, which cancels what is open."""
         try:
             with DelayedProgress(getattr(self._function, "__name__", "map"), self._num_items) as progress:
                 self._submit_all_that_fit()
@@ -132,11 +127,9 @@ class DelayedProgress:
             self._bar.stop()
 
     def advance(self) -> None:
-        """Count one more item."""
         self._num_done += 1
 
     def refresh(self) -> None:
-        """Show the count, if it is time to."""
         if self._bar is None:
             if time.monotonic() < self._shown_from:
                 return

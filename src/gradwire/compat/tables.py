@@ -157,11 +157,7 @@ _OTHER_NAMES = {"_RemoteModule": "RemoteModule"}  # what gradwire calls them
 
 
 def make_patch() -> Patch:
-    """Replace the names of all modules that are imported, and those of others when they are.
-
-    Raises:
-        RuntimeError: torch's own rpc is running in this process.
-    """
+    """Replace the names of all modules that are imported, and those of others when they are."""
     if distributed_rpc()._is_current_rpc_agent_set():
         raise RuntimeError(
             "torch's own rpc is running in this process; call torch.distributed.rpc.shutdown() before compat.install()"

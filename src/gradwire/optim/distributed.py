@@ -392,8 +392,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 class _StepAfterBackward:
-    """The step that follows a backward pass."""
-
     def __init__(self, optimizer: DistributedOptimizer, contexts: tuple[int, ...]) -> None:
         self._optimizer, self._contexts = optimizer, contexts
         self.ranks = frozenset(owner.rank for owner in optimizer._owners.values() if not owner.is_here)
@@ -423,12 +421,7 @@ def _run_hook(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_contexts(contexts: Any) -> tuple[int, ...]:
-    """Return the ids of contexts that are alive here.
-
-    Raises:
-        ConfigurationError: These are not ids, or one is there twice.
-        UnknownContext: One was released, or never existed here.
-    """
+    """Return the ids of contexts that are alive here."""
     found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
     for item in found or (None,):
         if not isinstance(item, int) or isinstance(item, bool):
@@ -442,7 +435,6 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
 
 
 def is_over(context_id: int) -> bool:
-    """Return whether a context was released."""
     return current_engine().container.find(context_id) is None
 
 
@@ -451,8 +443,6 @@ def is_over(context_id: int) -> bool:
 
 @dataclass(slots=True)
 class Owner:
-    """One worker that has parameters."""
-
     name: str
     optimizer: RRef[LocalOptimizer]
     is_behind: bool = False  # whether it may have missed a change of options
@@ -463,7 +453,6 @@ class Owner:
         self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
 
     def run(self, operation: str, args: Sequence[Any], timeout_s: float) -> Any:
-        """Do an operation, here or there, and wait for it."""
         if self.is_here:
             return getattr(self.optimizer.local_value(), operation)(*args)
         return self.optimizer._ask(OPERATE, (operation, *args), timeout_s)
@@ -474,8 +463,6 @@ ArgsFor = Callable[[Owner], Sequence[Any]]
 
 @dataclass(slots=True)
 class Answers:
-    """What owners have answered, by their names."""
-
     values: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
 
@@ -491,7 +478,6 @@ class Answers:
         return next(iter(self.failed.values()), None)
 
     def explain(self) -> str:
-        """Return a text with all failures."""
         return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
 
 
@@ -502,9 +488,6 @@ def ask_all(
 
     The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
     them, comes last.
-
-    Returns:
-        The answers, added to those that were given.
     """
     answers = Answers() if answers is None else answers
     *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)

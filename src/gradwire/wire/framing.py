@@ -67,11 +67,7 @@ _encode_header: Final = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message, payload_bytes: int = 0) -> bytes:
-    """Return prefix and header of a frame; the caller sends `payload_bytes` bytes of payload behind them.
-
-    Raises:
-        CannotSend: A field of the message (in practice a note) is not plain data.
-    """
+    """Return prefix and header of a frame; the caller sends `payload_bytes` bytes of payload behind them."""
     try:
         header = _encode_header(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -120,12 +116,8 @@ class FrameDecoder:
     ) -> None:
         """Make a decoder at the start of a connection.
 
-        Args:
-            limits: What is accepted.
-            accept: Message types that are allowed now.
-            allocate: Makes a writable buffer for a tensor segment of so many bytes (at least 1).
-            map_slot: Returns the buffer of a part that lies in shared memory; None refuses such parts.
-            shared_dtypes: Numbers of the dtypes that may lie there.
+        `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
+        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts.
         """
         self.accept = accept
         self.payload: IncomingPayload | None = None
@@ -148,22 +140,13 @@ class FrameDecoder:
         return self.payload is None and not self._head
 
     def eof(self) -> None:
-        """Note that the connection ended.
-
-        Raises:
-            DecodeError: It ended inside a frame.
-        """
+        """Note that the connection ended."""
         if not self.is_idle:
             self._is_dead = True
             raise DecodeError("the connection ended inside a frame")
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """Decode what arrived. `data` is copied, and may be used again by the caller.
-
-        Raises:
-            DecodeError: Bytes that are not a frame.
-            LimitExceeded: A frame larger than the limits.
-        """
+        """Decode what arrived. `data` is copied, and may be used again by the caller."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         self._is_dead = True  # unless all of it can be decoded
@@ -197,11 +180,7 @@ class FrameDecoder:
         return target if target is not None and len(target) >= DIRECT_READ_FROM else None
 
     def advance(self, num_bytes: int) -> list[Frame]:
-        """Note that so many bytes were read into `writable()`.
-
-        Raises:
-            DecodeError: The frame is complete and names shared memory that cannot be mapped, or the decoder is dead.
-        """
+        """Note that so many bytes were read into `writable()`."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         payload = self.payload
@@ -410,7 +389,6 @@ _KINDS_BY_FRONT: Final = {kind.front: kind for kind in _KINDS.values()}
 
 
 def _explain_front(front: bytes) -> str:
-    """Say what is wrong with the first eight bytes of a frame."""
     magic, version, number, flags, reserved = _FRONT.unpack(front)
     if magic != MAGIC:
         return f"peer is not a gradwire endpoint: its bytes start with {magic!r}, not {MAGIC!r}"

@@ -233,16 +233,7 @@ prepare(Any)
 
 
 def read_plain(value: Any, kind: Any, problem: str) -> Any:
-    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type.
-
-    Args:
-        value: What came; any object that may travel, tensors included.
-        kind: The type, with ranges and lengths.
-        problem: How the error begins.
-
-    Raises:
-        DecodeError: The value is not of that type.
-    """
+    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type."""
     if kind not in _note_decoders:
         prepare(kind)
     try:
@@ -252,11 +243,7 @@ def read_plain(value: Any, kind: Any, problem: str) -> Any:
 
 
 def read_note(note: Note, kind: type[N]) -> N:
-    """Decode a note that arrived; one that was never encoded, or is decoded already, is returned as it is.
-
-    Raises:
-        DecodeError: The note is not of that type.
-    """
+    """Decode a note that arrived; one that was never encoded, or is decoded already, is returned as it is."""
     if type(note) is not msgspec.Raw:  # from this worker to itself, or read before
         found: N = note
         return found
@@ -281,11 +268,7 @@ _decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
 
 
 def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
-    """Decode and check an address that came from another worker or from a store.
-
-    Raises:
-        DecodeError: It is not an address that a worker can have.
-    """
+    """Decode and check an address that came from another worker or from a store."""
     try:
         address = _decode_address(raw)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
@@ -295,12 +278,7 @@ def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
 
 
 def check_address(address: WorkerAddress, limits: Limits) -> None:
-    """Refuse an address that a worker cannot have.
-
-    Raises:
-        DecodeError: A field is out of range.
-        LimitExceeded: A field is too long.
-    """
+    """Refuse an address that a worker cannot have."""
     name = address.info.name
     check_text(name, "a worker's name", limits.name_bytes)
     if not is_worker_name(name):
@@ -316,12 +294,7 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
 
 
 def check_text(text: str, what: str, max_bytes: int) -> None:
-    """Refuse a short text that is too long or has control characters.
-
-    Raises:
-        LimitExceeded: It is too long.
-        DecodeError: It would do harm where it is printed.
-    """
+    """Refuse a short text that is too long or has control characters."""
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
         raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):
