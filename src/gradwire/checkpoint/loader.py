@@ -301,10 +301,7 @@ class LoadPlan:
         for optimizer, saved in self._optimizers():
             own = fold_groups(optimizer.param_groups, optimizer._parts)
             _, options = state_dict.unpack({"state": {}, "param_groups": reader.decode(saved)}, own)
-            for group, new in zip(optimizer.param_groups, options, strict=True):
-                kept = {key: group[key] for key in ("params", "param_names")}
-                group.clear()
-                group.update({**optimizer.defaults, **new, **kept})
+            optimizer._set_options(options)
 
 
 def _values(node: Node, wanted: Any) -> Any:

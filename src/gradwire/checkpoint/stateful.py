@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ from gradwire.checkpoint.safetensors_io import TensorReader, stored
 from gradwire.checkpoint.tree import Entries, Node, decode, dict_node, form_of, is_tensor, items_of, join, region_of
 from gradwire.errors import CannotSave, CheckpointError, ConfigurationError
 from gradwire.nn import RemoteModule
-from gradwire.optim import DistributedOptimizer, LocalOptimizer
+from gradwire.optim import DistributedOptimizer, LocalOptimizer, parameters
 from gradwire.optim.parameters import PartOf
+from gradwire.optim.state_dict import NamedState
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import GroupBackend
@@ -432,19 +433,11 @@ def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) ->
 
 def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
     """Return state by the names of whole parameters, from that of parameters and of parts."""
-    found = {name: node for name, node in states.items() if name not in parts}
-    pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
-    for name, node in states.items():
-        if name in parts:
-            values = pieces.setdefault(parts[name].whole, {})
-            for key, item in (items_of(node) or {}).items():
-                values.setdefault(key, []).append((parts[name], item))
-    for name, values in pieces.items():
-        found[name] = dict_node({key: _join(items, entries) for key, items in values.items()})
-    return found
+    join_values = functools.partial(_join, entries=entries)
+    return _convert(states, parts, lambda state: parameters.join_states(state, parts, join_values))
 
 
-def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
+def _join(items: Sequence[tuple[PartOf, Node]], entries: Entries) -> Node:
     """Return a tensor in pieces; of what does not have the size of the parts (a number of steps), the first."""
     forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
     if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
@@ -456,16 +449,21 @@ def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
 
 def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
     """Return state by the names of parts, from that of whole parameters."""
+    cut = functools.partial(_divide, entries=entries)
     wholes = {part.whole for part in parts.values()}
-    found = {name: node for name, node in states.items() if name not in wholes}
-    for name, part in parts.items():
-        if part.whole in states:
-            saved = items_of(states[part.whole]) or {}
-            found[name] = dict_node({key: _divide(node, part, entries) for key, node in saved.items()})
-    return found
+    return _convert(states, wholes, lambda state: parameters.divide_states(state, parts, cut))
 
 
 def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
     if is_tensor(node) and form_of(node, entries)[1] == part.size:
         return region_of(node, part.box, entries)
     return node
+
+
+def _convert(
+    states: Mapping[str, Node], names: Container[str], convert: Callable[[NamedState], NamedState]
+) -> dict[str, Node]:
+    """Convert the states of some parameters, and keep the others as they are."""
+    converted = convert({name: items_of(node) or {} for name, node in states.items() if name in names})
+    kept = {name: node for name, node in states.items() if name not in names}
+    return kept | {name: dict_node(values) for name, values in converted.items()}

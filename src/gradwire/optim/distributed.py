@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gradwire._interrupts import interruptible
-from gradwire._torch import set_grad_enabled
+from gradwire._torch import set_grad_mode
 from gradwire.autograd.api import current_engine
 from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
@@ -383,12 +383,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{'; '.join(problems[:_SHOWN_PROBLEMS])}{more}"
             )
         self._ask("load_named_state", part_of)
+        self._set_options(options)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            _run_hook(post_hook, self)
+
+    def _set_options(self, options: Iterable[Options]) -> None:
         for group, saved in zip(self.param_groups, options, strict=True):
             kept = {key: group[key] for key in RESERVED}
             group.clear()
             group.update({**self.defaults, **saved, **kept})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            _run_hook(post_hook, self)
 
 
 class _StepAfterBackward:
@@ -495,7 +498,7 @@ def ask_all(
         return answers
     started: list[tuple[str, CallFuture[Any]]] = []
     was_enabled = torch.is_grad_enabled()
-    set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    set_grad_mode(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
     try:
         for owner in others:
             try:
@@ -507,5 +510,5 @@ def ask_all(
         for name, future in started:
             answers.take(name, operation, future.wait)
     finally:
-        set_grad_enabled(was_enabled)
+        set_grad_mode(was_enabled)
     return answers
