@@ -79,19 +79,12 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One decoded frame.
-
-    Attributes:
-        message: The header.
-        body: The encoded arguments; empty if there are none.
-        buffers: One writable buffer for each dense part of the tensors, in order.
-        shortage: Why the payload is missing: this process had no memory for it. Empty for frames that are whole.
-    """
+    """One decoded frame."""
 
     message: Message
-    body: bytes | bytearray
-    buffers: list[Any]
-    shortage: str = ""
+    body: bytes | bytearray  # the encoded arguments; empty if there are none
+    buffers: list[Any]  # one writable buffer for each dense part of the tensors, in order
+    shortage: str = ""  # why the payload is missing, in a process that had no memory for it
 
 
 class FrameDecoder:
@@ -99,10 +92,6 @@ class FrameDecoder:
 
     The driver calls `feed` with what it read. While a large segment is arriving, `writable` returns the rest of its final
     buffer, so that the driver can read into it and call `advance`. After an error the decoder is dead.
-
-    Attributes:
-        accept: Message types that are allowed now; the driver replaces it when the handshake is over.
-        payload: Of the frame whose header is complete, to be looked at only; without one, nothing is `writable`.
     """
 
     def __init__(
@@ -119,8 +108,8 @@ class FrameDecoder:
         `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
         of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts.
         """
-        self.accept = accept
-        self.payload: IncomingPayload | None = None
+        self.accept = accept  # the driver replaces it when the handshake is over
+        self.payload: IncomingPayload | None = None  # of the frame whose header is complete, to be looked at only
         self._limits = limits
         self._allocate = allocate
         self._map_slot = map_slot
@@ -138,12 +127,6 @@ class FrameDecoder:
     def is_idle(self) -> bool:
         """Whether everything that was fed belongs to frames that have been returned."""
         return self.payload is None and not self._head
-
-    def eof(self) -> None:
-        """Note that the connection ended."""
-        if not self.is_idle:
-            self._is_dead = True
-            raise DecodeError("the connection ended inside a frame")
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Decode what arrived. `data` is copied, and may be used again by the caller."""
@@ -257,15 +240,12 @@ class IncomingPayload:
 
     Slots are mapped when the frame is complete, in order. So a reader that finds one that its sender still fills knows
     that the sender waits for nothing: it has written the whole frame.
-
-    Attributes:
-        target: The rest of the buffer that is being filled; None between segments.
     """
 
     __slots__ = ("_allocate", "_buffers", "_map_slot", "_message", "_num_skipped", "_parts", "_shortage", "target")
 
     def __init__(self, message: Call | Reply, allocate: Allocate, map_slot: MapSlot | None) -> None:
-        self.target: memoryview | None = None
+        self.target: memoryview | None = None  # the rest of the buffer that is being filled; None between segments
         self._message = message
         self._allocate = allocate
         self._map_slot = map_slot
