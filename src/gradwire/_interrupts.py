@@ -86,10 +86,8 @@ def ensure_installed() -> None:
     """Install the handler again where it is gone: notebooks put Python's own back before each cell."""
     global _deferred_since, _is_retry
     if _users and signal.getsignal(signal.SIGINT) is signal.default_int_handler and _thread.get_ident() == _main_thread:
-        _deferred_since, _is_retry = (
-            None,
-            False,
-        )  # what came before the handler was taken out is not raised in another cell
+        # What came before the handler was taken out is not raised in another cell.
+        _deferred_since, _is_retry = None, False
         signal.signal(signal.SIGINT, _on_interrupt)
 
 

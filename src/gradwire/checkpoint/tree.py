@@ -66,11 +66,9 @@ def piece_path(path: str, offsets: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Turns values into nodes.
+    """Turns values into nodes. Every tensor is kept by `place`, under the name that this returns.
 
-    Args:
-        place: Called with the path of each tensor and the tensor; returns the name under which it is kept.
-        claim: Called with each value first; returns its node, or None to leave the value to the encoder.
+    `claim` is called with each value first; it returns its node, or None to leave the value to the encoder.
     """
 
     def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:

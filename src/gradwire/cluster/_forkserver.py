@@ -338,9 +338,8 @@ def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[b
 
 _lock = threading.Lock()  # guards _idle
 _idle: ForkServerProcess | None = None
-_inherited: ForkServerProcess | None = (
-    None  # the parent's, in a forked process: kept so that nothing finalises it there
-)
+# The parent's, in a forked process: kept so that nothing finalises it there.
+_inherited: ForkServerProcess | None = None
 
 
 def borrow_fork_server(timeout_s: float, modules: Sequence[str] = ()) -> ForkServerProcess:

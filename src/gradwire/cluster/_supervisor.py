@@ -52,9 +52,8 @@ _CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")  # all control sequences b
 _FIRST_REFRESH_S = 1.0
 _LONGEST_REFRESH_S = 10.0
 _READ_BYTES = 1 << 16
-_LAST_READS = (
-    16  # a pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for
-)
+# A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
+_LAST_READS = 16
 
 _log = logging.getLogger("gradwire")
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
@@ -267,15 +266,11 @@ class LocalWorker:
 
 
 class LineBuffer:
-    """Bytes in, whole lines out.
-
-    Attributes:
-        progress: The state of a line that rewrites itself and has not ended; empty if there is none.
-    """
+    """Bytes in, whole lines out."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.progress = ""
+        self.progress = ""  # the state of a line that rewrites itself and has not ended; empty if there is none
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that this data completes, without their ends.

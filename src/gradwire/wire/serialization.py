@@ -67,21 +67,13 @@ _NO_TENSORS: Final[list[torch.Tensor]] = []  # shared by all values without tens
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An encoded value.
-
-    Attributes:
-        codec: How `body` is encoded.
-        body: The value without its tensors.
-        tensors: The tensors, in the order in which `body` numbers them.
-        trip: For the layer that packs: what the value holds that must know whether it arrives; opaque here.
-        untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
-    """
+    """An encoded value."""
 
     codec: int
-    body: bytes
-    tensors: list[torch.Tensor]
-    trip: Any = None
-    untracked: list[torch.Tensor] = _NO_TENSORS
+    body: bytes  # the value without its tensors
+    tensors: list[torch.Tensor]  # in the order in which `body` numbers them
+    trip: Any = None  # for the layer that packs: what the value holds that must know whether it arrives; opaque here
+    untracked: list[torch.Tensor] = _NO_TENSORS  # require grad, but gradients cannot be sent back to them
 
 
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
