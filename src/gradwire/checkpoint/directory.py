@@ -79,7 +79,6 @@ class Folder:
             self._descriptor = -1
 
     def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of a file."""
         descriptor = os.open(_checked(name), flags | _FILE, 0o666, dir_fd=self._descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -116,7 +115,6 @@ class Folder:
                 self.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, and replace the file that had it."""
         os.rename(_checked(name), _checked(new_name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:

@@ -79,8 +79,6 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The worker that saved the checkpoint, and its versions of gradwire and torch."""
-
     worker: str
     host: str
     pid: int

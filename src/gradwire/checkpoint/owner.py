@@ -112,8 +112,6 @@ class SavedPart(msgspec.Struct, frozen=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """What an owner has to know to load."""
-
     parts: list[SavedPart]
     tensors: dict[str, TensorEntry]
     is_strict: bool
@@ -134,8 +132,6 @@ class CheckOrder(msgspec.Struct, frozen=True):
 
 
 class FitReport(msgspec.Struct, frozen=True):
-    """How the saved state fits each part."""
-
     fits: list[Fit]
 
 

@@ -158,7 +158,6 @@ def sharded_state(part: Part) -> dict[str, ShardedTensor]:
 
 
 def state_of(part: Part) -> PartState:
-    """Return what is to be saved of a part."""
     value, name = part.value, type_name(part.value)
     if isinstance(value, LocalOptimizer):
         return PartState("optimizer", name, dict(value.named_state()), None)
@@ -205,8 +204,6 @@ def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a saved state fits a part."""
-
     claimed: tuple[str, ...] | None = None  # the keys that the part takes; None if it takes all
     missing: tuple[str, ...] = ()  # keys that the part wants and the checkpoint does not have
     problems: tuple[str, ...] = ()  # what does not fit, one line each

@@ -77,7 +77,6 @@ class Encoder:
         self._paths: set[str] = set()
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """Return the node of a value."""
         if depth > MAX_DEPTH:
             raise CannotSave(f"'{path}' is nested deeper than {MAX_DEPTH} levels; does it contain itself?")
         if self._claim is not None and (claimed := self._claim(path, value)) is not None:

@@ -33,8 +33,6 @@ class WorkerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """A worker to start."""
-
     info: WorkerInfo
     config: WorkerConfig  # holds the cluster's token
     addresses: tuple[WorkerAddress, ...]  # of every member of the cluster, this worker and the driver included

@@ -93,7 +93,6 @@ class LocalOptions:
         return [WorkerInfo(name, rank) for rank, name in enumerate((*names, DRIVER))]
 
     def worker_config(self) -> WorkerConfig:
-        """Return how workers and driver run."""
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
@@ -184,8 +183,6 @@ def _imports_the_script() -> bool:
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine."""
-
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()

@@ -86,7 +86,6 @@ def _event_name(mode: str, function: Callable[..., Any], to: To) -> str:
 
 
 def make_event(mode: str, function: Callable[..., Any], to: To) -> contextlib.AbstractContextManager[Any]:
-    """Return an event for the profile, if there is one."""
     if not is_profiling():
         return contextlib.nullcontext()
     event: contextlib.AbstractContextManager[Any] = _make_event(_event_name(mode, function, to))

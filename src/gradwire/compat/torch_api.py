@@ -63,7 +63,6 @@ class RpcAgent:
         return hash(self._agent)
 
     def get_worker_info(self, worker: str | int | None = None) -> GradwireWorkerInfo:
-        """Return name and rank of a worker; of this one if none is named."""
         return self._agent.worker_info(worker)
 
     def get_worker_infos(self) -> list[GradwireWorkerInfo]:

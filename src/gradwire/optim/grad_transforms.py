@@ -20,7 +20,6 @@ Edit = tuple[Literal["scale", "clamp"], float]
 
 
 def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
-    """Return the gradients after all edits."""
     for kind, number in edits:
         if kind == SCALE:
             table = {leaf: gradient * number for leaf, gradient in table.items()}

@@ -382,7 +382,6 @@ def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
 
 
 def read_answer(operation: str, answer: Any) -> Any:
-    """Return what an owner has answered, if it is an answer to that operation."""
     return read_plain(answer, _ANSWERS[operation], f"not the answer to {operation!r}")
 
 

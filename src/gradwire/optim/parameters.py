@@ -147,8 +147,6 @@ def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A part of a sharded parameter."""
-
     whole: str  # the name of the sharded parameter
     box: Box  # where the part lies in it
     size: tuple[int, ...]  # of the whole

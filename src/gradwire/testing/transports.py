@@ -59,7 +59,6 @@ class Sender:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for its end."""
         assert self.wait(TIMEOUT_S), "a sending or reading thread is stuck"
         if self._error is not None:
             raise self._error
@@ -98,7 +97,6 @@ def write_raw(connection: StreamConnection, data: bytes) -> None:
 
 
 def receive_frames(connection: StreamConnection, num_frames: int) -> list[framing.Frame]:
-    """Return the next frames."""
     frames: list[framing.Frame] = []
     deadline = time.monotonic() + TIMEOUT_S
     while len(frames) < num_frames:

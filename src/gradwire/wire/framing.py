@@ -79,8 +79,6 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One decoded frame."""
-
     message: Message
     body: bytes | bytearray  # the encoded arguments; empty if there are none
     buffers: list[Any]  # one writable buffer for each dense part of the tensors, in order
@@ -342,8 +340,6 @@ def _check_name(name: str, what: str, limits: Limits, known_names: set[str]) -> 
 
 
 class _Kind(NamedTuple):
-    """What encoder and decoder need to know about one type of message."""
-
     type: type[Message]
     name: str
     front: bytes  # the first eight bytes of its frames

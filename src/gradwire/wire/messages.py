@@ -109,8 +109,6 @@ class Challenge(_Header, frozen=True):
 
 
 class Proof(_Header, frozen=True):
-    """The caller's proof."""
-
     proof: _Secret
 
 
@@ -243,7 +241,6 @@ def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
 
 
 def check_address(address: WorkerAddress, limits: Limits) -> None:
-    """Refuse an address that a worker cannot have."""
     name = address.info.name
     check_text(name, "a worker's name", limits.name_bytes)
     if not is_worker_name(name):

@@ -287,8 +287,6 @@ _CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlainClass:
-    """How instances of a registered class are taken apart and put together."""
-
     kind: type
     name: str
     to_fields: Callable[[Any], Sequence[Any]]

@@ -67,8 +67,6 @@ _NO_TENSORS: Final[list[torch.Tensor]] = []  # shared by all values without tens
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An encoded value."""
-
     codec: int
     body: bytes  # the value without its tensors
     tensors: list[torch.Tensor]  # in the order in which `body` numbers them
@@ -125,7 +123,6 @@ def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = Fal
 def unpack(
     codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], trust: Trust, limits: Limits
 ) -> Any:
-    """Decode a value of another worker."""
     if codec == PLAIN:
         if trust != "code":
             check_structure(body, limits)
