@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -59,9 +59,6 @@ from gradwire.rref.owner import check_exposed
 from gradwire.shard import ShardedTensor
 from gradwire.wire.messages import read_plain
 
-if TYPE_CHECKING:
-    from gradwire.rpc.agent import Agent
-
 T = TypeVar("T")
 
 DESCRIBE: Final = "gradwire.checkpoint.describe"
@@ -82,11 +79,6 @@ def allow_directory(path: str | os.PathLike[str]) -> None:
     real = Path(os.path.realpath(path))
     if real not in _allowed:
         _allowed.append(real)
-
-
-def _agent() -> Agent:
-    """Return the agent whose call this thread serves, or that of this process."""
-    return context.here().agent
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------
@@ -138,13 +130,9 @@ class FitReport(msgspec.Struct, frozen=True):
 _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (WriteReport, LoadOrder, CheckOrder, FitReport)
 }
-_encoder: Final = msgspec.json.Encoder()
+encode_struct: Final = msgspec.json.Encoder().encode
 for _kind, _empty in ((WriteReport, b'{"parts":[],"files":{},"tensors":{}}'), (FitReport, b'{"fits":[]}')):
-    _encoder.encode(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
-
-
-def encode_struct(message: Any) -> bytes:
-    return _encoder.encode(message)
+    encode_struct(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
 
 
 def decode_struct(data: bytes, kind: type[T]) -> T:
@@ -265,7 +253,7 @@ def _read_parts(sent: Any, method: str) -> list[Part]:
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
         raise DecodeError("not the parts of an order: each needs a reference")
     parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]
-    if _agent().trust == "data":
+    if context.here().agent.trust == "data":
         for part in parts:
             if not isinstance(part.value, LocalOptimizer | nn.Module | torch.Tensor | torch.optim.Optimizer):
                 check_exposed(part.value, method)
@@ -295,7 +283,7 @@ def _read_generation(generation: Any) -> str:
 def _read_directory(directory: Any) -> Directory:
     if type(directory) is not str or not directory or "\0" in directory:
         raise DecodeError(f"{directory!r:.200} is not the path of a directory")
-    if _agent().trust != "data":
+    if context.here().agent.trust != "data":
         return Directory(directory)
     real = Path(os.path.realpath(directory))
     for root in _allowed:
