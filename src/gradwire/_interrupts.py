@@ -46,11 +46,7 @@ _main_thread = threading.main_thread().ident
 
 
 def interruptible(function: _F) -> _F:
-    """Let Ctrl-C through in what this function calls; it must be safe to leave at any point.
-
-    Raises:
-        TypeError: The function is the wrapper of a decorator, whose code serves other functions as well.
-    """
+    """Let Ctrl-C through in what this function calls; it must be safe to leave at any point."""
     if hasattr(function, "__wrapped__"):
         raise TypeError(f"mark {function.__qualname__} with interruptible before other decorators, not after")
     _interruptible.add(function.__code__)
@@ -90,10 +86,8 @@ def ensure_installed() -> None:
     """Install the handler again where it is gone: notebooks put Python's own back before each cell."""
     global _deferred_since, _is_retry
     if _users and signal.getsignal(signal.SIGINT) is signal.default_int_handler and _thread.get_ident() == _main_thread:
-        _deferred_since, _is_retry = (
-            None,
-            False,
-        )  # what came before the handler was taken out is not raised in another cell
+        # What came before the handler was taken out is not raised in another cell.
+        _deferred_since, _is_retry = None, False
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
@@ -106,9 +100,7 @@ def deliver() -> None:
 class Lock(Protocol):
     """What `acquire` takes: a lock of `threading`."""
 
-    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool:
-        """Take it."""
-        ...
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
 
 
 @interruptible
@@ -131,7 +123,6 @@ def get(queue: SimpleQueue[_T], timeout: float) -> _T:
 
 @interruptible
 def sleep(seconds: float) -> None:
-    """Sleep, and let Ctrl-C end it."""
     time.sleep(seconds)
 
 
@@ -207,11 +198,9 @@ def _restore_default() -> None:
 
 
 def _retry(since: float, handler: object) -> None:
-    """Have the main thread's handler look again until the interrupt is raised. Runs in a thread of its own.
+    """Have the main thread's handler look again until the interrupt `since` is raised. Runs in a thread of its own.
 
-    Args:
-        since: Which interrupt.
-        handler: The one that was in place then: a program's may have called this module's, and is called again.
+    The handler is the one that was in place then: a program's may have called this module's, and is called again.
     """
     global _deferred_since, _is_retry
     time.sleep(_RETRY_EVERY_S)

@@ -17,7 +17,7 @@ from torch.optim import optimizer as _optimizers  # torch.optim deletes the name
 
 T = TypeVar("T")
 
-# -- used by autograd and params -------------------------------------------------------------------------------------------
+# -- used by autograd, params, optim and compat ----------------------------------------------------------------------------
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 """Runs the engine, as `torch.autograd.grad` does, without its checks: they take longer than a small graph."""
@@ -38,7 +38,7 @@ def function_apply(kind: type[torch.autograd.Function]) -> Any:
 
 
 def backward_class(kind: type[torch.autograd.Function]) -> Any:
-    """Return the class of the nodes of a function: ``_backward_cls``, an attribute that may be replaced by a subclass."""
+    """Return the class of a function's nodes, which has their name: ``_backward_cls``; a subclass may replace it."""
     return kind._backward_cls
 
 
@@ -53,7 +53,6 @@ def sequence_number(node: Any) -> int:
 
 
 def set_sequence_number(node: Any, number: int) -> None:
-    """Change what the engine orders ready nodes by."""
     node._set_sequence_nr(number)
 
 
@@ -70,9 +69,8 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     return getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
-_keep: Any = (
-    torch._C._stash_obj_in_tls
-)  # keeps an object in the state that torch takes along into threads of its engine
+# Keeps an object in the state that torch takes along into threads of its engine.
+_keep: Any = torch._C._stash_obj_in_tls
 _find: Any = torch._C._get_obj_in_tls
 _has: Any = torch._C._is_key_in_tls
 _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older releases
@@ -83,10 +81,7 @@ class Carried(Generic[T]):
 
     torch runs the nodes of each accelerator in a thread of its own. Such a thread sees none of the caller's
     `threading.local` or context variables, but it gets the caller's thread-local state of torch, with the objects there.
-
-    Args:
-        name: Known once in the whole process.
-        default: The value of threads that have set none.
+    The name must be used once in the whole process.
     """
 
     __slots__ = ("_default", "_name")
@@ -95,7 +90,6 @@ class Carried(Generic[T]):
         self._name, self._default = name, default
 
     def get(self) -> T:
-        """Return the value of the current thread."""
         if not _has(self._name):
             return self._default
         value: T = _find(self._name)
@@ -143,9 +137,8 @@ def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> tor
 # used by shard
 
 RemoteDevice = _remote_devices._remote_device  # a placement: "rank:0/cpu" or "worker0/cpu"
-has_compatible_shallow_copy_type: Any = (
-    torch._has_compatible_shallow_copy_type
-)  # nn.Module asks it before it sets .data
+# nn.Module asks it before it sets .data.
+has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
 is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
 calculate_correct_fan: Any = torch.nn.init._calculate_correct_fan  # of a size and a mode, as nn.init computes it
@@ -197,11 +190,7 @@ def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
 
 
 def load_own_state_dict(module: torch.nn.Module, state: Any, metadata: dict[str, Any]) -> None:
-    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument.
-
-    Raises:
-        RuntimeError: The state does not fit.
-    """
+    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument."""
     errors: list[str] = []
     module._load_from_state_dict(state, "", metadata, False, [], [], errors)
     if errors:
@@ -230,30 +219,18 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return count
 
 
-# used by optim
-
-set_grad_enabled: Any = torch._C._set_grad_enabled  # set_grad_enabled(bool) sets grad mode of this thread, and no more
-
-
 # used by compat
 
 wait_for: Any = torch._C.Future.wait  # torch's own `wait` of a future, whose class may have another
 call_when_done: Any = torch._C.Future.add_done_callback  # likewise: calls back with the future, at once if it is done
-find_builtin: Any = (
-    torch.jit._builtins._find_builtin
-)  # "aten::add" for torch.add; None for functions that are no operators
+# "aten::add" for torch.add; None for functions that are not operators.
+find_builtin: Any = torch.jit._builtins._find_builtin
 qualified_name: Any = torch._jit_internal._qualified_name  # "__torch__.<module>.<name>" of a script function
 
 
 def end_event_with(event: Any, future: Any) -> Any:
     """End an event of a profiler, a `record_function`, with a future; return one that is done when the event has ended."""
     return event._call_end_callbacks_on_future(future)
-
-
-def node_class(function: Any) -> type:
-    """Return the class of the graph's nodes that a class of `torch.autograd.Function` makes; it has the node's name."""
-    found: type = function._backward_cls
-    return found
 
 
 def distributed_rpc() -> Any:

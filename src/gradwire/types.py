@@ -28,25 +28,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
-    """Everything another worker needs to reach this one.
-
-    Attributes:
-        info: Name and rank.
-        incarnation: Rises with every start under the same name; frames of an older one are refused.
-        host: Identity of the machine and network namespace; equal hosts talk over ``unix``.
-        uris: Where the worker listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711?tls``.
-        main: Digest of the script it runs, empty for none. Workers that run the same script find what is defined in
-            ``__main__`` by name; to others it travels by value.
-    """
+    """Everything another worker needs to reach this one."""
 
     info: WorkerInfo
-    incarnation: int
-    host: str
-    uris: tuple[str, ...]
-    main: str = ""
+    incarnation: int  # rises with every start under the same name; frames of an older one are refused
+    host: str  # identity of the machine and network namespace; equal hosts talk over ``unix``
+    uris: tuple[str, ...]  # where it listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711?tls``
+    main: str = ""  # digest of the script it runs, empty for none
 
     def shares_main(self, other: WorkerAddress) -> bool:
-        """Whether both run the same script."""
+        """Whether both run the same script: what is defined in ``__main__`` is found by name, and need not travel."""
         return self.main != "" and self.main == other.main
 
 

@@ -95,7 +95,7 @@ def feed_in_chunks(stream: bytes, sizes: list[int]) -> list[Frame]:
         size = sizes[turn % len(sizes)]
         frames += decoder.feed(memoryview(stream)[at : at + size])
         at, turn = at + size, turn + 1
-    decoder.eof()
+    assert decoder.is_idle
     return frames
 
 

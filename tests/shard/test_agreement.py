@@ -26,6 +26,22 @@ def check_all_or_none(world: GroupWorld) -> str:
     return f"{raised.type.__name__}: {raised.value}"
 
 
+def check_text_of_an_os_error(world: GroupWorld) -> str:
+    def action() -> None:
+        if world.rank == 1:
+            raise OSError(28, "no space left")
+
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        all_or_none(None, action)
+    return str(caught.value)
+
+
+def test_an_error_that_has_several_arguments_is_told_whole(worlds: Worlds) -> None:
+    first, second = worlds.check("group", 2, check_text_of_an_os_error)
+    assert second == "[Errno 28] no space left"
+    assert first.endswith("OSError: [Errno 28] no space left")
+
+
 def test_an_action_that_fails_on_one_rank_is_an_error_on_all(worlds: Worlds) -> None:
     first, second, third = worlds.check("group", 3, check_all_or_none)
     assert second == "LookupError: no such thing"

@@ -288,15 +288,6 @@ def test_storage_use_count_sees_views() -> None:
 # -- used by optim ---------------------------------------------------------------------------------------------------------
 
 
-def test_set_grad_enabled() -> None:
-    _torch.set_grad_enabled(False)
-    try:
-        assert not torch.is_grad_enabled()
-    finally:
-        _torch.set_grad_enabled(True)
-    assert torch.is_grad_enabled()
-
-
 @pytest.mark.parametrize("when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_hooks_of_optimizers_are_in_tables_of_these_names(when: str) -> None:
     """`DistributedOptimizer` inherits the tables, and calls what is in them."""
@@ -393,15 +384,15 @@ def test_end_event_with() -> None:
     assert "event" in [item.name for item in profile.function_events]
 
 
-def test_node_class() -> None:
+def test_backward_class_has_the_name_of_the_nodes() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 
     result = Double.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
-    assert type(result.grad_fn) is _torch.node_class(Double)
-    assert result.grad_fn.name() == _torch.node_class(Double).__name__
+    assert type(result.grad_fn) is _torch.backward_class(Double)
+    assert result.grad_fn.name() == _torch.backward_class(Double).__name__
 
 
 def test_distributed_rpc() -> None:

@@ -270,7 +270,6 @@ def _entry(index: Index, key: str, node: Node) -> SavedEntry:
 
 
 def _describe(node: Node) -> tuple[str, str]:
-    """Return kind and text of an entry."""
     tag = tag_of(node)
     body = node if tag is None else node[tag]
     if tag == "$object":

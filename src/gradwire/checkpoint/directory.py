@@ -61,12 +61,7 @@ def failpoint(name: str) -> None:
 
 
 class Folder:
-    """An open directory. Close it, or use it in a ``with`` statement.
-
-    Args:
-        path: Where it is.
-        root: A directory that `path` must be in: below it, no component may be a link.
-    """
+    """An open directory. With a `root`, `path` must be in it, and no component below it may be a link."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
@@ -79,18 +74,11 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Close it; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of a file.
-
-        Raises:
-            OSError: It is missing, a link, or not a regular file.
-            CheckpointError: A file of a checkpoint cannot have that name.
-        """
         descriptor = os.open(_checked(name), flags | _FILE, 0o666, dir_fd=self._descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -98,7 +86,6 @@ class Folder:
         return descriptor
 
     def make_file(self, name: str) -> int:
-        """Return a descriptor for writing a new file."""
         return self.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_lock(self, name: str) -> int | None:
@@ -109,7 +96,6 @@ class Folder:
         return None
 
     def has(self, name: str) -> bool:
-        """Return whether there is a regular file of that name."""
         try:
             found = os.stat(_checked(name), dir_fd=self._descriptor, follow_symlinks=False)
         except OSError:
@@ -121,21 +107,17 @@ class Folder:
         return [name for name in os.listdir(self._descriptor) if _OF_ONE_SAVE.fullmatch(name)]
 
     def remove(self, name: str) -> None:
-        """Remove a file, or the link in its place."""
         os.unlink(_checked(name), dir_fd=self._descriptor)
 
     def remove_where(self, is_unwanted: Callable[[str], bool]) -> None:
-        """Remove files of saves."""
         for name in filter(is_unwanted, self.names()):
             with contextlib.suppress(OSError):  # the next save tries again
                 self.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, and replace the file that had it."""
         os.rename(_checked(name), _checked(new_name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:
-        """Put the names of files on disk."""
         os.fsync(self._descriptor)
 
 
@@ -157,7 +139,6 @@ def _checked(name: str) -> str:
 
 
 def file_name(generation: str, worker: str) -> str:
-    """Return the name of the file that a worker writes."""
     return f"{generation}-{worker}.safetensors"
 
 
@@ -171,9 +152,7 @@ def check_file_name(name: str, generation: str) -> None:
 class Directory:
     """One directory with one checkpoint in it, or none yet.
 
-    Args:
-        path: Where it is; made absolute, because workers may have other working directories.
-        root: For a directory that another worker has named, the one that it must be in: see `Folder`.
+    A directory that another worker has named must be in `root`: see `Folder`.
     """
 
     def __init__(self, path: str | os.PathLike[str], root: Path | None = None) -> None:
@@ -187,12 +166,7 @@ class Directory:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Index]:
-        """Give the index; inside the block no save removes a file that it names.
-
-        Raises:
-            CheckpointMissing: There is no checkpoint.
-            CheckpointDamaged: Its index is damaged.
-        """
+        """Give the index; inside the block no save removes a file that it names."""
         with contextlib.ExitStack() as stack:
             try:
                 folder = stack.enter_context(self.open())
@@ -234,10 +208,6 @@ class Directory:
         """Begin a save and give its generation; inside the block no other process can save here.
 
         If the block raises before the new index is in its place, all files of the generation are removed.
-
-        Raises:
-            CheckpointBusy: Another process is saving here.
-            CheckpointWriteFailed: The directory cannot be written to.
         """
         with contextlib.ExitStack() as stack:
             with _write_errors("make", self.path):
@@ -269,11 +239,7 @@ class Directory:
         )
 
     def publish(self, index: Index) -> None:
-        """Make a generation, whose files are all written, the checkpoint.
-
-        Raises:
-            CheckpointWriteFailed: The index could not be written; the checkpoint before is in its place.
-        """
+        """Make a generation, whose files are written, the checkpoint; if that fails, the one before stays in its place."""
         name, data = f"{index.generation}.index", dump(index)
         with _write_errors("write", self.path / name), self.open() as folder:
             with os.fdopen(folder.make_file(name), "wb") as file:

@@ -71,8 +71,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file, and the worker and machine that wrote it."""
-
     num_bytes: int
     header_bytes: int  # how many of them come before the tensors
     checksum: str  # of the header
@@ -81,8 +79,6 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The worker that saved the checkpoint, and its versions of gradwire and torch."""
-
     worker: str
     host: str
     pid: int
@@ -123,7 +119,6 @@ def checksum_of(data: Any) -> str:
 
 
 def show_checksum(number: int) -> str:
-    """Return a checksum as the index has it."""
     return f"crc32:{number:08x}"
 
 
@@ -134,12 +129,7 @@ def dump(index: Index) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Index:
-    """Return the index in the bytes of a file; errors name it by `where`.
-
-    Raises:
-        CheckpointDamaged: It is not an index, or not what was written.
-        CheckpointError: It has a version that this gradwire does not know.
-    """
+    """Return the index in the bytes of a file; errors name it by `where`."""
     try:
         head = _decode_head(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -195,7 +185,6 @@ def _damaged(where: str, why: str) -> CheckpointDamaged:
 
 
 def check_files(files: Mapping[str, FileEntry]) -> None:
-    """Check names and sizes of files."""
     for name, file in files.items():
         _check_file_name(name)
         if not 0 <= file.header_bytes <= file.num_bytes <= _MAX_BYTES:
@@ -205,7 +194,6 @@ def check_files(files: Mapping[str, FileEntry]) -> None:
 
 
 def check_entries(entries: Mapping[str, TensorEntry]) -> None:
-    """Check places and forms of tensors."""
     for name, entry in entries.items():
         _check_file_name(entry.file)
         is_shape = len(entry.shape) <= MAX_DIMS and all(0 <= size <= _MAX_BYTES for size in entry.shape)

@@ -119,7 +119,6 @@ def _check(
 
 
 def _groups_of(entries: Mapping[str, TensorEntry]) -> list[dict[str, TensorEntry]]:
-    """Divide tensors into groups of about `_GROUP_BYTES`."""
     groups: list[dict[str, TensorEntry]] = []
     size = _GROUP_BYTES
     for name, entry in entries.items():
@@ -148,15 +147,9 @@ class _Target:
 class LoadPlan:
     """What is wanted, and what of the checkpoint it gets.
 
-    Args:
-        index: Of the checkpoint.
-        wanted: What the user gave: objects and tensors to fill, in dicts, lists and tuples as they were saved.
-        is_strict: Whether everything that is wanted must be there.
-        path: Of the checkpoint, for errors.
-        is_here_only: Whether everything must be on this worker, because ranks fill only what they have.
+    With `is_here_only` everything must be on this worker, because ranks fill only what they have.
 
     Attributes:
-        parts: The parts to fill.
         values: The node of everything that is a value and not filled into something.
         orders: What each worker has to know to load; this one's is "".
         needed: The names of the tensors that each worker will load; this one also needs values and options of groups.
@@ -236,7 +229,6 @@ class LoadPlan:
         return worker, number
 
     def _add_sharded_state(self, target: _Target, part: Part) -> None:
-        """Add the shards of sharded tensors in a module."""
         saved = items_of(target.node) or {}
         for key, tensor in sharded_state(part).items():
             where = join(target.path, key)
@@ -306,14 +298,10 @@ class LoadPlan:
                 yield target.value, (items_of(target.node) or {})["param_groups"]
 
     def fill_groups(self, reader: TensorReader) -> None:
-        """Give distributed optimizers the options of their groups."""
         for optimizer, saved in self._optimizers():
             own = fold_groups(optimizer.param_groups, optimizer._parts)
             _, options = state_dict.unpack({"state": {}, "param_groups": reader.decode(saved)}, own)
-            for group, new in zip(optimizer.param_groups, options, strict=True):
-                kept = {key: group[key] for key in ("params", "param_names")}
-                group.clear()
-                group.update({**optimizer.defaults, **new, **kept})
+            optimizer._set_options(options)
 
 
 def _values(node: Node, wanted: Any) -> Any:

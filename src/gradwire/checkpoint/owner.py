@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -59,9 +59,6 @@ from gradwire.rref.owner import check_exposed
 from gradwire.shard import ShardedTensor
 from gradwire.wire.messages import read_plain
 
-if TYPE_CHECKING:
-    from gradwire.rpc.agent import Agent
-
 T = TypeVar("T")
 
 DESCRIBE: Final = "gradwire.checkpoint.describe"
@@ -84,17 +81,10 @@ def allow_directory(path: str | os.PathLike[str]) -> None:
         _allowed.append(real)
 
 
-def _agent() -> Agent:
-    """Return the agent whose call this thread serves, or that of this process."""
-    return context.here().agent
-
-
 # -- messages -----------------------------------------------------------------------------------------------------------
 
 
 class WriteReport(msgspec.Struct, frozen=True):
-    """What one worker has written."""
-
     parts: list[PartState]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
@@ -114,8 +104,6 @@ class SavedPart(msgspec.Struct, frozen=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """What an owner has to know to load."""
-
     parts: list[SavedPart]
     tensors: dict[str, TensorEntry]
     is_strict: bool
@@ -127,8 +115,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class CheckOrder(msgspec.Struct, frozen=True):
-    """The files and tensors whose bytes to compare."""
-
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
@@ -138,21 +124,15 @@ class CheckOrder(msgspec.Struct, frozen=True):
 
 
 class FitReport(msgspec.Struct, frozen=True):
-    """How the saved state fits each part."""
-
     fits: list[Fit]
 
 
 _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (WriteReport, LoadOrder, CheckOrder, FitReport)
 }
-_encoder: Final = msgspec.json.Encoder()
+encode_struct: Final = msgspec.json.Encoder().encode
 for _kind, _empty in ((WriteReport, b'{"parts":[],"files":{},"tensors":{}}'), (FitReport, b'{"fits":[]}')):
-    _encoder.encode(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
-
-
-def encode_struct(message: Any) -> bytes:
-    return _encoder.encode(message)
+    encode_struct(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
 
 
 def decode_struct(data: bytes, kind: type[T]) -> T:
@@ -174,7 +154,6 @@ def _refuse_sharded(path: str, value: Any) -> None:
 
 
 def describe(place: Directory, generation: str, parts: Sequence[Part], claim: Claim = _refuse_sharded) -> int:
-    """Return how many bytes this worker would write."""
     tensors = TensorSet()
     with place.open_announced(generation, worker_name()):
         _encode(parts, tensors, claim)
@@ -221,25 +200,18 @@ def _encode(parts: Sequence[Part], tensors: TensorSet, claim: Claim) -> list[Par
 
 
 def fit_all(order: LoadOrder, parts: Sequence[Part]) -> FitReport:
-    """Compare this worker's parts with what was saved."""
     pairs = zip(parts, order.parts, strict=True)
     return FitReport([fit(part, saved.state, order.tensors, order.is_strict) for part, saved in pairs])
 
 
 def check(place: Directory, order: CheckOrder, on_bytes: OnBytes) -> None:
-    """Compare files and tensors with the index."""
     with _open(place) as folder:
         check_headers(folder, order.files)
         check_tensors(folder, order.tensors, on_bytes)
 
 
 def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
-    """Load this worker's parts.
-
-    Raises:
-        CheckpointMismatch: A part does not fit the order; nothing was changed.
-        CheckpointMissing, CheckpointDamaged: A file has changed since it was checked; some parts may be filled already.
-    """
+    """Load this worker's parts. Only an error about a file that has changed since it was checked may leave some filled."""
     problems = tuple(problem for found in fit_all(order, parts).fits for problem in found.problems)
     if problems:
         raise CheckpointMismatch(f"nothing was changed on worker {worker_name()}: {'; '.join(problems)}", problems)
@@ -273,17 +245,15 @@ _SentParts = Annotated[list[tuple[str, str, Any, tuple[str, ...]]], msgspec.Meta
 
 
 def send(part: Part) -> SentPart:
-    """Return a part as it travels to its owner."""
     return part.path, part.prefix, part.value, part.names
 
 
 def _read_parts(sent: Any, method: str) -> list[Part]:
-    """Return the parts of an order."""
     found = read_plain(sent, _SentParts, "not the parts of an order")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
         raise DecodeError("not the parts of an order: each needs a reference")
     parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]
-    if _agent().trust == "data":
+    if context.here().agent.trust == "data":
         for part in parts:
             if not isinstance(part.value, LocalOptimizer | nn.Module | torch.Tensor | torch.optim.Optimizer):
                 check_exposed(part.value, method)
@@ -311,10 +281,9 @@ def _read_generation(generation: Any) -> str:
 
 
 def _read_directory(directory: Any) -> Directory:
-    """Return the directory that another worker has named."""
     if type(directory) is not str or not directory or "\0" in directory:
         raise DecodeError(f"{directory!r:.200} is not the path of a directory")
-    if _agent().trust != "data":
+    if context.here().agent.trust != "data":
         return Directory(directory)
     real = Path(os.path.realpath(directory))
     for root in _allowed:

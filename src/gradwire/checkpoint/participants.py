@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _interrupts, errors, rpc
-from gradwire.errors import CheckpointError, NotInitialized
+from gradwire.errors import CheckpointError, NotInitialized, WorkerLost
 from gradwire.rref import context
-from gradwire.shard.group_backend import GroupBackend
+from gradwire.shard.group_backend import all_or_none
 
 T = TypeVar("T")
 
@@ -47,19 +47,10 @@ class Workers:
         on_answer: Callable[[int], None] = lambda _: None,
         on_poll: Callable[[], None] = lambda: None,
     ) -> tuple[T, list[tuple[str, Any]]]:
-        """Call workers, do this worker's part meanwhile, and wait for all.
+        """Call workers, do this worker's part (`here`) meanwhile, and wait for all, also if one fails.
 
-        Args:
-            calls: Workers, operations and arguments.
-            here: This worker's part.
-            on_answer: Called with the number of a call that has ended, in another thread.
-            on_poll: Called now and then while others are waited for.
-
-        Returns:
-            The result of this worker's part, and every answer with the worker's name, in the order of the calls.
-
-        Raises:
-            CheckpointError: Something failed on some worker; all calls have ended.
+        `on_answer` is called with the number of a call that has ended, in another thread; `on_poll` now and then. Returns
+        the result of this worker's part, and every answer with the worker's name, in the order of the calls.
         """
         futures: list[tuple[str, Any]] = []
         failures: list[tuple[str, Exception]] = []
@@ -113,7 +104,7 @@ class Ranks:
     def __init__(self, group: Any, doing: str) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.name = worker_name() if group is None else f"rank{self.rank}"  # in files
-        self._backend = None if group is None else GroupBackend(group)
+        self._group = group
         self._doing = doing
 
     def first(self, action: Callable[[], T]) -> T:
@@ -129,29 +120,17 @@ class Ranks:
         return kept[0]
 
     def all(self, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank, and return all results.
-
-        Raises:
-            CheckpointError: It failed on some rank.
-        """
-        if self._backend is None:
+        """Do something on every rank, and return all results; if it fails on one rank, raise on all of them."""
+        if self._group is None:
             return [action()]
-        error: Exception | None = None
-        told: Any = None, None  # name and text of an error, and the result
         try:
-            told = None, action()
-        except Exception as found:
-            error, told = found, ((type(found).__name__, str(found)), None)
-        try:
-            results = self._backend.gather_objects(told)
-        except Exception as lost:  # whatever the backend raises when a rank is lost
+            return all_or_none(self._group, action, self._failed)
+        except CheckpointError:
+            raise
+        except WorkerLost as lost:
             raise CheckpointError(f"{self._doing} failed: a rank is gone or does not answer ({lost})") from lost
-        if isinstance(error, CheckpointError):
-            raise error
-        for rank, (failure, _) in enumerate(results):
-            if failure is not None:
-                raise self._failed(rank, *failure) from error
-        return [result for _, result in results]
+        except Exception as error:
+            raise self._failed(self.rank, type(error).__name__, str(error)) from error
 
     def _failed(self, rank: int, name: str, text: str) -> CheckpointError:
         kind = getattr(errors, name, None)

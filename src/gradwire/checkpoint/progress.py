@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from gradwire import _interrupts
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from gradwire._progress_bar import DelayedBar
 
 ProgressOption = bool | Callable[[int, int], None] | None
 """None: a bar on a terminal. False: none. A function: called with the bytes done and the bytes in all."""
 
-_DELAY_S: Final = 1.0
 _INTERVAL_S: Final = 0.1
 
 
@@ -26,11 +22,9 @@ class ByteProgress:
     """Counts bytes, and shows them now and then. Refreshed by its user, so that it needs no thread."""
 
     def __init__(self, description: str, option: ProgressOption) -> None:
-        self._description = description
         self._callback = option if callable(option) else None
-        self._is_quiet = option is False or self._callback is not None
-        self._bar: Progress | None = None
-        self._bar_from = time.monotonic() + (0.0 if option is True else _DELAY_S)
+        is_quiet = option is False or self._callback is not None
+        self._bar = None if is_quiet else DelayedBar(description, _columns, is_delayed=option is None)
         self._next_at = 0.0
         self._last_told = (-1, -1)
         self._lock = threading.Lock()  # guards num_bytes
@@ -61,7 +55,6 @@ class ByteProgress:
             self.num_bytes += num_bytes
 
     def refresh(self) -> None:
-        """Show what is done, if it is time to."""
         if time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _INTERVAL_S
             self._show()
@@ -71,36 +64,16 @@ class ByteProgress:
         if self._callback is not None and (done, self.total) != self._last_told:
             self._last_told = (done, self.total)
             _tell(self._callback, done, self.total)
-        if self._is_quiet or time.monotonic() < self._bar_from:
-            return
-        if self._bar is None:
-            self._bar = self._make_bar()
-            self._is_quiet = self._bar is None  # decided once: standard error stays what it is
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, total=self.total)
-            self._bar.refresh()
+            self._bar.update(done, self.total)
 
-    def _make_bar(self) -> Progress | None:
-        # Imported when a bar may be shown, which in most processes is never.
-        from rich import progress as rich
-        from rich.console import Console
 
-        console = Console(stderr=True)
-        if not (sys.stderr.isatty() or console.is_jupyter):
-            return None
-        bar = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(),
-            rich.DownloadColumn(binary_units=True),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # into a file it must go on to be written
-        )
-        bar.add_task(self._description, total=self.total)
-        bar.start()
-        return bar
+def _columns(progress: Any) -> list[Any]:
+    return [
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    ]
 
 
 @_interrupts.interruptible  # runs the user's function
@@ -115,7 +88,6 @@ class WatchedFiles:
         self._sizes = dict.fromkeys(paths, 0)
 
     def num_new(self) -> int:
-        """Return how many bytes have been added since the last call."""
         grown = 0
         for path, before in self._sizes.items():
             try:

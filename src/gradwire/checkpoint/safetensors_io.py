@@ -184,7 +184,6 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
-    """Write a tensor piece by piece, and return its checksum."""
     data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
     view, checksum = memoryview(data), 0
     for start in range(0, len(view), _PIECE):
@@ -199,7 +198,6 @@ def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
 
 
 def check_headers(folder: Folder, files: Mapping[str, FileEntry]) -> None:
-    """Compare sizes and headers with the index."""
     buffer = bytearray(_PIECE)
     for name, entry in files.items():
         with contextlib.closing(_File(folder, name, "")) as file:
@@ -210,7 +208,6 @@ def check_headers(folder: Folder, files: Mapping[str, FileEntry]) -> None:
 
 
 def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: OnBytes) -> None:
-    """Compare the bytes of tensors with the index."""
     buffer = bytearray(_PIECE)
     by_file: dict[str, list[str]] = {}
     for name, entry in entries.items():
@@ -224,7 +221,6 @@ def check_tensors(folder: Folder, entries: Mapping[str, TensorEntry], on_bytes: 
 
 
 def files_of(entries: Iterable[TensorEntry], files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Return the files that those tensors are in."""
     return {entry.file: files[entry.file] for entry in entries}
 
 
@@ -299,7 +295,6 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files; may be called again."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -308,12 +303,7 @@ class TensorReader:
         return decode(node, functools.cache(self.copied) if keeps_ties else self.copied, self)
 
     def copied(self, name: str) -> torch.Tensor:
-        """Return a tensor, with memory of its own.
-
-        Raises:
-            CheckpointMissing: Its file is missing.
-            CheckpointDamaged: Its file ends before it, or its bytes have changed.
-        """
+        """Return a tensor, with memory of its own."""
         entry = self.entries[name]
         self._file_of(name)  # is long enough; memory is spent after that
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
@@ -383,7 +373,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how far apart elements are in a file, along every dimension."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

@@ -89,7 +89,6 @@ def _write(
 
 
 def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> WriteReport:
-    """Return the report of another worker on what it has written."""
     try:
         report = owner.decode_struct(answer, WriteReport)
         if len(report.parts) != len(plan.parts.elsewhere[worker]):
@@ -163,14 +162,8 @@ class _Object:
 class SavePlan:
     """What there is to save, and which worker has it.
 
-    Args:
-        state: What the user gave.
-        group: The process group whose ranks save together; None if this worker asks all others.
-        is_first: Whether this rank writes what is not sharded.
-
-    Attributes:
-        parts: The parts to write.
-        tensors: What this worker writes besides its parts.
+    With a process group, its ranks save together, and only the first one writes what is not sharded; without one, this
+    worker asks all others. `tensors` is what this worker writes besides its parts.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
@@ -220,7 +213,6 @@ class SavePlan:
         return self.claim_known(path, value)
 
     def claim_known(self, path: str, value: Any) -> tree.Node | None:
-        """Return the node of a sharded tensor in a part that is here."""
         return self._nodes[id(value)] if isinstance(value, ShardedTensor) else None
 
     def _add_sharded(self, path: str, tensor: ShardedTensor) -> tree.Node:
@@ -241,7 +233,6 @@ class SavePlan:
         return self._sharded[-1].node
 
     def pieces(self, reports: Reports) -> Pieces:
-        """Return the pieces of sharded tensors that were written."""
         return {
             found.path: [
                 (_tensor_name(reports[worker].parts[number], worker), box.offsets)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ from gradwire.checkpoint.safetensors_io import TensorReader, stored
 from gradwire.checkpoint.tree import Entries, Node, decode, dict_node, form_of, is_tensor, items_of, join, region_of
 from gradwire.errors import CannotSave, CheckpointError, ConfigurationError
 from gradwire.nn import RemoteModule
-from gradwire.optim import DistributedOptimizer, LocalOptimizer
+from gradwire.optim import DistributedOptimizer, LocalOptimizer, parameters
 from gradwire.optim.parameters import PartOf
+from gradwire.optim.state_dict import NamedState
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import GroupBackend
@@ -53,23 +54,14 @@ class PartState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something of an object that one worker has.
+    """Something of an object that one worker has."""
 
-    Attributes:
-        path: Of the object.
-        prefix: What the part's keys have in front of them in the object's state.
-        value: The part itself, or a reference to it.
-        is_own_only: Of a module, only what is directly in it: its submodules are parts of their own.
-        names: Of an optimizer, the parameters that it has on that worker.
-        state: What is to be saved of it, if that is known already.
-    """
-
-    path: str
-    prefix: str
-    value: Any
-    is_own_only: bool = False
-    names: tuple[str, ...] = ()
-    state: PartState | None = None
+    path: str  # of the object
+    prefix: str  # what the part's keys have in front of them in the object's state
+    value: Any  # the part itself, or a reference to it
+    is_own_only: bool = False  # of a module, only what is directly in it: its submodules are parts of their own
+    names: tuple[str, ...] = ()  # of an optimizer, the parameters that it has on that worker
+    state: PartState | None = None  # what is to be saved of it, if that is known already
 
 
 def is_object(value: Any) -> bool:
@@ -81,7 +73,6 @@ def is_object(value: Any) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's class, for people to read."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -150,7 +141,6 @@ def _has_sharded(module: nn.Module) -> bool:
 
 
 def may_hold_shards(part: Part) -> bool:
-    """Return whether sharded tensors may be in the state of a part that is here."""
     if isinstance(part.value, nn.Module):
         return _has_sharded(part.value)
     return is_object(part.value) and not isinstance(part.value, LocalOptimizer)
@@ -168,11 +158,6 @@ def sharded_state(part: Part) -> dict[str, ShardedTensor]:
 
 
 def state_of(part: Part) -> PartState:
-    """Return what is to be saved of a part.
-
-    Raises:
-        CannotSave: It has no state that can be saved.
-    """
     value, name = part.value, type_name(part.value)
     if isinstance(value, LocalOptimizer):
         return PartState("optimizer", name, dict(value.named_state()), None)
@@ -204,7 +189,6 @@ def _run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Return the parameters in parts, which optimizers may step."""
     found: list[torch.Tensor] = []
     for part in parts:
         if isinstance(part.value, nn.Module):
@@ -220,17 +204,9 @@ def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a saved state fits a part.
-
-    Attributes:
-        claimed: The keys that the part takes; None if it takes all.
-        missing: Keys that the part wants and the checkpoint does not have.
-        problems: What does not fit, one line each.
-    """
-
-    claimed: tuple[str, ...] | None = None
-    missing: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    claimed: tuple[str, ...] | None = None  # the keys that the part takes; None if it takes all
+    missing: tuple[str, ...] = ()  # keys that the part wants and the checkpoint does not have
+    problems: tuple[str, ...] = ()  # what does not fit, one line each
 
 
 def fit(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
@@ -293,7 +269,6 @@ def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
 
 
 def _optimizer_problems(part: Part, node: Node, entries: Entries) -> Iterator[str]:
-    """Compare the state of each parameter with the parameter."""
     saved = items_of(node) or {}
     groups = saved.get("param_groups")
     if not isinstance(groups, list):
@@ -338,11 +313,7 @@ Filled = tuple[Part, Node, dict[str, Any] | None]
 
 
 def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
-    """Load objects with a `load_state_dict` of their own that are not modules. If one refuses, put all back.
-
-    Raises:
-        CheckpointError: An object's `load_state_dict` raised, or its state could not be read.
-    """
+    """Load objects with a `load_state_dict` of their own that are not modules. If one refuses, put all back."""
     with contextlib.ExitStack() as undo:
         for part, node, _ in parts:
             if isinstance(part.value, nn.Module | torch.Tensor):
@@ -459,19 +430,11 @@ def _decode_like(like: torch.Tensor | None, node: Node, reader: TensorReader) ->
 
 def join_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
     """Return state by the names of whole parameters, from that of parameters and of parts."""
-    found = {name: node for name, node in states.items() if name not in parts}
-    pieces: dict[str, dict[str, list[tuple[PartOf, Node]]]] = {}
-    for name, node in states.items():
-        if name in parts:
-            values = pieces.setdefault(parts[name].whole, {})
-            for key, item in (items_of(node) or {}).items():
-                values.setdefault(key, []).append((parts[name], item))
-    for name, values in pieces.items():
-        found[name] = dict_node({key: _join(items, entries) for key, items in values.items()})
-    return found
+    join_values = functools.partial(_join, entries=entries)
+    return _convert(states, parts, lambda state: parameters.join_states(state, parts, join_values))
 
 
-def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
+def _join(items: Sequence[tuple[PartOf, Node]], entries: Entries) -> Node:
     """Return a tensor in pieces; of what does not have the size of the parts (a number of steps), the first."""
     forms = [form_of(node, entries) if is_tensor(node) else ("", None) for _, node in items]
     if any(shape != part.box.sizes for (part, _), (_, shape) in zip(items, forms, strict=True)):
@@ -483,16 +446,21 @@ def _join(items: list[tuple[PartOf, Node]], entries: Entries) -> Node:
 
 def divide_states(states: Mapping[str, Node], parts: Mapping[str, PartOf], entries: Entries) -> dict[str, Node]:
     """Return state by the names of parts, from that of whole parameters."""
+    cut = functools.partial(_divide, entries=entries)
     wholes = {part.whole for part in parts.values()}
-    found = {name: node for name, node in states.items() if name not in wholes}
-    for name, part in parts.items():
-        if part.whole in states:
-            saved = items_of(states[part.whole]) or {}
-            found[name] = dict_node({key: _divide(node, part, entries) for key, node in saved.items()})
-    return found
+    return _convert(states, wholes, lambda state: parameters.divide_states(state, parts, cut))
 
 
 def _divide(node: Node, part: PartOf, entries: Entries) -> Node:
     if is_tensor(node) and form_of(node, entries)[1] == part.size:
         return region_of(node, part.box, entries)
     return node
+
+
+def _convert(
+    states: Mapping[str, Node], names: Container[str], convert: Callable[[NamedState], NamedState]
+) -> dict[str, Node]:
+    """Convert the states of some parameters, and keep the others as they are."""
+    converted = convert({name: items_of(node) or {} for name, node in states.items() if name in names})
+    kept = {name: node for name, node in states.items() if name not in names}
+    return kept | {name: dict_node(values) for name, values in converted.items()}

@@ -53,7 +53,6 @@ _CONTAINERS: Final[dict[type, str]] = {
 
 
 def join(path: str, key: Any) -> str:
-    """Return the path of the value under a key."""
     text = str(key).replace("~", "~0").replace("/", "~1") or "~3"
     return f"{path}/{text}" if path else text
 
@@ -67,11 +66,9 @@ def piece_path(path: str, offsets: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Turns values into nodes.
+    """Turns values into nodes. Every tensor is kept by `place`, under the name that this returns.
 
-    Args:
-        place: Called with the path of each tensor and the tensor; returns the name under which it is kept.
-        claim: Called with each value first; returns its node, or None to leave the value to the encoder.
+    `claim` is called with each value first; it returns its node, or None to leave the value to the encoder.
     """
 
     def __init__(self, place: PlaceTensor, claim: Claim | None = None) -> None:
@@ -80,11 +77,6 @@ class Encoder:
         self._paths: set[str] = set()
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """Return the node of a value.
-
-        Raises:
-            CannotSave: A checkpoint cannot hold something in it.
-        """
         if depth > MAX_DEPTH:
             raise CannotSave(f"'{path}' is nested deeper than {MAX_DEPTH} levels; does it contain itself?")
         if self._claim is not None and (claimed := self._claim(path, value)) is not None:
@@ -158,13 +150,8 @@ def _encode_scalar(value: Any, path: str) -> Node:
 def decode(node: Node, tensor_named: Callable[[str], Any] = str, source: TensorReader | None = None) -> Any:
     """Return the value of a node; objects become their state, and sharded tensors become whole.
 
-    Args:
-        node: Made by `Encoder.encode`.
-        tensor_named: Returns the tensor of a name; by default tensors become their names.
-        source: Where sharded tensors are read from; without it there must be none.
-
-    Raises:
-        CheckpointDamaged: It is not such a node.
+    `tensor_named` returns the tensor of a name; by default tensors become their names. Sharded tensors are read from
+    `source`; without it there must be none.
     """
     if type(node) is list:
         return [decode(item, tensor_named, source) for item in node]
@@ -219,7 +206,6 @@ _SCALARS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def tag_of(node: Node) -> str | None:
-    """Return the key of a special node; None if it is not special."""
     if type(node) is dict and len(node) == 1:
         key: str = next(iter(node))
         return key if key.startswith("$") else None
@@ -326,12 +312,10 @@ def sharded_node(dtype: str, shape: Sequence[int], pieces: Sequence[tuple[str, S
 
 
 def is_tensor(node: Node) -> bool:
-    """Return whether it is the node of a tensor, in one piece or in several."""
     return tag_of(node) in (_TENSOR, SHARDED)
 
 
 def form_of(node: Node, entries: Entries) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a tensor."""
     if _TENSOR in node:
         entry = entries[node[_TENSOR]]
         return entry.dtype, tuple(entry.shape)

@@ -74,17 +74,11 @@ class WorkerForked(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True):
-    """The worker's process is gone.
-
-    Attributes:
-        ticket: Which worker.
-        status: As `os.waitpid` gives it, or -1 if no process could be made.
-        error: Why no process could be made, or empty.
-    """
+    """The worker's process is gone."""
 
     ticket: int
-    status: int
-    error: str = ""
+    status: int  # as `os.waitpid` gives it, or -1 if no process could be made
+    error: str = ""  # why no process could be made
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -137,7 +131,6 @@ class Surroundings(msgspec.Struct, frozen=True):
         )
 
     def adopt(self) -> None:
-        """Make them those of this process."""
         os.environb.clear()
         os.environb.update(self.environment)
         sys.path[:] = [os.fsdecode(entry) for entry in self.path]
@@ -167,12 +160,10 @@ _start_decoder = msgspec.msgpack.Decoder(WorkerStart, dec_hook=_rebuild)
 
 
 def make_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a connected pair that keeps messages apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_message(channel: socket.socket, message: ControlMessage, fds: tuple[int, ...] = ()) -> None:
-    """Send one message and the descriptors that belong to it."""
     data = _encoder.encode(message)
     if fds:
         socket.send_fds(channel, [data], list(fds))
@@ -200,7 +191,6 @@ def write_start(start: WorkerStart) -> int:
 
 
 def read_start(fd: int) -> WorkerStart:
-    """Read what `write_start` wrote, and close the descriptor."""
     with open(fd, "rb") as file:
         file.seek(0)
         return _start_decoder.decode(file.read())

@@ -166,7 +166,6 @@ class ForkServer:
             self._send(FolderMade(folder))
 
     def _reap(self) -> None:
-        """Collect the workers that have ended and report them."""
         with contextlib.suppress(BlockingIOError):
             while self._child_ended.recv(4096):
                 pass
@@ -240,15 +239,7 @@ class ForkServerProcess:
     """A fork server as its driver sees it."""
 
     def __init__(self, timeout_s: float, modules: Sequence[str] = ()) -> None:
-        """Start it and wait until it can fork.
-
-        Args:
-            timeout_s: How long it may take.
-            modules: It imports these besides torch; none of them may start a thread.
-
-        Raises:
-            WorkerStartFailed: The fork server ended or was not ready in time.
-        """
+        """Start it and wait until it can fork. It imports `modules` besides torch; none of them may start a thread."""
         self.modules = frozenset(modules)
         self._channel, theirs = make_pair()
         self._channel.settimeout(_SEND_TIMEOUT_S)
@@ -347,21 +338,14 @@ def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[b
 
 _lock = threading.Lock()  # guards _idle
 _idle: ForkServerProcess | None = None
-_inherited: ForkServerProcess | None = (
-    None  # the parent's, in a forked process: kept so that nothing finalises it there
-)
+# The parent's, in a forked process: kept so that nothing finalises it there.
+_inherited: ForkServerProcess | None = None
 
 
 def borrow_fork_server(timeout_s: float, modules: Sequence[str] = ()) -> ForkServerProcess:
     """Return the idle fork server, or a new one. Give it back with `return_fork_server`, or close it.
 
-    Args:
-        timeout_s: How long a new one may take to start.
-        modules: It has imported these besides torch; their cost is then paid once, not in every worker.
-
-    Raises:
-        ConfigurationError: This platform cannot fork, or does not say where its interpreter is.
-        WorkerStartFailed: A new one was needed and could not be started in time, or a module cannot be imported.
+    It has imported `modules` besides torch; their cost is then paid once, not in every worker.
     """
     _check_platform()
     server = _take_idle()

@@ -52,9 +52,8 @@ _CURSOR_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")  # all control sequences b
 _FIRST_REFRESH_S = 1.0
 _LONGEST_REFRESH_S = 10.0
 _READ_BYTES = 1 << 16
-_LAST_READS = (
-    16  # a pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for
-)
+# A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
+_LAST_READS = 16
 
 _log = logging.getLogger("gradwire")
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
@@ -78,7 +77,6 @@ class Supervisor:
         self._thread.start()
 
     def watch(self, worker: LocalWorker) -> None:
-        """Take charge of a worker that is about to be forked."""
         with self._changed:
             self._workers[worker.ticket] = worker
         self._arrivals.put(worker)
@@ -231,21 +229,14 @@ class Supervisor:
 
 
 class LocalWorker:
-    """A worker process of this machine: its state, what it prints, and the driver's ends of its channels.
-
-    Attributes:
-        ticket: Names it towards the fork server.
-        handle: Its state. The supervisor's condition guards it.
-        pipes: What it prints, by stream. Like the lifeline, they are closed by the supervisor's thread.
-        lifeline: For `Listening`, `PeerLost` and `Leave`; its end is the end of the worker.
-    """
+    """A worker process of this machine: its state, what it prints, and the driver's ends of its channels."""
 
     def __init__(self, info: WorkerInfo, on_lost: OnLost) -> None:
         self.ticket = next(_tickets)
-        self.handle = WorkerHandle(info)
+        self.handle = WorkerHandle(info)  # guarded by the supervisor's condition
         self.on_lost = on_lost
         self.output = WorkerOutput(info.name, info.id)
-        self.pipes: dict[Stream, int] = {}
+        self.pipes: dict[Stream, int] = {}  # like the lifeline, closed by the supervisor's thread
         self.lifeline, self._their_lifeline = make_pair()
         self.lifeline.setblocking(False)  # the supervisor serves many workers and must not wait for one
 
@@ -269,22 +260,17 @@ class LocalWorker:
             send_message(self.lifeline, message)
 
     def close(self) -> None:
-        """Close the driver's ends. May be called again."""
         self.lifeline.close()
         while self.pipes:
             os.close(self.pipes.popitem()[1])
 
 
 class LineBuffer:
-    """Bytes in, whole lines out.
-
-    Attributes:
-        progress: The state of a line that rewrites itself and has not ended; empty if there is none.
-    """
+    """Bytes in, whole lines out."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self.progress = ""
+        self.progress = ""  # the state of a line that rewrites itself and has not ended; empty if there is none
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that this data completes, without their ends.

@@ -54,7 +54,6 @@ class WorkerFds(NamedTuple):
         os.dup2(self.stderr, 2)
 
     def close(self) -> None:
-        """Close this process's copies."""
         for fd in self:
             os.close(fd)
 
@@ -91,7 +90,6 @@ def _refuse_shutdown(graceful: bool, timeout: float) -> None:
 
 
 def flush_output() -> None:
-    """Write what the worker has printed and Python still holds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the driver is gone, or the user's code closed it
             stream.flush()

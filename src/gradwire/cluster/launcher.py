@@ -28,46 +28,27 @@ class WorkerState(enum.Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the process is gone."""
         return self in (WorkerState.ENDED, WorkerState.LOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """A worker to start.
-
-    Attributes:
-        info: Its name and rank.
-        config: How it runs; holds the cluster's token.
-        addresses: Every member of the cluster, this worker and the driver included.
-        num_threads: Threads of one torch operation.
-        environment: Environment variables on top of the driver's own.
-        imports: Modules to import before anything is served.
-    """
-
     info: WorkerInfo
-    config: WorkerConfig
-    addresses: tuple[WorkerAddress, ...]
-    num_threads: int
-    environment: dict[str, str]
-    imports: tuple[str, ...] = ()
+    config: WorkerConfig  # holds the cluster's token
+    addresses: tuple[WorkerAddress, ...]  # of every member of the cluster, this worker and the driver included
+    num_threads: int  # of one torch operation
+    environment: dict[str, str]  # on top of the driver's own
+    imports: tuple[str, ...] = ()  # modules to import before anything is served
 
 
 class WorkerHandle:
-    """The life of one worker that was started: events in, state out. The launcher guards it with a lock of its own.
-
-    Attributes:
-        info: Name and rank.
-        pid: Process id, or None while there is none yet.
-        state: Where it is in its life.
-        exit_reason: How the process ended, e.g. ``killed by SIGKILL``; None while it runs.
-    """
+    """The life of one worker that was started: events in, state out. The launcher guards it with a lock of its own."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.pid: int | None = None
         self.state = WorkerState.STARTING
-        self.exit_reason: str | None = None
+        self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
         self._started_at = time.monotonic()
         self._ended_at: float | None = None
 
@@ -80,11 +61,9 @@ class WorkerHandle:
         return (self._ended_at or time.monotonic()) - self._started_at
 
     def on_process_made(self, pid: int) -> None:
-        """Note that the worker has a process."""
         self.pid = pid
 
     def on_listening(self) -> None:
-        """Note that the worker can be called."""
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.RUNNING
 
@@ -94,7 +73,6 @@ class WorkerHandle:
             self.state = WorkerState.LEAVING
 
     def on_exited(self, reason: str) -> None:
-        """Note that the process is gone."""
         if not self.state.is_over:
             self.state = WorkerState.ENDED if self.state is WorkerState.LEAVING else WorkerState.LOST
             self.exit_reason = reason
@@ -108,16 +86,9 @@ class Launcher(Protocol):
     """Starts and ends worker processes."""
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Start one worker for each spec and wait until all of them listen.
+        """Start one worker for each spec and wait until all of them listen; if one fails, only `close` may be called.
 
-        Args:
-            specs: The workers.
-            on_lost: Called, in a thread of the launcher, for each that was ready and ends without being asked to.
-            timeout_s: Time for all of them together.
-
-        Raises:
-            WorkerStartFailed: One ended first, or `timeout_s` passed; the message carries what it printed. The
-                launcher is then of no more use: close it.
+        `on_lost` is called, in a thread of the launcher, for each that was ready and ends without being asked to.
         """
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:

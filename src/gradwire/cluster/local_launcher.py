@@ -64,11 +64,7 @@ _STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """The options of `gradwire.Cluster.local`, checked when they are made; see there.
-
-    Raises:
-        ConfigurationError: One of them is wrong.
-    """
+    """The options of `gradwire.Cluster.local`, checked when they are made; see there."""
 
     num_workers: int
     names: Sequence[str] | None = None
@@ -97,7 +93,6 @@ class LocalOptions:
         return [WorkerInfo(name, rank) for rank, name in enumerate((*names, DRIVER))]
 
     def worker_config(self) -> WorkerConfig:
-        """Return how workers and driver run."""
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
@@ -119,15 +114,7 @@ def _check_names(names: Sequence[object], num_workers: int) -> None:
 
 
 def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[WorkerHandle], contextlib.ExitStack]:
-    """Start everything, or nothing.
-
-    Returns:
-        The launcher, the driver's agent, the workers, and a stack whose closing ends all of it at once.
-
-    Raises:
-        ConfigurationError: This process has a worker already, or this platform cannot fork.
-        WorkerStartFailed: A worker, or the fork server, did not get ready.
-    """
+    """Start everything, or nothing; closing the stack ends all of it at once."""
     _check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
@@ -196,28 +183,13 @@ def _imports_the_script() -> bool:
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine.
-
-    Attributes:
-        folder: Where the workers listen. Private to this user; removed when the launcher is closed or the driver dies.
-    """
-
     def __init__(self, timeout_s: float = 60.0) -> None:
-        """Get a fork server ready.
-
-        Args:
-            timeout_s: How long the fork server may take to import torch.
-
-        Raises:
-            ConfigurationError: This platform cannot fork.
-            WorkerStartFailed: The fork server could not be started.
-        """
         self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
         self._workers: list[LocalWorker] = []
-        self.folder = self._make_folder()
+        self.folder = self._make_folder()  # removed when the launcher is closed or the driver dies
         self._supervisor = Supervisor(self._fork_server)
 
     def __repr__(self) -> str:
@@ -252,10 +224,10 @@ class LocalLauncher(Launcher):
         return None if handle.pid is None or handle.state.is_over else rss_of(handle.pid)
 
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
-        """Ask workers to leave, and end by force those that are still there after `grace_s`.
+        """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL, then the end of the fork server.
 
-        After the time of grace comes SIGTERM, then SIGKILL, then the end of the fork server, after which the kernel
-        kills what is left; so it works, too, for a worker that holds the interpreter's lock or ignores signals.
+        After that the kernel kills what is left; so it works, too, for a worker that holds the interpreter's lock or
+        ignores signals.
         """
         workers = [worker for worker in self._workers if worker.handle in handles]
         self._supervisor.expect_end_of(workers, ask=grace_s > 0)

@@ -6,22 +6,18 @@ does not collect items which others could have done.
 
 from __future__ import annotations
 
-import importlib.util
 import queue
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gradwire import _interrupts
+from gradwire._progress_bar import DelayedBar
 from gradwire.errors import RpcTimeout
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from gradwire.cluster.api import Worker
     from gradwire.rpc.futures import CallFuture
 
@@ -30,7 +26,6 @@ T = TypeVar("T")
 
 _IN_FLIGHT_PER_WORKER = 2
 _REFRESH_S = 0.2
-_PROGRESS_DELAY_S = 1.0
 
 
 class MapRun(Generic[T]):
@@ -50,21 +45,16 @@ class MapRun(Generic[T]):
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> list[T]:
-        """Run to the end, or to the first error, which cancels what is open.
-
-        Raises:
-            RpcTimeout: The time for the whole map is up.
-            Exception: The first that the function raised.
-        """
+        """Run to the end, or to the first error, which cancels what is open."""
+        bar = DelayedBar(getattr(self._function, "__name__", "map"), _columns)
         try:
-            with DelayedProgress(getattr(self._function, "__name__", "map"), self._num_items) as progress:
-                self._submit_all_that_fit()
-                while self._open:
-                    if self._take_one():
-                        progress.advance()
-                        self._submit_all_that_fit()
-                    progress.refresh()
+            self._submit_all_that_fit()
+            while self._open:
+                if self._take_one():
+                    self._submit_all_that_fit()
+                bar.update(len(self._results), self._num_items)
         finally:
+            bar.stop()
             for _, call in self._open.values():
                 call.cancel()
         return [self._results[index] for index in range(len(self._results))]
@@ -104,69 +94,10 @@ class MapRun(Generic[T]):
         return left_s
 
 
+def _columns(progress: Any) -> list[Any]:
+    return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+
+
 @_interrupts.interruptible
 def _next_of(items: Iterator[T]) -> T | None:
     return next(items, None)  # user code, if they are a generator
-
-
-class DelayedProgress:
-    """A bar that counts finished items: on a terminal or in a notebook with ipywidgets, and only after a second.
-
-    Its user refreshes it, so that it needs no thread.
-    """
-
-    def __init__(self, description: str, total: int | None) -> None:
-        self._description = description
-        self._total = total
-        self._num_done = 0
-        self._shown_from = time.monotonic() + _PROGRESS_DELAY_S
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> DelayedProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self) -> None:
-        """Count one more item."""
-        self._num_done += 1
-
-    def refresh(self) -> None:
-        """Show the count, if it is time to."""
-        if self._bar is None:
-            if time.monotonic() < self._shown_from:
-                return
-            self._shown_from = float("inf")  # asked once: whether there is a terminal does not change
-            self._bar = self._make_bar()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._num_done)
-            self._bar.refresh()
-
-    def _make_bar(self) -> Progress | None:
-        # Imported when a bar may be shown, which in most processes is never.
-        from rich import progress
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        # Without ipywidgets, rich would warn in a notebook with every refresh.
-        has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-        if not (sys.stderr.isatty() or has_widgets):
-            return None
-        bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # into a file or a notebook it must go on to be written as it is
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        bar.add_task(self._description, total=self._total)
-        bar.start()
-        return bar

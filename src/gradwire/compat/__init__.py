@@ -91,11 +91,9 @@ class _FailurePrinter(logging.Handler):
         self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one failure with its traceback."""
         print(self.format(record), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the logger as it was."""
         self._logger.removeHandler(self)
         level, self._logger.propagate = self._before
         self._logger.setLevel(level)

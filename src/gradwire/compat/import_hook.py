@@ -20,11 +20,7 @@ class ImportHook:
     """Calls a function with each module of certain names, as soon as the module's own code has run.
 
     At that moment the importing module has not bound anything of it yet. The function is called again for a module that is
-    reloaded, and not for one that was imported before the hook was installed.
-
-    Args:
-        names: Full names of the modules.
-        on_imported: Called with the module, in the thread that imports it. What it raises fails the import.
+    reloaded, and not for one that was imported before the hook was installed. What it raises fails the import.
     """
 
     def __init__(self, names: Container[str], on_imported: OnImported) -> None:
@@ -32,7 +28,6 @@ class ImportHook:
         self._on_imported = on_imported
 
     def install(self) -> None:
-        """Be asked for every import from now on."""
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:

@@ -46,8 +46,6 @@ _lock = threading.Lock()  # guards _kept
 
 @dataclass(slots=True)
 class _Profile:
-    """A profile that is under way in this thread."""
-
     options: dict[str, bool]
     remote_events: list[Any] = field(default_factory=list)
 
@@ -61,7 +59,6 @@ _profiles = _ProfilesOfThread()
 
 
 def is_profiling() -> bool:
-    """Return whether the legacy profiler records what this thread does."""
     return bool(_profiles.open) and is_profiler_enabled()
 
 
@@ -89,7 +86,6 @@ def _event_name(mode: str, function: Callable[..., Any], to: To) -> str:
 
 
 def make_event(mode: str, function: Callable[..., Any], to: To) -> contextlib.AbstractContextManager[Any]:
-    """Return an event for the profile, if there is one."""
     if not is_profiling():
         return contextlib.nullcontext()
     event: contextlib.AbstractContextManager[Any] = _make_event(_event_name(mode, function, to))
@@ -97,13 +93,7 @@ def make_event(mode: str, function: Callable[..., Any], to: To) -> contextlib.Ab
 
 
 class ProfiledCall:
-    """One call inside a profile; its event begins here.
-
-    Args:
-        mode: ``sync``, ``async`` or ``remote``.
-        to: Whom to call.
-        function: What is called.
-    """
+    """One call inside a profile; its event begins here."""
 
     def __init__(self, mode: str, to: To, function: Callable[..., Any]) -> None:
         self._to = to
@@ -115,7 +105,6 @@ class ProfiledCall:
         self._event.__enter__()
 
     def arguments(self, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
-        """Return the arguments for `run_profiled`."""
         return self._ticket, self._profile.options, self._function, tuple(args or ()), kwargs or {}
 
     def follow(self, answer: torch.futures.Future[Any]) -> InterruptibleFuture[Any]:

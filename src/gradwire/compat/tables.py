@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch.autograd import profiler_legacy
 
-from gradwire._torch import distributed_rpc, node_class
+from gradwire._torch import backward_class, distributed_rpc
 from gradwire.autograd.functions import RecvFunction, SendFunction
 from gradwire.compat import profiler
 from gradwire.compat.patching import Patch, Table
@@ -157,11 +157,7 @@ _OTHER_NAMES = {"_RemoteModule": "RemoteModule"}  # what gradwire calls them
 
 
 def make_patch() -> Patch:
-    """Replace the names of all modules that are imported, and those of others when they are.
-
-    Raises:
-        RuntimeError: torch's own rpc is running in this process.
-    """
+    """Replace the names of all modules that are imported, and those of others when they are."""
     if distributed_rpc()._is_current_rpc_agent_set():
         raise RuntimeError(
             "torch's own rpc is running in this process; call torch.distributed.rpc.shutdown() before compat.install()"
@@ -170,8 +166,8 @@ def make_patch() -> Patch:
     classes: dict[type, Table] = {
         RRef: RREF_METHODS,
         profiler_legacy.profile: {"__enter__": profiler.enter, "__exit__": profiler.leave},
-        node_class(SendFunction): {"__name__": f"{AUTOGRAD_NAMESPACE}SendRpcBackward"},
-        node_class(RecvFunction): {"__name__": f"{AUTOGRAD_NAMESPACE}RecvRpcBackward"},
+        backward_class(SendFunction): {"__name__": f"{AUTOGRAD_NAMESPACE}SendRpcBackward"},
+        backward_class(RecvFunction): {"__name__": f"{AUTOGRAD_NAMESPACE}RecvRpcBackward"},
     }
     return Patch(tables, classes)
 

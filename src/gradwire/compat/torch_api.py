@@ -48,11 +48,7 @@ def _run_users(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class RpcAgent:
-    """What torch's programs ask of an agent.
-
-    Args:
-        agent: The worker.
-    """
+    """What torch's programs ask of an agent."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -67,11 +63,9 @@ class RpcAgent:
         return hash(self._agent)
 
     def get_worker_info(self, worker: str | int | None = None) -> GradwireWorkerInfo:
-        """Return name and rank of a worker; of this one if none is named."""
         return self._agent.worker_info(worker)
 
     def get_worker_infos(self) -> list[GradwireWorkerInfo]:
-        """Return all known workers."""
         return self._agent.directory.infos()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -81,11 +75,9 @@ class RpcAgent:
             self.shutdown()
 
     def sync(self) -> None:
-        """Wait until every worker is here."""
         rpc._barrier()
 
     def shutdown(self) -> None:
-        """Leave at once."""
         self._agent.close()
 
     def get_debug_info(self) -> dict[str, str]:
@@ -111,7 +103,6 @@ class TensorPipeAgent(RpcAgent):
 
     @property
     def is_static_group(self) -> bool:
-        """Whether the workers are all known from the start."""
         return self._agent.directory.is_fixed
 
     def _get_backend_options(self) -> rpc.TensorPipeRpcBackendOptions:
@@ -354,7 +345,6 @@ def _to_text(reference: RRef[Any]) -> str:
 
 
 def _unique_id(reference: RRef[Any], number: int) -> str:
-    """Who made a reference, and its number there, counted from the worker's start on."""
     agent, rank = reference._known.agent, creator_of(number)
     is_own = rank == agent.info.id
     incarnation = agent.address.incarnation if is_own else agent.incarnation_of(agent.worker_info(rank).name)
@@ -474,11 +464,7 @@ def backward(context_id: Any, roots: Any, retain_graph: bool = False) -> None:
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
-    """Return the values of all futures, in their order.
-
-    Raises:
-        Exception: What one of them ended with, at once; the others are not waited for.
-    """
+    """Return the values of all futures, in their order; an error is raised at once, without waiting for the others."""
     first_failed: InterruptibleFuture[Any] = InterruptibleFuture()  # None once all are done and none has failed
     left = list(futures)  # a removal from a list is one step, so no lock is needed
 

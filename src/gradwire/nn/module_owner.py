@@ -53,15 +53,7 @@ _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDi
 
 
 def parse_placement(where: To) -> tuple[To, str]:
-    """Return the worker, by name or rank, and the device there.
-
-    Args:
-        where: One of the four forms of text, or anything else that names a worker in a call (the device is then ``cpu``).
-
-    Raises:
-        ConfigurationError: The text has none of the forms.
-        RuntimeError: torch does not know the device.
-    """
+    """Return the worker, by name or rank, and the device there; ``cpu`` if `where` is not one of the forms of text."""
     if not isinstance(where, str):
         return where, "cpu"
     worker, slash, device = where.partition("/")
@@ -254,12 +246,8 @@ class HasRemoteParameters(Protocol):
 def walk_parameters(module: nn.Module, recurse: bool = True, own: NamedParameters | None = None) -> Iterator[Named]:
     """Yield all parameters of a module, each under the first of its names, as torch does.
 
-    Parts on other workers give references to theirs; without this, an optimizer would silently leave them untrained.
-
-    Args:
-        module: Lives here, on another worker, or partly so.
-        recurse: Whether to look into its parts, too.
-        own: Returns what a part itself has, by name; its parameters if not given.
+    Parts on other workers give references to theirs; without this, an optimizer would silently leave them untrained. `own`
+    returns what a part itself has, by name; its parameters if not given.
     """
     if isinstance(module, HasRemoteParameters):
         yield from module.named_remote_parameters(recurse)
@@ -328,8 +316,7 @@ def load(
 def copy(module: nn.Module) -> RRef[nn.Module]:
     """Copy the module, as it is at one moment between steps; parts of it that are on other workers are copied there.
 
-    Returns:
-        A reference to the copy, whose parameters are shared by contexts as those of the module are.
+    Contexts share the parameters of the copy as they share those of the module.
     """
     with snapshots.standing_still(module.parameters()):
         made = deepcopy(module)

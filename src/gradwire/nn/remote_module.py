@@ -448,11 +448,7 @@ def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) 
 
 
 def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
-    """Return what names a function or class to the owner: with ``trust="data"`` its exposed name.
-
-    Raises:
-        ConfigurationError: It has none, and code may not be sent.
-    """
+    """Return what names a function or class to the owner: with ``trust="data"`` its exposed name."""
     if isinstance(function, str) or rref_context.here().agent.trust == "code":
         return function
     name = exposed_name(function)
@@ -470,7 +466,6 @@ _takers: set[CodeType] = set()  # functions that read parameters for an optimize
 
 
 def takes_parameters(function: F) -> F:
-    """Mark a function that reads parameters in order to train them."""
     _takers.add(inspect.unwrap(function).__code__)
     return function
 
@@ -480,11 +475,7 @@ takes_parameters(torch.optim.Optimizer.add_param_group)
 
 
 class _NoParameters(dict[str, Any]):
-    """The empty table of parameters of a handle, which warns if an optimizer looks for some.
-
-    Args:
-        module: What to call the module.
-    """
+    """The empty table of parameters of a handle, which warns if an optimizer looks for some."""
 
     def __init__(self, module: str) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gradwire._interrupts import interruptible
-from gradwire._torch import set_grad_enabled
+from gradwire._torch import set_grad_mode
 from gradwire.autograd.api import current_engine
 from gradwire.autograd.backward_pass import FollowUp
 from gradwire.autograd.messages import CommitPass
@@ -383,17 +383,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{'; '.join(problems[:_SHOWN_PROBLEMS])}{more}"
             )
         self._ask("load_named_state", part_of)
+        self._set_options(options)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            _run_hook(post_hook, self)
+
+    def _set_options(self, options: Iterable[Options]) -> None:
         for group, saved in zip(self.param_groups, options, strict=True):
             kept = {key: group[key] for key in RESERVED}
             group.clear()
             group.update({**self.defaults, **saved, **kept})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            _run_hook(post_hook, self)
 
 
 class _StepAfterBackward:
-    """The step that follows a backward pass."""
-
     def __init__(self, optimizer: DistributedOptimizer, contexts: tuple[int, ...]) -> None:
         self._optimizer, self._contexts = optimizer, contexts
         self.ranks = frozenset(owner.rank for owner in optimizer._owners.values() if not owner.is_here)
@@ -423,12 +424,7 @@ def _run_hook(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_contexts(contexts: Any) -> tuple[int, ...]:
-    """Return the ids of contexts that are alive here.
-
-    Raises:
-        ConfigurationError: These are not ids, or one is there twice.
-        UnknownContext: One was released, or never existed here.
-    """
+    """Return the ids of contexts that are alive here."""
     found = (contexts,) if isinstance(contexts, int) else tuple(contexts) if isinstance(contexts, Iterable) else ()
     for item in found or (None,):
         if not isinstance(item, int) or isinstance(item, bool):
@@ -442,7 +438,6 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
 
 
 def is_over(context_id: int) -> bool:
-    """Return whether a context was released."""
     return current_engine().container.find(context_id) is None
 
 
@@ -451,8 +446,6 @@ def is_over(context_id: int) -> bool:
 
 @dataclass(slots=True)
 class Owner:
-    """One worker that has parameters."""
-
     name: str
     optimizer: RRef[LocalOptimizer]
     is_behind: bool = False  # whether it may have missed a change of options
@@ -463,7 +456,6 @@ class Owner:
         self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
 
     def run(self, operation: str, args: Sequence[Any], timeout_s: float) -> Any:
-        """Do an operation, here or there, and wait for it."""
         if self.is_here:
             return getattr(self.optimizer.local_value(), operation)(*args)
         return self.optimizer._ask(OPERATE, (operation, *args), timeout_s)
@@ -474,8 +466,6 @@ ArgsFor = Callable[[Owner], Sequence[Any]]
 
 @dataclass(slots=True)
 class Answers:
-    """What owners have answered, by their names."""
-
     values: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
 
@@ -491,7 +481,6 @@ class Answers:
         return next(iter(self.failed.values()), None)
 
     def explain(self) -> str:
-        """Return a text with all failures."""
         return "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in self.failed.items())
 
 
@@ -502,9 +491,6 @@ def ask_all(
 
     The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
     them, comes last.
-
-    Returns:
-        The answers, added to those that were given.
     """
     answers = Answers() if answers is None else answers
     *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
@@ -512,7 +498,7 @@ def ask_all(
         return answers
     started: list[tuple[str, CallFuture[Any]]] = []
     was_enabled = torch.is_grad_enabled()
-    set_grad_enabled(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    set_grad_mode(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
     try:
         for owner in others:
             try:
@@ -524,5 +510,5 @@ def ask_all(
         for name, future in started:
             answers.take(name, operation, future.wait)
     finally:
-        set_grad_enabled(was_enabled)
+        set_grad_mode(was_enabled)
     return answers

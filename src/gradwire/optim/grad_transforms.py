@@ -20,11 +20,6 @@ Edit = tuple[Literal["scale", "clamp"], float]
 
 
 def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
-    """Return the gradients after all edits.
-
-    Raises:
-        DecodeError: There is no such edit.
-    """
     for kind, number in edits:
         if kind == SCALE:
             table = {leaf: gradient * number for leaf, gradient in table.items()}
@@ -36,22 +31,14 @@ def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
 
 
 class EditLog:
-    """What is to be done to the gradients of contexts when they are next used.
-
-    Args:
-        is_over: Whether a context is: its edits are dropped.
-    """
+    """What is to be done to the gradients of contexts when they are next used."""
 
     def __init__(self, is_over: Callable[[int], bool]) -> None:
         self._is_over = is_over
         self._edits: dict[tuple[int, ...], tuple[Edit, ...]] = {}
 
     def of(self, contexts: tuple[int, ...]) -> tuple[Edit, ...]:
-        """Return the edits for contexts that are used together.
-
-        Raises:
-            ConfigurationError: Some of them were edited together with others.
-        """
+        """Return the edits for contexts that are used together."""
         if not self._edits:
             return ()
         for known in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile

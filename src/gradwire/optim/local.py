@@ -292,10 +292,9 @@ class LocalOptimizer:
 
 
 class StepMemory:
-    """The outcomes of the last steps, by id, so that a step that is asked for again is not done again. Ids rise.
+    """The outcomes of the last `size` steps, by id, so that a step that is asked for again is not done again. Ids rise.
 
-    Args:
-        size: How many are remembered. A step is repeated after it was waited for, so it is among the last few.
+    A step is repeated after it was waited for, so it is among the last few.
     """
 
     def __init__(self, size: int = 64) -> None:
@@ -304,18 +303,13 @@ class StepMemory:
         self._forgotten = -1  # the highest id that was dropped
 
     def find(self, step_id: int) -> int | None:
-        """Return the outcome of a step; None if it is new.
-
-        Raises:
-            OptimizerError: It is so old that its outcome was dropped.
-        """
+        """Return the outcome of a step; None if it is new."""
         found = self._done.get(step_id)
         if found is None and step_id <= self._forgotten:
             raise OptimizerError(f"step {step_id} was asked for so long ago that it cannot be told whether it was done")
         return found
 
     def add(self, step_id: int, outcome: int) -> None:
-        """Note that a step was done."""
         self._done[step_id] = outcome
         while len(self._done) > self._size:
             self._forgotten = max(self._forgotten, self._done.popitem(last=False)[0])
@@ -330,11 +324,7 @@ def _users_step(optimizer: Any) -> Callable[[], Any]:
 
 
 def _gradients_of(context_id: int) -> GradientTable:
-    """What a context has gathered on this worker; nothing if this worker has no part in it.
-
-    Raises:
-        UnknownContext: It was released.
-    """
+    """What a context has gathered on this worker; nothing if this worker has no part in it."""
     container = current_engine().container
     context = container.find(context_id)
     if context is not None:
@@ -349,8 +339,6 @@ def _gradients_of(context_id: int) -> GradientTable:
 
 
 class _Arguments(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Arguments that another worker has sent, in order."""
-
     def __post_init__(self) -> None:
         ids = (*getattr(self, "context_ids", ()), getattr(self, "pass_id", 0))
         if max(ids) >> 64:
@@ -383,7 +371,6 @@ def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: O
 
 
 def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
-    """Have an owner do one of `OPERATIONS`."""
     kind = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if kind is None:
         raise NotExposed(f"{operation!r} is not an operation of optimizers")
@@ -395,11 +382,6 @@ def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
 
 
 def read_answer(operation: str, answer: Any) -> Any:
-    """Return what an owner has answered, if it is an answer to that operation.
-
-    Raises:
-        DecodeError: It is something else.
-    """
     return read_plain(answer, _ANSWERS[operation], f"not the answer to {operation!r}")
 
 

@@ -25,8 +25,6 @@ Named = tuple[str, RRef[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that share options."""
-
     entries: list[Named]  # unique names and references, in order; of sharded parameters, those of the parts
     options: dict[str, Any]
     sharded: list[ShardedParameter] = field(default_factory=list)
@@ -58,11 +56,7 @@ class GroupReader:
 
     @takes_parameters
     def read_all(self, params: Any) -> list[Group]:
-        """Return the groups, or one group for parameters that are not in any.
-
-        Raises:
-            ConfigurationError: There are none, or something is not a parameter.
-        """
+        """Return the groups, or one group for parameters that are not in any."""
         if isinstance(params, dict):
             raise ConfigurationError("put the group in a list: [{'params': [...]}]")
         items = _items(params)
@@ -72,11 +66,6 @@ class GroupReader:
 
     @takes_parameters
     def read(self, group: Any) -> Group:
-        """Return one group.
-
-        Raises:
-            ConfigurationError: It is not a group, or something in it is not a parameter.
-        """
         if not isinstance(group, dict) or "params" not in group:
             raise ConfigurationError(f'a parameter group is a dict with "params", not {type(group).__name__}')
         params = group["params"]
@@ -146,7 +135,6 @@ def _reference(item: Any) -> RRef[Any]:
 
 
 def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
-    """Return the parameters of each group that each worker has; groups by their number."""
     found: dict[str, dict[int, list[Named]]] = {}
     for number, group in enumerate(groups):
         for name, rref in group.entries:
@@ -159,8 +147,6 @@ def by_owner(groups: Iterable[Group]) -> dict[str, dict[int, list[Named]]]:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A part of a sharded parameter."""
-
     whole: str  # the name of the sharded parameter
     box: Box  # where the part lies in it
     size: tuple[int, ...]  # of the whole
@@ -181,11 +167,7 @@ class ShardedParameter:
 
     @classmethod
     def take(cls, name: str, tensor: ShardedTensor) -> ShardedParameter:
-        """Return a sharded parameter for an optimizer.
-
-        Raises:
-            ConfigurationError: Its parts are not on RPC workers.
-        """
+        """Return a sharded parameter for an optimizer."""
         if not isinstance(tensor._backend, WorkerBackend):
             raise ConfigurationError(
                 f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
@@ -194,7 +176,6 @@ class ShardedParameter:
         return cls(name, tensor, tensor._layout)
 
     def parts(self) -> list[tuple[PartOf, RRef[Any]]]:
-        """Return all parts with elements, and references to them."""
         size = tuple(self.tensor.size())
         return [
             (PartOf(self.name, box, size), part if isinstance(part, RRef) else RRef(part))
@@ -203,11 +184,7 @@ class ShardedParameter:
         ]
 
     def prepare_step(self) -> None:
-        """Check that the parts are still those that the optimizer knows, and wait for operations that still read them.
-
-        Raises:
-            OptimizerError: The parameter was resharded.
-        """
+        """Check that the parts are still those that the optimizer knows, and wait for operations that still read them."""
         if self.tensor._layout is not self.layout:
             raise OptimizerError(
                 f"parameter {self.name!r} was resharded, so this optimizer has parts that are not in use any more; "

@@ -37,11 +37,7 @@ def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[
 
 
 def unpack(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> tuple[NamedState, list[Options]]:
-    """Return the state of the parameters in some groups by name, and the options of each group.
-
-    Raises:
-        ConfigurationError: The state dict is one of other parameters.
-    """
+    """Return the state of the parameters in some groups by name, and the options of each group."""
     try:
         state, saved = state_dict["state"], list(state_dict["param_groups"])
         sizes = [len(group["params"]) for group in saved]
@@ -86,7 +82,6 @@ def _are_numbers(names: Sequence[str]) -> bool:
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Return the options of a group."""
     return {key: value for key, value in group.items() if key not in RESERVED}
 
 
@@ -124,12 +119,10 @@ class OptionLog:
         return found
 
     def note(self, changes: dict[int, Options]) -> None:
-        """Note that the owners are being told these changes."""
         for number, options in changes.items():
             self._told[number].update(options)
 
     def everything(self) -> dict[int, Options]:
-        """Return all options, for an owner that may have missed changes."""
         return {number: dict(told) for number, told in enumerate(self._told)}
 
 

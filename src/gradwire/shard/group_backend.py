@@ -167,7 +167,7 @@ def all_or_none(group: Any, action: Callable[[], T]) -> list[T]:
     try:
         result = action()
     except Exception as error:
-        failure, told = error, (type(error).__name__, str(error.args[0] if error.args else error))
+        failure, told = error, (type(error).__name__, str(error.args[0] if len(error.args) == 1 else error))
     gathered = gather_objects(group, (told, result))
     if failure is not None:
         raise failure

@@ -55,24 +55,16 @@ class Sender:
         self._error = error_of(self._action)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended within that time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for its end.
-
-        Raises:
-            AssertionError: It does not end.
-            Exception: What it raised.
-        """
         assert self.wait(TIMEOUT_S), "a sending or reading thread is stuck"
         if self._error is not None:
             raise self._error
 
 
 def error_of(action: Callable[[], object]) -> Exception | None:
-    """Return the exception that an action raises; None if it raises none."""
     try:
         action()
     except Exception as error:
@@ -81,7 +73,6 @@ def error_of(action: Callable[[], object]) -> Exception | None:
 
 
 def make_call(call_id: int, body: bytes) -> Call:
-    """Return a message that carries these bytes."""
     return Call(call_id, "function", 0.0, 0, len(body))
 
 
@@ -92,7 +83,6 @@ def send_call(
     values: Sequence[torch.Tensor] = (),
     deadline: float | None = None,
 ) -> None:
-    """Send one message with a body and tensors."""
     connection.send(make_call(call_id, body), body, values, deadline or time.monotonic() + TIMEOUT_S)
 
 
@@ -107,11 +97,6 @@ def write_raw(connection: StreamConnection, data: bytes) -> None:
 
 
 def receive_frames(connection: StreamConnection, num_frames: int) -> list[framing.Frame]:
-    """Return the next frames.
-
-    Raises:
-        AssertionError: They did not come in time, or more came.
-    """
     frames: list[framing.Frame] = []
     deadline = time.monotonic() + TIMEOUT_S
     while len(frames) < num_frames:
@@ -125,7 +110,6 @@ def receive_frames(connection: StreamConnection, num_frames: int) -> list[framin
 
 
 def receive_tensors(frame: framing.Frame) -> list[torch.Tensor]:
-    """Return the tensors of a frame."""
     message = frame.message
     assert isinstance(message, Call | Reply)
     buffers = iter(frame.buffers)
@@ -133,11 +117,7 @@ def receive_tensors(frame: framing.Frame) -> list[torch.Tensor]:
 
 
 def end_of(connection: StreamConnection, frames: list[framing.Frame] | None = None) -> TransportError:
-    """Read to the end and return the error that it was; what came before goes into `frames`.
-
-    Raises:
-        AssertionError: The connection did not end in time.
-    """
+    """Read to the end and return the error that it was; what came before goes into `frames`."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -152,7 +132,6 @@ def end_of(connection: StreamConnection, frames: list[framing.Frame] | None = No
 
 
 def call_ids(frames: list[framing.Frame]) -> list[int]:
-    """Return the calls that the frames belong to."""
     return [frame.message.call_id for frame in frames if isinstance(frame.message, Call | Reply | Failure)]
 
 

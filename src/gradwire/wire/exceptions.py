@@ -46,32 +46,20 @@ _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] 
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception on another worker; it is the `__cause__` of the exception that arrived here.
-
-    Attributes:
-        worker: Name of the worker where it was raised.
-        traceback: Its text.
-        info: The exception as it came, to be passed on.
-    """
+    """The traceback of an exception on another worker; it is the `__cause__` of the exception that arrived here."""
 
     def __init__(self, worker: str, traceback: str, info: ErrorInfo | None = None) -> None:
         super().__init__(worker, traceback)
         self.worker = worker
         self.traceback = traceback
-        self.info = info
+        self.info = info  # the exception as it came, to be passed on
 
     def __str__(self) -> str:
         return f"on worker '{self.worker}':\n{self.traceback}"
 
 
 def describe_exception(exc: BaseException, worker: str, limits: Limits) -> ErrorInfo:
-    """Describe an exception so that another worker can raise it. Never raises, whatever the exception does.
-
-    Args:
-        exc: What was raised here, perhaps after it came from a third worker.
-        worker: This worker's name.
-        limits: `Limits.error_text_bytes` bounds the texts of the whole chain together.
-    """
+    """Describe an exception so that another worker can raise it. Never raises, whatever the exception does."""
     chain = _chain_of(exc)
     budget = max(64, min(limits.error_text_bytes, limits.header_bytes // 2) // len(chain))
     described: ErrorInfo | None = None
@@ -182,12 +170,7 @@ def _encoded(value: Any) -> bytes | None:
 
 
 def check_error(info: ErrorInfo, limits: Limits) -> None:
-    """Refuse an exception that `describe_exception` would not describe like that.
-
-    Raises:
-        LimitExceeded: A name or the chain of causes is too long.
-        DecodeError: The name of a worker has control characters.
-    """
+    """Refuse an exception that `describe_exception` would not describe like that."""
     link: ErrorInfo | None = info
     for _ in range(MAX_CAUSES):
         if link is None:

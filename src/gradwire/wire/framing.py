@@ -67,11 +67,7 @@ _encode_header: Final = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message, payload_bytes: int = 0) -> bytes:
-    """Return prefix and header of a frame; the caller sends `payload_bytes` bytes of payload behind them.
-
-    Raises:
-        CannotSend: A field of the message (in practice a note) is not plain data.
-    """
+    """Return prefix and header of a frame; the caller sends `payload_bytes` bytes of payload behind them."""
     try:
         header = _encode_header(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -83,19 +79,10 @@ def encode(message: Message, payload_bytes: int = 0) -> bytes:
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One decoded frame.
-
-    Attributes:
-        message: The header.
-        body: The encoded arguments; empty if there are none.
-        buffers: One writable buffer for each dense part of the tensors, in order.
-        shortage: Why the payload is missing: this process had no memory for it. Empty for frames that are whole.
-    """
-
     message: Message
-    body: bytes | bytearray
-    buffers: list[Any]
-    shortage: str = ""
+    body: bytes | bytearray  # the encoded arguments; empty if there are none
+    buffers: list[Any]  # one writable buffer for each dense part of the tensors, in order
+    shortage: str = ""  # why the payload is missing, in a process that had no memory for it
 
 
 class FrameDecoder:
@@ -103,10 +90,6 @@ class FrameDecoder:
 
     The driver calls `feed` with what it read. While a large segment is arriving, `writable` returns the rest of its final
     buffer, so that the driver can read into it and call `advance`. After an error the decoder is dead.
-
-    Attributes:
-        accept: Message types that are allowed now; the driver replaces it when the handshake is over.
-        payload: Of the frame whose header is complete, to be looked at only; without one, nothing is `writable`.
     """
 
     def __init__(
@@ -120,15 +103,11 @@ class FrameDecoder:
     ) -> None:
         """Make a decoder at the start of a connection.
 
-        Args:
-            limits: What is accepted.
-            accept: Message types that are allowed now.
-            allocate: Makes a writable buffer for a tensor segment of so many bytes (at least 1).
-            map_slot: Returns the buffer of a part that lies in shared memory; None refuses such parts.
-            shared_dtypes: Numbers of the dtypes that may lie there.
+        `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
+        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts.
         """
-        self.accept = accept
-        self.payload: IncomingPayload | None = None
+        self.accept = accept  # the driver replaces it when the handshake is over
+        self.payload: IncomingPayload | None = None  # of the frame whose header is complete, to be looked at only
         self._limits = limits
         self._allocate = allocate
         self._map_slot = map_slot
@@ -147,23 +126,8 @@ class FrameDecoder:
         """Whether everything that was fed belongs to frames that have been returned."""
         return self.payload is None and not self._head
 
-    def eof(self) -> None:
-        """Note that the connection ended.
-
-        Raises:
-            DecodeError: It ended inside a frame.
-        """
-        if not self.is_idle:
-            self._is_dead = True
-            raise DecodeError("the connection ended inside a frame")
-
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """Decode what arrived. `data` is copied, and may be used again by the caller.
-
-        Raises:
-            DecodeError: Bytes that are not a frame.
-            LimitExceeded: A frame larger than the limits.
-        """
+        """Decode what arrived. `data` is copied, and may be used again by the caller."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         self._is_dead = True  # unless all of it can be decoded
@@ -197,11 +161,7 @@ class FrameDecoder:
         return target if target is not None and len(target) >= DIRECT_READ_FROM else None
 
     def advance(self, num_bytes: int) -> list[Frame]:
-        """Note that so many bytes were read into `writable()`.
-
-        Raises:
-            DecodeError: The frame is complete and names shared memory that cannot be mapped, or the decoder is dead.
-        """
+        """Note that so many bytes were read into `writable()`."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         payload = self.payload
@@ -278,15 +238,12 @@ class IncomingPayload:
 
     Slots are mapped when the frame is complete, in order. So a reader that finds one that its sender still fills knows
     that the sender waits for nothing: it has written the whole frame.
-
-    Attributes:
-        target: The rest of the buffer that is being filled; None between segments.
     """
 
     __slots__ = ("_allocate", "_buffers", "_map_slot", "_message", "_num_skipped", "_parts", "_shortage", "target")
 
     def __init__(self, message: Call | Reply, allocate: Allocate, map_slot: MapSlot | None) -> None:
-        self.target: memoryview | None = None
+        self.target: memoryview | None = None  # the rest of the buffer that is being filled; None between segments
         self._message = message
         self._allocate = allocate
         self._map_slot = map_slot
@@ -383,8 +340,6 @@ def _check_name(name: str, what: str, limits: Limits, known_names: set[str]) -> 
 
 
 class _Kind(NamedTuple):
-    """What encoder and decoder need to know about one type of message."""
-
     type: type[Message]
     name: str
     front: bytes  # the first eight bytes of its frames
@@ -410,7 +365,6 @@ _KINDS_BY_FRONT: Final = {kind.front: kind for kind in _KINDS.values()}
 
 
 def _explain_front(front: bytes) -> str:
-    """Say what is wrong with the first eight bytes of a frame."""
     magic, version, number, flags, reserved = _FRONT.unpack(front)
     if magic != MAGIC:
         return f"peer is not a gradwire endpoint: its bytes start with {magic!r}, not {MAGIC!r}"

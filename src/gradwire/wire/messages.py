@@ -65,46 +65,26 @@ class SlotRef(_Header, frozen=True):
 
 
 class TensorMeta(_Header, frozen=True):
-    """Everything about a tensor except its bytes.
+    """Everything about a tensor except its bytes. Numbers are those of `gradwire.wire.tensors`."""
 
-    Attributes:
-        dtype: Index into `gradwire.wire.tensors.DTYPES`.
-        shape: Sizes.
-        num_bytes: Bytes of this tensor's own segment (0 for sparse layouts and ``meta`` tensors).
-        flags: Sum of the `FLAG_*` numbers in `gradwire.wire.tensors`.
-        layout: Index into `gradwire.wire.tensors.LAYOUTS`.
-        device: Where the tensor was and shall be; empty for the CPU.
-        parts: Dense tensors that make up a sparse one.
-        slot: Where the bytes are, if not in the payload.
-    """
-
-    dtype: _Number
+    dtype: _Number  # index into DTYPES
     shape: tuple[_Number, ...]
-    num_bytes: _Number
-    flags: Annotated[int, Meta(ge=0, le=31)] = 0
-    layout: Annotated[int, Meta(ge=0, le=5)] = 0
-    device: str = ""
-    parts: tuple[TensorMeta, ...] = ()
-    slot: SlotRef | None = None
+    num_bytes: _Number  # of this tensor's own segment (0 for sparse layouts and ``meta`` tensors)
+    flags: Annotated[int, Meta(ge=0, le=31)] = 0  # sum of FLAG_...
+    layout: Annotated[int, Meta(ge=0, le=5)] = 0  # index into LAYOUTS
+    device: str = ""  # where the tensor was and shall be; empty for the CPU
+    parts: tuple[TensorMeta, ...] = ()  # dense tensors that make up a sparse one
+    slot: SlotRef | None = None  # where the bytes are, if not in the payload
 
 
 class ErrorInfo(_Header, frozen=True):
-    """An exception as data.
+    """An exception as data."""
 
-    Attributes:
-        type_name: ``module:qualname`` of its class.
-        message: ``str(exception)``.
-        traceback: The remote traceback as text, cut to `Limits.error_text_bytes`.
-        worker: Name of the worker where it was raised.
-        details: Constructor arguments and attributes, as far as they are plain data (encoded), or empty.
-        cause: The exception behind it.
-    """
-
-    type_name: Annotated[str, Meta(max_length=1024)]
+    type_name: Annotated[str, Meta(max_length=1024)]  # ``module:qualname`` of its class
     message: str
-    traceback: str
-    worker: str
-    details: bytes = b""
+    traceback: str  # cut to `Limits.error_text_bytes`
+    worker: str  # where it was raised
+    details: bytes = b""  # constructor arguments and attributes, as far as they are plain data (encoded)
     cause: ErrorInfo | None = None
 
 
@@ -129,8 +109,6 @@ class Challenge(_Header, frozen=True):
 
 
 class Proof(_Header, frozen=True):
-    """The caller's proof."""
-
     proof: _Secret
 
 
@@ -139,37 +117,22 @@ class Welcome(_Header, frozen=True):
 
 
 class Refused(_Header, frozen=True):
-    """The connection is not opened, and why. Never holds a secret.
+    """The connection is not opened, and why. Never holds a secret."""
 
-    Attributes:
-        reason: For people.
-        is_taken: Whether the reason is that another worker has the caller's name or rank.
-    """
-
-    reason: str
-    is_taken: bool = False
+    reason: str  # for people
+    is_taken: bool = False  # whether the reason is that another worker has the caller's name or rank
 
 
 class Call(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Run a function.
+    """Run a function."""
 
-    Attributes:
-        call_id: Unique on its connection.
-        function: ``module:qualname`` or an exposed name; empty when the function is in the body.
-        timeout_s: Time left, 0 for no deadline. Relative, because clocks differ.
-        codec: How the body is encoded (`gradwire.wire.serialization`).
-        body_bytes: Length of the body.
-        tensors: One entry for each tensor in the arguments.
-        notes: What interceptors attached, by their name; `read_note` checks what came.
-    """
-
-    call_id: _Number
-    function: str
-    timeout_s: _Seconds
-    codec: _Codec
+    call_id: _Number  # unique on its connection
+    function: str  # ``module:qualname`` or an exposed name; empty when the function is in the body
+    timeout_s: _Seconds  # time left, 0 for no deadline; relative, because clocks differ
+    codec: _Codec  # how the body is encoded (`gradwire.wire.serialization`)
     body_bytes: _Number
-    tensors: tuple[TensorMeta, ...] = ()
-    notes: _Notes = {}
+    tensors: tuple[TensorMeta, ...] = ()  # one entry for each tensor in the arguments
+    notes: _Notes = {}  # what interceptors attached, by their name; `read_note` checks what came
 
 
 class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -233,16 +196,7 @@ prepare(Any)
 
 
 def read_plain(value: Any, kind: Any, problem: str) -> Any:
-    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type.
-
-    Args:
-        value: What came; any object that may travel, tensors included.
-        kind: The type, with ranges and lengths.
-        problem: How the error begins.
-
-    Raises:
-        DecodeError: The value is not of that type.
-    """
+    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type."""
     if kind not in _note_decoders:
         prepare(kind)
     try:
@@ -252,11 +206,7 @@ def read_plain(value: Any, kind: Any, problem: str) -> Any:
 
 
 def read_note(note: Note, kind: type[N]) -> N:
-    """Decode a note that arrived; one that was never encoded, or is decoded already, is returned as it is.
-
-    Raises:
-        DecodeError: The note is not of that type.
-    """
+    """Decode a note that arrived; one that was never encoded, or is decoded already, is returned as it is."""
     if type(note) is not msgspec.Raw:  # from this worker to itself, or read before
         found: N = note
         return found
@@ -281,11 +231,7 @@ _decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
 
 
 def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
-    """Decode and check an address that came from another worker or from a store.
-
-    Raises:
-        DecodeError: It is not an address that a worker can have.
-    """
+    """Decode and check an address that came from another worker or from a store."""
     try:
         address = _decode_address(raw)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
@@ -295,12 +241,6 @@ def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
 
 
 def check_address(address: WorkerAddress, limits: Limits) -> None:
-    """Refuse an address that a worker cannot have.
-
-    Raises:
-        DecodeError: A field is out of range.
-        LimitExceeded: A field is too long.
-    """
     name = address.info.name
     check_text(name, "a worker's name", limits.name_bytes)
     if not is_worker_name(name):
@@ -316,12 +256,7 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
 
 
 def check_text(text: str, what: str, max_bytes: int) -> None:
-    """Refuse a short text that is too long or has control characters.
-
-    Raises:
-        LimitExceeded: It is too long.
-        DecodeError: It would do harm where it is printed.
-    """
+    """Refuse a short text that is too long or has control characters."""
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
         raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):

@@ -132,15 +132,10 @@ _idle: deque[_Pickler] = deque(maxlen=_KEEP_PICKLERS)
 
 
 def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, TensorTable]:
-    """Pickle a value. Its tensors are in the table.
+    """Pickle a value, whose tensors go into the table.
 
-    Args:
-        value: What to pickle.
-        shares_main: Whether what is defined in ``__main__`` can be found there by name.
-
-    Raises:
-        CannotSend: Raised by a class while it was pickled.
-        Exception: What cloudpickle raises for a value that cannot be pickled.
+    If `shares_main`, what is defined in ``__main__`` can be found there by name. Raises whatever a class or cloudpickle
+    raises for a value that cannot be pickled.
     """
     try:
         return _dumps_by_reference(value, shares_main)
@@ -168,12 +163,7 @@ def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTab
 
 
 def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Load a pickle of a worker that is trusted with code.
-
-    Raises:
-        DecodeError: The bytes are not a pickle.
-        CannotSend: It names something that this worker cannot import or make.
-    """
+    """Load a pickle of a worker that is trusted with code."""
     try:
         return _Unpickler(bytes(body), tensors).load()
     except DecodeError:
@@ -313,11 +303,7 @@ class CarriedFunction(msgspec.Struct, frozen=True):
     pickle: bytes
 
     def load(self) -> Any:
-        """Return the function; the same one for the same pickle.
-
-        Raises:
-            CannotSend: It names something that this worker cannot import.
-        """
+        """Return the function; the same one for the same pickle."""
         return _load_function(self.pickle)
 
 
@@ -483,13 +469,7 @@ def _find_loaded(module: Any, qualname: str) -> Any:
 
 
 def resolve_function(name: str) -> Callable[..., Any]:
-    """Return the function of that name; import its module. Only for workers that trust each other with code.
-
-    Raises:
-        ImportError: There is no such module here, or importing it fails.
-        NoSuchFunction: The module has no such function.
-        TypeError: It is not callable.
-    """
+    """Return the function of that name; import its module. Only for workers that trust each other with code."""
     known = _modules.get(name)
     if known is not None:  # a function at the top of a module: its attribute is read anew, so redefinitions count
         module, attribute = known

@@ -83,12 +83,7 @@ class TensorTable:
 
 
 def dumps(value: Any, limits: Limits, max_items: float = float("inf")) -> tuple[bytes, list[torch.Tensor]]:
-    """Encode a value.
-
-    Raises:
-        NotPlain: It holds something that is not plain data, or a container of more than `max_items`.
-        CannotSend: It is nested too deeply, or holds itself.
-    """
+    """Encode a value; raise `NotPlain` if it holds something else, or a container of more than `max_items`."""
     table = TensorTable(max_items)
     try:
         (raw,) = _encode_items([], (value,), table, limits.depth + 1)
@@ -191,12 +186,7 @@ class _Incoming:
 
 
 def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], limits: Limits) -> Any:
-    """Decode a value.
-
-    Raises:
-        DecodeError: The bytes are not what `dumps` writes, or do not name every tensor of the table.
-        LimitExceeded: The value is nested too deeply.
-    """
+    """Decode a value, which must name every tensor of the table."""
     incoming = _Incoming(tensors)
     try:
         raw = _decode_msgpack(body)
@@ -297,8 +287,6 @@ _CONTAINERS: Final[dict[int, Callable[[list[Any], bytes], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlainClass:
-    """How instances of a registered class are taken apart and put together."""
-
     kind: type
     name: str
     to_fields: Callable[[Any], Sequence[Any]]
@@ -446,12 +434,7 @@ _MSGPACK_KINDS: Final = _kinds()
 
 
 def check_structure(data: bytes | bytearray | memoryview, limits: Limits) -> None:
-    """Refuse msgpack that is harmless in bytes and harmful in memory or time.
-
-    Raises:
-        LimitExceeded: It has more than `Limits.frame_bytes` / 64 items, or is nested too deeply to decode safely.
-        DecodeError: It has a map whose keys are not text, or is cut.
-    """
+    """Refuse msgpack that is harmless in bytes and harmful in memory or time."""
     if len(data) <= SCAN_FROM:
         return
     most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)

@@ -67,34 +67,18 @@ _NO_TENSORS: Final[list[torch.Tensor]] = []  # shared by all values without tens
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """An encoded value.
-
-    Attributes:
-        codec: How `body` is encoded.
-        body: The value without its tensors.
-        tensors: The tensors, in the order in which `body` numbers them.
-        trip: For the layer that packs: what the value holds that must know whether it arrives; opaque here.
-        untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
-    """
-
     codec: int
-    body: bytes
-    tensors: list[torch.Tensor]
-    trip: Any = None
-    untracked: list[torch.Tensor] = _NO_TENSORS
+    body: bytes  # the value without its tensors
+    tensors: list[torch.Tensor]  # in the order in which `body` numbers them
+    trip: Any = None  # for the layer that packs: what the value holds that must know whether it arrives; opaque here
+    untracked: list[torch.Tensor] = _NO_TENSORS  # require grad, but gradients cannot be sent back to them
 
 
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
-    """Encode a value for another worker.
+    """Encode a value for another worker: ``(args, kwargs)`` for a call, anything else for a result.
 
-    Args:
-        value: For a call, ``(args, kwargs)``; anything else for a result.
-        trust: Whether pickles may be used.
-        limits: `Limits.depth` bounds the nesting of containers.
-        shares_main: Whether the other worker runs the same script, so that ``__main__`` need not travel by value.
-
-    Raises:
-        CannotSend: Something in it cannot travel; says what, where, and what to do.
+    If `shares_main`, the other worker runs the same script, so that ``__main__`` need not travel by value. The error for
+    what cannot travel names the part, where it is, and what to do.
     """
     return pack_bare(value) or pack_other(value, trust, limits, shares_main)
 
@@ -139,13 +123,6 @@ def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = Fal
 def unpack(
     codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], trust: Trust, limits: Limits
 ) -> Any:
-    """Decode a value of another worker.
-
-    Raises:
-        DecodeError: The bytes are not a value, or a pickle came although ``trust="data"``.
-        LimitExceeded: The value is nested too deeply or has too many items.
-        CannotSend: With ``trust="code"``, the value names something that this worker cannot import.
-    """
     if codec == PLAIN:
         if trust != "code":
             check_structure(body, limits)
@@ -158,11 +135,7 @@ def unpack(
 
 
 def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Decode a value that is nothing but tensors or nothing at all.
-
-    Raises:
-        DecodeError: Body or tensors do not fit the codec.
-    """
+    """Decode a value that is nothing but tensors or nothing at all."""
     if body:
         raise DecodeError(f"a body of {len(body)} bytes with codec {codec}, which has none")
     if codec == TENSORS:

@@ -78,16 +78,9 @@ that takes integers may check them first and use them as indices later, so a sen
 def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
     """Return a tensor's metadata, and the dense CPU tensors whose bytes it is made of.
 
-    Args:
-        tensor: Any strided or sparse tensor or parameter, on any device.
-        limits: `Limits.num_dims` is checked, so that a tensor that every worker refuses is refused where it is made.
-
-    Returns:
-        The metadata, and its parts, depth first: detached, without conj and neg bits, not necessarily contiguous. They
-        share memory with `tensor` where that is on the CPU. A tensor on ``meta`` has none.
-
-    Raises:
-        CannotSend: The tensor is quantised, nested, of a sub-byte dtype or a foreign subclass, or has too many dims.
+    These are depth first, detached, without conj and neg bits, not necessarily contiguous, and share memory with `tensor`
+    where that is on the CPU. A tensor on ``meta`` has none. The limit on dims is checked here, so that a tensor that every
+    worker refuses is refused where it is made.
     """
     index = _DTYPE_INDEX.get(tensor.dtype)
     if (
@@ -156,7 +149,6 @@ def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
 
 
 def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return indices, then values."""
     if tensor.layout is torch.sparse_coo:
         return _torch.coo_indices(tensor), _torch.coo_values(tensor)
     if tensor.layout in _BY_ROWS:
@@ -178,9 +170,6 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     """Return the bytes of a dense part, and the tensor that must be kept alive while they are used.
 
     A large contiguous part is not copied; of any other, the owner is a contiguous copy.
-
-    Raises:
-        CannotSend: The part has no memory of its own.
     """
     owner = part if part.is_contiguous() else part.contiguous()
     num_bytes = owner.nbytes
@@ -199,11 +188,7 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
 
 
 def address_of(part: torch.Tensor) -> int:
-    """Return where the bytes of a contiguous part begin; 0 for zeros that were never written down.
-
-    Raises:
-        CannotSend: The part has no memory of its own.
-    """
+    """Return where the bytes of a contiguous part begin; 0 for zeros that were never written down."""
     try:
         return part.data_ptr()
     except RuntimeError as error:
@@ -211,11 +196,7 @@ def address_of(part: torch.Tensor) -> int:
 
 
 def copy_into(part: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a dense part, of whatever strides, into a flat ``uint8`` tensor of exactly its size, in one pass.
-
-    Raises:
-        CannotSend: The part has no memory of its own.
-    """
+    """Copy a dense part, of whatever strides, into a flat ``uint8`` tensor of exactly its size, in one pass."""
     num_bytes = part.nbytes
     if target.nbytes != num_bytes:
         raise ValueError(f"copy_into: the part has {num_bytes} bytes and the target {target.nbytes}")
@@ -240,19 +221,8 @@ def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
 def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = ()) -> int:
     """Check metadata that came from another worker, before anything is allocated for it.
 
-    The ranges of single fields were checked when it was decoded.
-
-    Args:
-        meta: What came.
-        limits: What is accepted.
-        shared_dtypes: Numbers of the dtypes that may lie in shared memory.
-
-    Returns:
-        How many bytes of the payload belong to this tensor; bytes in shared-memory slots do not count.
-
-    Raises:
-        DecodeError: The metadata contradicts itself or names something unknown.
-        LimitExceeded: It has too many dims.
+    The ranges of single fields were checked when it was decoded. Returns how many bytes of the payload belong to this
+    tensor; bytes in shared-memory slots do not count.
     """
     index, shape = meta.dtype, meta.shape
     if index >= len(_ITEMSIZES):
@@ -336,16 +306,7 @@ def _fits_compressed(
 
 
 def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
-    """Make the tensor that `meta`, checked by `validate`, describes.
-
-    Args:
-        meta: What the tensor is.
-        buffers: One writable buffer for each dense part; the tensor keeps and uses it.
-
-    Raises:
-        DecodeError: The indices of a sparse tensor are not valid.
-        CannotSend: The tensor belongs on a device that this worker does not have.
-    """
+    """Make the tensor that `meta`, checked by `validate`, describes; it keeps the buffers, one for each dense part."""
     dtype, shape, num_bytes, device, flags = meta.dtype, meta.shape, meta.num_bytes, meta.device, meta.flags
     if meta.layout:
         tensor = _assemble_sparse(meta, [rebuild(part, buffers) for part in meta.parts])

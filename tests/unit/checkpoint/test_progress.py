@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import _interrupts
-from gradwire.checkpoint import progress as module
+from gradwire import _interrupts, _progress_bar
 from gradwire.checkpoint.progress import ByteProgress, WatchedFiles
 
 
@@ -30,7 +29,7 @@ def _use_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
 @pytest.mark.parametrize(("option", "delay_s"), [(True, 60.0), (None, 0.0)])
 def test_it_shows_on_a_terminal(monkeypatch: pytest.MonkeyPatch, option: bool | None, delay_s: float) -> None:
     terminal = _use_terminal(monkeypatch)
-    monkeypatch.setattr(module, "_DELAY_S", delay_s)
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", delay_s)
     with ByteProgress("saving", option) as progress:
         progress.total = 4 << 20
         progress.advance(2 << 20)

@@ -1,4 +1,4 @@
-"""The progress bar of `Cluster.map` appears only on a terminal, and only if it takes long."""
+"""Progress bars appear only on a terminal, or in a notebook with widgets, and only if it takes long."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import pytest
 import rich.console
 
-from gradwire.cluster import map as map_module
-from gradwire.cluster.map import DelayedProgress
+from gradwire import _progress_bar
+from gradwire._progress_bar import DelayedBar
 
 
 class _Terminal(io.StringIO):
@@ -25,33 +25,37 @@ def _use_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     return terminal
 
 
+def _make_bar() -> DelayedBar:
+    return DelayedBar("square", lambda progress: [progress.MofNCompleteColumn()])
+
+
 def test_it_shows_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
-    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
-    with DelayedProgress("square", 4) as progress:
-        progress.advance()
-        progress.refresh()
-        progress.advance()
-        progress.refresh()
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    bar = _make_bar()
+    bar.update(1, 4)
+    bar.update(2, 4)
+    bar.stop()
     assert "square" in terminal.getvalue()
     assert "2/4" in terminal.getvalue()
 
 
 def test_it_does_not_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
-    with DelayedProgress("square", None) as progress:
-        progress.advance()
-        progress.refresh()
+    bar = _make_bar()
+    bar.update(1, None)
+    bar.stop()
     assert terminal.getvalue() == ""
 
 
 def test_it_does_not_show_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
-    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
-    with DelayedProgress("square", 4) as progress:
-        progress.refresh()
-        progress.refresh()
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    bar = _make_bar()
+    bar.update(0, 4)
+    bar.update(0, 4)
+    bar.stop()
     assert file.getvalue() == ""
 
 
@@ -59,8 +63,9 @@ def test_it_does_not_show_in_a_notebook_without_widgets(monkeypatch: pytest.Monk
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(map_module, "_PROGRESS_DELAY_S", 0.0)
-    with DelayedProgress("square", 4) as progress:
-        progress.refresh()  # rich would warn
-        progress.refresh()
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    bar = _make_bar()
+    bar.update(0, 4)  # rich would warn
+    bar.update(0, 4)
+    bar.stop()
     assert sys.stderr.getvalue() == ""

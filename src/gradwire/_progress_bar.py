@@ -1,0 +1,64 @@
+"""Progress bars: on a terminal, or in a notebook with ipywidgets, and only if something takes long."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_DELAY_S: Final = 1.0
+
+
+class DelayedBar:
+    """A bar that its user updates, so that it needs no thread.
+
+    `columns` is called with the module `rich.progress` and returns what stands behind the bar.
+    """
+
+    def __init__(self, description: str, columns: Callable[[Any], list[Any]], is_delayed: bool = True) -> None:
+        self._description = description
+        self._columns = columns
+        self._shown_from = time.monotonic() + (_DELAY_S if is_delayed else 0.0)
+        self._bar: Progress | None = None
+
+    def update(self, completed: int, total: int | None) -> None:
+        if self._bar is None:
+            if time.monotonic() < self._shown_from:
+                return
+            self._shown_from = float("inf")  # asked once: whether there is a terminal does not change
+            self._bar = self._make_bar()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=completed, total=total)
+            self._bar.refresh()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _make_bar(self) -> Progress | None:
+        # Imported when a bar may be shown, which in most processes is never.
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        # Without ipywidgets, rich would warn in a notebook with every refresh.
+        has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        if not (sys.stderr.isatty() or has_widgets):
+            return None
+        bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            *self._columns(progress),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # into a file or a notebook it must go on to be written as it is
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        bar.add_task(self._description, total=None)
+        bar.start()
+        return bar
