@@ -124,7 +124,7 @@ def test_a_creation_that_is_interrupted_leaves_nothing(
     a, _ = make_agents(2)
     known = context.of(a)
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(a.client, "start", interrupted)
