@@ -46,12 +46,7 @@ def _enabled() -> Iterator[None]:
 
 
 def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Surround a run of the local engine: what torch says about a failure becomes part of the error.
-
-    Raises:
-        AnomalyFound: Something failed inside, and torch knows where its forward was called.
-        Exception: Whatever else came from inside.
-    """
+    """Surround a run of the local engine: what torch says about a failure becomes part of the error (`AnomalyFound`)."""
     return _detecting() if is_wanted else _NOTHING
 
 
@@ -77,13 +72,14 @@ class _WarningCatcher:
     that swallows the warnings of the whole process.
     """
 
+    # `open` and `close` are called under the lock.
+
     def __init__(self) -> None:
         self._num_users = 0
         self._show_before: Callable[..., Any] = warnings.showwarning
         self._filter: Any = None
 
     def open(self) -> None:
-        """One more thread catches; under the lock."""
         self._num_users += 1
         if self._num_users == 1:
             self._show_before, warnings.showwarning = warnings.showwarning, self._show
@@ -91,7 +87,6 @@ class _WarningCatcher:
             self._filter = warnings.filters[0]
 
     def close(self) -> None:
-        """One thread fewer; under the lock."""
         self._num_users -= 1
         if self._num_users:
             return

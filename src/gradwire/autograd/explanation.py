@@ -28,8 +28,6 @@ _QUICK_S = 0.1  # for those who are asked last
 
 
 class MessageView(msgspec.Struct, frozen=True):
-    """A recorded message, as people are shown it."""
-
     message_id: int
     peer: str
     function: str
@@ -37,8 +35,6 @@ class MessageView(msgspec.Struct, frozen=True):
 
 
 class PassView(msgspec.Struct, frozen=True):
-    """A backward pass on one worker."""
-
     pass_id: int
     root: str
     mode: str
@@ -49,8 +45,6 @@ class PassView(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """What one worker has for a context."""
-
     worker: str
     known_workers: tuple[Rank, ...] = ()
     num_gradients: int = 0
@@ -101,22 +95,15 @@ def _describe_pass(worker: str, current: PassView) -> list[str]:
 
 
 class Prober:
-    """Asks other workers about contexts and passes, and answers such questions.
-
-    Args:
-        agent: This worker.
-        container: Its contexts.
-        lost: Ranks of workers that need not be asked.
-        name_of: Names of workers by rank; raises `UnknownWorker`.
-    """
+    """Asks other workers about contexts and passes, and answers such questions."""
 
     def __init__(
         self, agent: Agent, container: DistAutogradContainer, lost: Collection[int], name_of: Callable[[int], str]
     ) -> None:
         self._agent = agent
         self._container = container
-        self._lost = lost
-        self._name_of = name_of
+        self._lost = lost  # need not be asked
+        self._name_of = name_of  # raises `UnknownWorker`
         agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
         agent.server.register_control("autograd.explain", self._on_explain, Id)
 
@@ -153,7 +140,6 @@ class Prober:
     # -- explain -----------------------------------------------------------------------------------------------------
 
     def explain(self, context: DistAutogradContext) -> Explanation:
-        """Ask every worker that has to do with a context."""
         found = {self._container.worker: self._view(context)}
         key = (context.context_id,)
         self._explore(

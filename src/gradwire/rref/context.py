@@ -134,7 +134,7 @@ class PeerKnowledge:
         self._agent = agent
 
     def may_make(self, worker: Worker, rref_id: int) -> bool:
-        """Return whether a call of that worker that makes that value may be in flight: it has connected for that."""
+        """Whether a call of that worker that makes that value may be in flight: it has connected for that."""
         return creator_of(rref_id) == worker[0] and self.was_connected(worker)
 
     def may_bring(self, worker: Worker) -> bool:
@@ -236,12 +236,10 @@ class References:
 
     @property
     def num_held(self) -> int:
-        """Values here that other workers refer to."""
         with self._lock:
             return self._ownership.num_held
 
     def statistics(self) -> ReferenceStatistics:
-        """Return the counts of this moment."""
         self.take_dropped()
         with self._lock:
             return ReferenceStatistics(*self._ownership.counts, self._outbox.num_open)
@@ -305,18 +303,12 @@ class References:
         )
 
     def access_of(self, caller: Worker, rref_id: int) -> Access:
-        """Return what another worker, or this one, may do with a value."""
         with self._lock:
             is_held = caller == self.own or self._ownership.is_holder(rref_id, caller)
             return Access(rref_id in self._owned, is_held, self._ownership.can_expect(caller))
 
     def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
-        """Return the value that a call is to make for a worker.
-
-        Raises:
-            DecodeError: The ids are those of another worker.
-            RRefError: That worker has given the value up already, or holds too many references.
-        """
+        """Return the value that a call is to make for a worker."""
         if user == self.own:  # not found: dropped before it was made, so that no code will see it
             return self._owned.get(rref_id) or Owned(rref_id)
         if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
@@ -336,7 +328,6 @@ class References:
         )
 
     def make_here(self) -> Owned:
-        """Return a value of this worker that a call of its own is going to make."""
         owned = Owned(self.new_id())
         self.share(owned)
         return owned
@@ -350,7 +341,6 @@ class References:
     # -- references to values elsewhere ------------------------------------------------------------------------------
 
     def create_fork(self, owner: WorkerAddress) -> UserFork:
-        """Return a reference to a value that a call is going to make on another worker."""
         worker, rref_id, fork_id = (owner.info.id, owner.incarnation), self.new_id(), self.new_id()
         fork = UserFork(rref_id, fork_id, owner.info, worker, is_first=True, is_used=False)
         self._see(worker)
@@ -374,7 +364,6 @@ class References:
             self.on_created(state)
 
     def on_created(self, fork: UserFork) -> None:
-        """The owner has the value."""
         with self._lock:
             actions = self._ownership.confirmed(fork.fork_id, fork.owner_life)
         if len(actions) > 1:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
@@ -383,7 +372,6 @@ class References:
         fork.confirm()
 
     def on_failed(self, state: Owned | UserFork, error: Exception) -> None:
-        """The call that was to make a value has failed."""
         if isinstance(state, Owned):
             state.fail(copies_of(error))
             return
@@ -433,12 +421,7 @@ class References:
     def receive(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None
     ) -> Owned | UserFork:
-        """Return what a reference that arrived refers to: a broken fork if it cannot be used.
-
-        Raises:
-            UnknownWorker: No worker has the owner's rank.
-            RRefError: This worker sent it to itself, and has deleted it.
-        """
+        """Return what a reference that arrived refers to: a broken fork if it cannot be used."""
         if sender == self.own:
             return self._receive_own(rref_id, fork_id)
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
@@ -476,7 +459,6 @@ class References:
         return state
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
-        """A message with references will never arrive."""
         with self._effects:
             for child in cargo.values():
                 if type(child) is int:
@@ -500,7 +482,6 @@ class References:
             self.agent.reactor.run_soon(self._timer.plan)
 
     def take_dropped(self) -> None:
-        """Tell the protocol of the references that were let go of."""
         self._is_drop_planned = False
         while self._dropped:
             with self._effects:
@@ -623,8 +604,7 @@ class References:
         text = f"worker {address.info.name} is lost: {reason}"
         self.agent.reactor.run_soon(lambda: self._lose((address.info.id, address.incarnation), text, is_reported=True))
 
-    def _on_worker_connected(self, address: WorkerAddress) -> None:
-        """Before anything is read from the connection."""
+    def _on_worker_connected(self, address: WorkerAddress) -> None:  # before anything is read from the connection
         worker = (address.info.id, address.incarnation)
         with self._lock:
             self._protocol.incarnation_ended((address.info.id, address.incarnation - 1))  # earlier ones cannot return
@@ -691,16 +671,11 @@ def all_open() -> list[References]:
 
 
 def of(agent: Agent) -> References:
-    """Return the references of a worker."""
     found: References = agent.extensions[_EXTENSION]
     return found
 
 
 def here() -> References:
-    """Return those of the worker whose call the current thread serves, or of this process.
-
-    Raises:
-        NotInitialized: This process is not a worker.
-    """
+    """Return those of the worker whose call the current thread serves, or of this process."""
     request = current_request()
     return of(request.source.server.agent if request is not None else current_agent())

@@ -45,22 +45,15 @@ _CONSTANT: Final = frozenset((bool, int, float, complex))
 
 
 def fetch(rref_id: int, maker: Worker | None) -> Any:
-    """Return the value, now or when it is made."""
     return _when_made(_find(rref_id, maker), lambda value: value)
 
 
 def type_of(rref_id: int, maker: Worker | None) -> Any:
-    """Return the value's type, now or when the value is made."""
     return _when_made(_find(rref_id, maker), type)
 
 
 def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of the value.
-
-    Raises:
-        DecodeError: These are not a name, arguments and keyword arguments.
-        NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
-    """
+    """Call a method of the value."""
     if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
         raise DecodeError("not a method call: expected a name, arguments and keyword arguments")
     value = find_value(rref_id, maker)
@@ -76,12 +69,7 @@ for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
 
 
 def find_value(rref_id: Any, maker: Any) -> Any:
-    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served.
-
-    Raises:
-        RRefError: It is not here.
-        RpcTimeout: It was not made in time.
-    """
+    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served."""
     owned, request = _find(rref_id, maker), current_request()
     if owned.is_done:
         return owned.get()
@@ -90,7 +78,6 @@ def find_value(rref_id: Any, maker: Any) -> Any:
 
 
 def check_exposed(value: Any, name: str) -> None:
-    """Raise `NotExposed` if a method of the value is not marked with `gradwire.rpc.expose`."""
     function = getattr(type(value), name, None)
     if function is None or exposed_name(function) is None:
         raise NotExposed(
@@ -143,9 +130,8 @@ def _when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
     return Later(future)
 
 
-@interruptible
+@interruptible  # the program's code
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run the program's code."""
     return function(*args, **kwargs)
 
 

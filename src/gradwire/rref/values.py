@@ -112,7 +112,6 @@ class Owned(_Awaited, eq=False):
         return True
 
     def free(self) -> None:
-        """No worker refers to it any more."""
         self.error = functools.partial(_freed, self.rref_id)  # first: see `get`
         self.value = self.leaves = None
 
@@ -161,14 +160,12 @@ class UserFork(_Awaited, eq=False):
         return early
 
     def confirm(self) -> None:
-        """The owner has listed it."""
         with _lock:
             self.is_done = True
         if self._waiters is not None:
             self._notify()
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """It cannot be used any more."""
         with _lock:
             if self.error is not None:
                 return
@@ -177,7 +174,6 @@ class UserFork(_Awaited, eq=False):
             self._notify()
 
     def closed(self) -> UserFork:
-        """Return what a reference that was closed refers to."""
         error = deleted(self.rref_id)
         return UserFork(self.rref_id, self.fork_id, self.owner, self.owner_life, error=error, is_done=True)
 
