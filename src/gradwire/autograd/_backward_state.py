@@ -528,7 +528,7 @@ class Termination:
             self._peers[worker] = frozenset(peers)
             found, todo = {self._root}, [self._root]
             while todo:
-                new = self._peers.get(todo.pop(), _NO_RANKS) - found
+                new = self._peers.get(todo.pop(), frozenset()) - found
                 found |= new
                 todo += new
             self._reachable = found
@@ -552,9 +552,6 @@ class Termination:
     @property
     def missing(self) -> set[int]:
         return self._reachable - self._peers.keys()
-
-
-_NO_RANKS: frozenset[int] = frozenset()
 
 
 class WaitingSend(msgspec.Struct, frozen=True):
@@ -587,8 +584,8 @@ class PassSnapshot(msgspec.Struct, frozen=True):
 def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapshot]) -> bool:
     """Whether nothing can move any more, from two probes, one after the other, of every participant.
 
-    Nobody computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
-    under way while the second one was taken. If somebody is not in the pass (any more), or does not answer, its end is on
+    No run computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
+    under way while the second one was taken. If a worker is not in the pass (any more), or does not answer, its end is on
     the way by itself, and the counts say nothing.
     """
     if before != now or all(item.is_done for item in now.values()):

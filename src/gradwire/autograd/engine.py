@@ -112,7 +112,7 @@ def attach(agent: Agent) -> None:
 def all_open() -> list[DistEngine]:
     """Return the engines of all workers of this process that are not closed."""
     with _lock:
-        return [item for item in _made if not item.is_closed]
+        return [item for item in _made if not item._agent.is_closed]
 
 
 class DistEngine:
@@ -139,10 +139,6 @@ class DistEngine:
         notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
         agent.interceptors += [AutogradInterceptor(self), AutocastInterceptor()]
-
-    @property
-    def is_closed(self) -> bool:
-        return self._agent.is_closed
 
     def name_of(self, rank: int) -> str:
         name = self._names[rank] = self._agent.directory.find(rank).info.name

@@ -24,7 +24,7 @@ from gradwire.errors import CannotSend, DecodeError, UnknownContext
 from gradwire.params import snapshots
 from gradwire.params.rwlock import guarded_params
 from gradwire.params.snapshots import announcing
-from gradwire.rpc.connection import Request, current_request
+from gradwire.rpc.connection import current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import COUNTER_BITS
 from gradwire.wire.exceptions import clean
@@ -106,7 +106,8 @@ class AutogradInterceptor(Interceptor):
             return tensors  # over: a late message does not revive it
         if peer in self._engine.lost:  # it may have been taken for dead after the call was recorded
             self._engine.heard_of(envelope.peer)
-        if is_call and _is_cut_off(current_request()):
+        if is_call and (request := current_request()) is not None and request.source.stream.is_closed:
+            # The connection of the call has ended: contexts of its caller may have been looked through before.
             self._engine.ask_soon(message.context_id)
         return tensors if message.message_id == NO_ID else self._record(context, envelope, message, tensors)
 
@@ -143,7 +144,8 @@ class AutogradInterceptor(Interceptor):
             with contextlib.ExitStack() as stack:
                 if context is not None:
                     stack.enter_context(snapshots.recording(context, name))
-                stack.enter_context(anomaly_mode.enabled(message.detects_anomalies))
+                if message.detects_anomalies:
+                    stack.enter_context(anomaly_mode.enabled())
                 return _call(function, args, kwargs)
         finally:
             current_context.reset(token)
@@ -152,11 +154,6 @@ class AutogradInterceptor(Interceptor):
 @interruptible  # a function of the user
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
-
-
-def _is_cut_off(request: Request | None) -> bool:
-    """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
-    return request is not None and request.source.stream.is_closed
 
 
 NOTE: Final = "autocast"

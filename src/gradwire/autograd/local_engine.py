@@ -79,7 +79,8 @@ def run_component(
     try:
         if options.detects_anomalies or is_saving:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(anomaly_mode.detecting(options.detects_anomalies))
+                if options.detects_anomalies:
+                    stack.enter_context(anomaly_mode.detecting())
                 if is_saving:  # a recorded pass saves what the forward pass saved: aliases of shared parameters
                     stack.enter_context(saving(context))
                 results = _run_user_code(*arguments)
@@ -112,8 +113,6 @@ def _run_user_code(
         accumulate_grad=False,
     )
 
-
-# -- hooks of leaves ------------------------------------------------------------------------------------------------------
 
 _WAIT_S = 60.0
 _CYCLE = r"Using backward\(\) with create_graph=True will create a reference cycle"
@@ -190,19 +189,12 @@ def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
 def _has_hooks(node: Any) -> bool:
     """Asks a node for its table of hooks, by adding one and taking it away again."""
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
+        handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
             return True
     return False
-
-
-def _nothing(*_: object) -> None:
-    """A hook that does nothing."""
-
-
-# -- running them ---------------------------------------------------------------------------------------------------------
 
 
 def run_accumulators(

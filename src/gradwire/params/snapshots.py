@@ -57,29 +57,11 @@ from gradwire.params.rwlock import (
 from gradwire.rpc.connection import current_request, while_waiting
 from gradwire.types import creator_of
 
-__all__ = [
-    "Group",
-    "Held",
-    "Mode",
-    "check_mode",
-    "groups_of",
-    "guard",
-    "lending_grads",
-    "mode_of",
-    "recording",
-    "saving",
-    "standing_still",
-    "stepping",
-    "time_left",
-    "using",
-]
+__all__ = ["Group", "Mode", "check_mode", "guard"]  # of `rwlock`, for those who use this module
 
 
 _SLICE_S = 0.2
 _WAIT_S = 600.0
-
-
-# -- for the worker that has parameters ------------------------------------------------------------------------------------
 
 
 def groups_of(params: Iterable[torch.Tensor]) -> set[Group]:
@@ -168,8 +150,6 @@ def time_left() -> float:
     return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
 
-# -- what the local autograd graph keeps of shared parameters -----------------------------------------------------------
-
 Saved = tuple[torch.Tensor, int | None, Cell | None]
 """An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
 
@@ -242,9 +222,6 @@ def _unpack(saved: Saved) -> torch.Tensor:
 
 # What is saved keeps these functions alive: were they to know the context, it would keep itself.
 _hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-
-
-# -- for calls ------------------------------------------------------------------------------------------------------------
 
 
 def announces_use(name: str) -> str:

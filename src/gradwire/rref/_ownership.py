@@ -73,8 +73,6 @@ _STRUCK_OFF = "its owner could not reach this worker for a while, took it for de
 
 
 class ForkPhase(enum.Enum):
-    """The lifecycle of a user's fork."""
-
     PENDING = "pending"
     CONFIRMED = "confirmed"
     BROKEN = "broken"
@@ -250,7 +248,6 @@ class Ownership:
     # -- values of this worker ---------------------------------------------------------------------------------------
 
     def value_made(self, rref_id: int) -> None:
-        """This worker's own code has a value that it is going to share."""
         self._values.setdefault(rref_id, Value()).is_needed = True
 
     def needed_again(self, rref_id: int, fork_id: int) -> None:
@@ -298,7 +295,6 @@ class Ownership:
                 del self._num_expected[by]
 
     def _give_up_expecting(self, rref_id: int, maker: Worker) -> list[Action]:
-        """A value that is only expected will never be made."""
         value = self._values.get(rref_id)
         if value is None or value.maker != maker:
             return []
@@ -361,7 +357,6 @@ class Ownership:
     # -- references to values elsewhere ------------------------------------------------------------------------------
 
     def fork_created(self, rref_id: int, fork_id: int, owner: Worker) -> None:
-        """This worker has a value made elsewhere; the owner has not confirmed it yet."""
         self._forks[fork_id] = Fork(rref_id, owner, is_first=True, maker=self._own)
 
     def fork_dropped(self, fork_id: int) -> list[Action]:
@@ -498,7 +493,6 @@ class Ownership:
         return self._end_child(child, is_taken=False) if is_last else []
 
     def _end_child(self, fork_id: int, *, is_taken: bool) -> list[Action]:
-        """A child is accepted, or will never be taken."""
         child = self._children.pop(fork_id, None)
         if child is None:
             return []
@@ -653,7 +647,6 @@ class ReferenceProtocol:
                 return known.death_acknowledged(sender, dead, round_)
 
     def worker_lost(self, worker: Worker, others: Collection[Worker], reason: str) -> list[LocalAction]:
-        """A worker is presumed dead; `others` are those still alive, without this one."""
         self.outbox.suspend(worker)
         return self.put(self.ownership.worker_lost(worker, others, reason))
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -67,14 +67,6 @@ class ReferenceStatistics:
     num_pending: int
     num_children: int
     num_messages: int
-
-
-class Access(NamedTuple):
-    """What a worker may do with a value."""
-
-    is_here: bool  # the value is here, or expected
-    is_held: bool  # that worker holds a reference to it, or is its owner
-    can_expect: bool  # it may wait for one more value that calls of its own are to make
 
 
 class Effects:
@@ -183,8 +175,6 @@ class PeerKnowledge:
 
 @dataclass(slots=True)
 class Transit:
-    """A fork that was sent and is not accepted yet."""
-
     asked_at: float  # when it was sent, or when its receiver was last asked for it
     passage: Passage | None = None  # of the message that it is in, if that is known
 
@@ -195,8 +185,6 @@ class Transit:
 
 
 class References:
-    """The references of one worker."""
-
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.own: Worker = (agent.info.id, agent.address.incarnation)
@@ -262,7 +250,11 @@ class References:
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        self._effects.defer(functools.partial(owned.fail, functools.partial(_never_made, rref_id)))
+                        text = (
+                            f"the value of reference {describe(rref_id)} was never made: the worker whose call was to"
+                        )
+                        error: Any = functools.partial(RRefError, f"{text} make it gave up or died")
+                        self._effects.defer(functools.partial(owned.fail, error))
                 case Forget(fork_id):
                     self._forks.pop(fork_id, None)
                 case Confirmed(fork_id):
@@ -272,7 +264,9 @@ class References:
                 case Break(fork_id, reason):
                     fork = self._forks.get(fork_id)
                     if fork is not None:
-                        error = functools.partial(_broken, fork.rref_id, fork.owner.name, reason)
+                        owner, name = fork.owner.name, describe(fork.rref_id)
+                        text = f"reference {name} to a value of worker {owner} is lost: {reason}. Make the value again"
+                        error = functools.partial(OwnerLost, text, owner)
                         self._effects.defer(functools.partial(fork.end, error))
 
     def _share(self, owned: Owned) -> None:
@@ -302,10 +296,11 @@ class References:
             f"held a reference to it, or the holder was out of reach for a while and taken for dead. Make the value again"
         )
 
-    def access_of(self, caller: Worker, rref_id: int) -> Access:
+    def access_of(self, caller: Worker, rref_id: int) -> tuple[bool, bool, bool]:
+        """Return whether a value is here or expected, the caller holds it or owns it, and may wait for one more value."""
         with self._lock:
             is_held = caller == self.own or self._ownership.is_holder(rref_id, caller)
-            return Access(rref_id in self._owned, is_held, self._ownership.can_expect(caller))
+            return rref_id in self._owned, is_held, self._ownership.can_expect(caller)
 
     def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
         """Return the value that a call is to make for a worker."""
@@ -642,23 +637,11 @@ class References:
         self._flush_urgent()
 
 
-def _never_made(rref_id: int) -> RRefError:
-    return RRefError(
-        f"the value of reference {describe(rref_id)} was never made: the worker whose call was to make it gave up or died"
-    )
-
-
-def _broken(rref_id: int, owner: str, reason: str) -> OwnerLost:
-    text = f"reference {describe(rref_id)} to a value of worker {owner} is lost: {reason}. Make the value again"
-    return OwnerLost(text, owner)
-
-
 _attached: weakref.WeakSet[References] = weakref.WeakSet()
 _lock = threading.Lock()  # guards _attached
 
 
 def attach(agent: Agent) -> None:
-    """Give a new worker references."""
     made = agent.extensions[_EXTENSION] = References(agent)
     with _lock:
         _attached.add(made)

@@ -41,9 +41,6 @@ _EARLY_BYTES: Final = 1024
 _CONSTANT: Final = frozenset((bool, int, float, complex))
 
 
-# -- operations -----------------------------------------------------------------------------------------------------------
-
-
 def fetch(rref_id: int, maker: Worker | None) -> Any:
     return _when_made(_find(rref_id, maker), lambda value: value)
 
@@ -53,7 +50,6 @@ def type_of(rref_id: int, maker: Worker | None) -> Any:
 
 
 def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of the value."""
     if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
         raise DecodeError("not a method call: expected a name, arguments and keyword arguments")
     value = find_value(rref_id, maker)
@@ -99,16 +95,16 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
         raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
-    access = known.access_of(caller, rref_id)
-    if access.is_held or (access.is_here and agent.trust == "code"):
+    is_here, is_held, can_expect = known.access_of(caller, rref_id)
+    if is_held or (is_here and agent.trust == "code"):
         return
     # Ids are given out by the worker that has a value made, so no worker waits for those of another.
-    if access.is_here or maker is None or creator_of(rref_id) != info.id:
+    if is_here or maker is None or creator_of(rref_id) != info.id:
         raise RRefError(  # the same text for what is here and what is not: ids must not be tried out
             f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
             f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
         )
-    if not access.can_expect:
+    if not can_expect:
         raise RRefError(
             f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
             f"for that of reference {describe(rref_id)}. Wait for earlier calls first"
@@ -133,9 +129,6 @@ def _when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
 @interruptible  # the program's code
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-# -- making values --------------------------------------------------------------------------------------------------------
 
 
 class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
