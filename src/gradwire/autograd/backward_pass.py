@@ -74,9 +74,8 @@ class Roots:
     tensors: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()  # one for each
     inputs: tuple[torch.Tensor, ...] | None = None  # collect gradients only for these; None for all leaves
-    joins_context: bool = (
-        True  # gradients join the context, and post-accumulate hooks run: for `backward`, not for `grad`
-    )
+    # For `backward`, not for `grad`: gradients join the context, and post-accumulate hooks run.
+    joins_context: bool = True
     follow_up: FollowUp | None = None  # what is done as soon as the pass is committed
 
 
@@ -144,9 +143,8 @@ class BackwardPass:
         self.options = options
         self.roots = roots
         self.deadline = time.monotonic() + options.timeout_s
-        self.charged: tuple[int, int] | None = (
-            None  # the worker that began it here, and bytes of its budget until the end
-        )
+        # The worker that began it here, and how many bytes of its budget that takes until the end.
+        self.charged: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards everything below
         self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
         self.sends, self.recvs = dict(context.sends), dict(context.recvs)

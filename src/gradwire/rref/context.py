@@ -250,10 +250,9 @@ class References:
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        text = (
-                            f"the value of reference {describe(rref_id)} was never made: the worker whose call was to"
-                        )
-                        error: Any = functools.partial(RRefError, f"{text} make it gave up or died")
+                        text = f"the value of reference {describe(rref_id)} was never made"
+                        why = "the worker whose call was to make it gave up or died"
+                        error: Any = functools.partial(RRefError, f"{text}: {why}")
                         self._effects.defer(functools.partial(owned.fail, error))
                 case Forget(fork_id):
                     self._forks.pop(fork_id, None)

@@ -90,7 +90,6 @@ class Owned(_Awaited, eq=False):
     is_freed: bool = False  # no worker refers to it any more
     fork_id: ClassVar[int] = 0  # it is not a reference to a value elsewhere
 
-    # The first outcome counts.
     def set(self, value: Any) -> None:
         if type(value) not in _ATOMS:
             self._look_at(value)
@@ -101,7 +100,7 @@ class Owned(_Awaited, eq=False):
 
     def _finish(self, value: Any, error: Callable[[], Exception] | None) -> None:
         with _lock:
-            if self.is_done:
+            if self.is_done:  # the first outcome counts
                 return
             self.value, self.error, self.is_done = value, error, True
         self._notify()
