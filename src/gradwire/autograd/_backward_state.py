@@ -65,43 +65,28 @@ Route = tuple[Rank, Id, Id, Id]
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the first message of a pass to another worker says.
+    """The first message of a pass to another worker says what was recorded here."""
 
-    Attributes:
-        has: Messages from that worker that were recorded here.
-        expects: Messages to that worker that were recorded here.
-        shortcuts: Those of the latter that need no answer, if the gradients of their tensors go there.
-    """
-
-    has: tuple[Id, ...] = ()
-    expects: tuple[Id, ...] = ()
+    has: tuple[Id, ...] = ()  # messages from that worker
+    expects: tuple[Id, ...] = ()  # messages to that worker
+    # Those of the latter that need no answer, if the gradients of their tensors go there.
     shortcuts: tuple[tuple[Id, tuple[Route, ...]], ...] = ()
 
 
 class Component(msgspec.Struct, frozen=True):
-    """Sources that must run together.
+    """Sources that must run together."""
 
-    Attributes:
-        sends: In the order in which they were made.
-        recvs: Those that any of its sources reaches.
-        has_roots: Whether the roots are among its sources.
-    """
-
-    sends: tuple[int, ...]
-    recvs: frozenset[int]
-    has_roots: bool = False
+    sends: tuple[int, ...]  # in the order in which they were made
+    recvs: frozenset[int]  # those that any of its sources reaches
+    has_roots: bool = False  # whether the roots are among its sources
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun.
-
-    Attributes:
-        via: Who passed them on and need not be asked, if that is how they came here.
-    """
+    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun."""
 
     peer: int
     message_ids: tuple[int, ...] = ()
-    via: int | None = None
+    via: int | None = None  # the worker that passed them on and need not be asked, if that is how they came here
 
 
 class RunComponent(msgspec.Struct, frozen=True):
@@ -112,59 +97,37 @@ class RunComponent(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Everything here is done; the root must hear from these workers, too.
+    """Everything here is done; the root must hear from these workers, too."""
 
-    Attributes:
-        peers: Workers that this one has exchanged messages with in this pass.
-        absent: Lost workers that were taken to have no part in it. If one of them has, its last gradients may be lost.
-    """
-
-    peers: tuple[Rank, ...]
-    absent: tuple[Rank, ...] = ()
+    peers: tuple[Rank, ...]  # workers that this one has exchanged messages with in this pass
+    absent: tuple[Rank, ...] = ()  # lost ones taken to have no part in it; if one has, its last gradients may be lost
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """On the root: every participant has reported, so the pass counts.
+    """On the root: every participant has reported, so the pass counts."""
 
-    Attributes:
-        peers: Ranks of the workers that wait for that word.
-    """
-
-    peers: tuple[int, ...]
+    peers: tuple[int, ...]  # that wait to be told
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """The pass fails: tell these workers.
-
-    Attributes:
-        peers: Ranks of the workers to tell.
-        ends: Whether it is over here; otherwise the root decides.
-    """
+    """The pass fails: tell these workers."""
 
     peers: tuple[int, ...]
-    ends: bool = True
+    ends: bool = True  # otherwise the root decides
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """On the root: a report shows that the pass cannot be right.
+    """On the root: a report shows that the pass cannot be right."""
 
-    Attributes:
-        lost: Rank of a lost worker that had a part in the pass; or None.
-        abort: What a worker that was named only now had to say.
-        error: Why the gradients could not be added up.
-    """
-
-    lost: int | None = None
-    abort: Any = None
-    error: Any = None
+    lost: int | None = None  # a lost worker that had a part in the pass
+    abort: Any = None  # the abort of a worker that was named only now
+    error: Any = None  # why the gradients could not be added up
 
 
 Action = Tell | RunComponent | Report | Commit | Fail
 
 
 class PassPhase(enum.Enum):
-    """Where a pass is on this worker."""
-
     RUNNING = "running"
     DONE = "done here, not yet everywhere"
     COMMITTED = "committed"
@@ -172,65 +135,43 @@ class PassPhase(enum.Enum):
 
 
 class ComponentPhase(enum.Enum):
-    """Where a component is."""
-
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
 
 
 class Firing(msgspec.Struct, frozen=True):
-    """A recv that the local engine reached for the first time.
+    """A recv that the local engine reached for the first time."""
 
-    Attributes:
-        routes: If there is a shortcut, where to; for what goes to this worker itself, `came_back` is next.
-        is_last: Whether nothing but the report will be sent from now on; something may still run.
-        is_lost: Whether the pass goes on without the sender: a gradient for it fails the pass.
-    """
-
-    routes: tuple[Route, ...] | None
-    is_last: bool
-    is_lost: bool
+    routes: tuple[Route, ...] | None  # of its shortcut; for what goes to this worker itself, `came_back` is next
+    is_last: bool  # nothing but the report will be sent from now on; something may still run
+    is_lost: bool  # the pass goes on without the sender: a gradient for it fails the pass
 
 
 _MOST_EARLY = 64  # workers whose abort is kept until another one names them
 
 
 class BackwardState:
-    """Decides what one worker does in one pass.
-
-    Args:
-        own: This worker's rank.
-        mode: SMART or FAST.
-        exchanges: What was recorded here in this context, in the order in which it was made.
-        components: What the local graph falls into; every send is in exactly one.
-        reached_by: Which recvs of a component can be reached from these sends (and from the roots, if it has them).
-        lost: Workers that were gone before the pass began.
-        untouched: Sends of nothing but tensors that came from others, alone in their components; with their origins.
-        root: Rank of the worker that called backward; this one if not given.
-
-    Attributes:
-        phase: Where the pass is here.
-        is_over: Whether it is decided here.
-        termination: On the root: the reports.
-    """
+    """Decides what one worker does in one pass."""
 
     def __init__(
         self,
         own: int,
         mode: Mode,
-        exchanges: Iterable[Exchange],
-        components: Sequence[Component],
+        exchanges: Iterable[Exchange],  # in the order in which they were made
+        components: Sequence[Component],  # every send is in exactly one
+        # Which recvs of a component can be reached from these sends (and from the roots, if it has them).
         reached_by: Callable[[int, Collection[int]], Collection[int]],
-        lost: Collection[int] = (),
+        lost: Collection[int] = (),  # workers that were gone before the pass began
+        # Sends of nothing but tensors that came from others, alone in their components; with their origins.
         untouched: Mapping[int, tuple[Origin, ...]] | None = None,
-        root: int | None = None,
+        root: int | None = None,  # the worker that called backward; this one if not given
     ) -> None:
         self._own = own
         self._root = own if root is None else root
         self._mode = mode
         self.phase = PassPhase.RUNNING
-        self.is_over = False
+        self.is_over = False  # whether it is decided here
         self.termination = Termination(own) if self._root == own else None
         self._early: dict[int, Any] = {}  # on the root: aborts of workers that no other worker has named yet
         self._untouched = untouched or {}
@@ -239,7 +180,7 @@ class BackwardState:
         self._taken: dict[int, tuple[Route, ...]] = {}  # those that others offered, by recv
         self._components = components
         self._reached_by = reached_by
-        self._lost = set(lost)
+        self.lost = set(lost)  # the pass goes on without these: what they have to say was settled
         self._sends: dict[int, int] = {}
         self._recvs: dict[int, int] = {}
         self._youngest: dict[int, Exchange] = {}  # by worker
@@ -258,7 +199,7 @@ class BackwardState:
         self._told: set[int] = set()
         self._heard: set[int] = set()
         self._absent: set[int] = set()
-        self._has_reported = False
+        self.has_reported = False
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -282,8 +223,8 @@ class BackwardState:
                     missed[send] = False
             if missed:
                 self._settle(missed, actions)
-            if self._lost:
-                for peer in sorted(self._lost):
+            if self.lost:
+                for peer in sorted(self.lost):
                     self._do_without(peer, actions)
         for index, component in enumerate(self._components):
             if component.has_roots:
@@ -317,19 +258,15 @@ class BackwardState:
         return self._and_report(actions)
 
     def recv_fired(self, recv: int) -> Firing | None:
-        """The local engine reached a recv, and its gradient (or none, but not to a lost worker) is about to be sent.
-
-        Returns:
-            None if it has fired before.
-        """
+        """The local engine reached a recv, and its gradient (or none) is about to be sent; None if it has fired before."""
         if self._unfired.pop(recv, recv) is not None:
             return None
         routes, sender = self._taken.get(recv), self._recvs[recv]
         for goal in (sender,) if routes is None else [route[0] for route in routes]:
-            if goal not in self._lost:
+            if goal not in self.lost:
                 self._told.add(goal)
         is_last = not (self._unsettled or self._unfired or self._offered)
-        return Firing(routes, is_last, sender in self._lost)
+        return Firing(routes, is_last, sender in self.lost)
 
     def came_back(self, settled: Mapping[int, bool]) -> list[Action]:
         """A recv with a shortcut has fired: for each send here that it leads to, whether there is a gradient."""
@@ -338,21 +275,17 @@ class BackwardState:
         return self._and_report(actions)
 
     def component_finished(self, index: int) -> list[Action]:
-        """A run of the local engine has ended."""
         actions: list[Action] = []
         self._finish(index, actions)
         return self._and_report(actions)
 
     def worker_lost(self, peer: int) -> list[Action] | None:
-        """A worker died or left.
-
-        Returns:
-            None if it took part in the pass, which must fail then. Otherwise nothing it has can matter: whoever has a
-            gradient for it will find out, and the root if it took part unseen from here (`Report.absent`).
-        """
+        """A worker died or left; None if it took part in the pass, which must fail then."""
         if peer in self._told or peer in self._heard:
             return None
-        self._lost.add(peer)
+        # Nothing it has can matter: a worker that has a gradient for it will find out, and the root if it took part
+        # unseen from here (`Report.absent`).
+        self.lost.add(peer)
         actions: list[Action] = []
         self._do_without(peer, actions)
         return self._and_report(actions)
@@ -360,12 +293,10 @@ class BackwardState:
     # -- two-phase commit ------------------------------------------------------------------------------------------
 
     def done_here(self) -> None:
-        """This worker is about to report."""
         if self.phase is PassPhase.RUNNING:
             self.phase = PassPhase.DONE
 
     def report_received(self, worker: int, report: Report) -> list[Action]:
-        """On the root: a participant, or the root itself, has reported."""
         if self.is_over or self.termination is None:
             return []
         is_complete = self.termination.reported(worker, report.peers, report.absent)
@@ -379,19 +310,10 @@ class BackwardState:
         return [Fail(lost=min(mistaken))] if mistaken else []
 
     def commit(self) -> None:
-        """The pass counts, and its gradients have been added up here."""
         self.phase, self.is_over = PassPhase.COMMITTED, True
 
     def abort(self, sender: int | None = None, *, is_final: bool = False) -> Abort | None:
-        """Something failed here, or a worker said that the pass has failed.
-
-        Args:
-            sender: Rank of the worker that said so; None if it failed here.
-            is_final: Whether it ends here even if this worker has reported: no word of the root can come any more.
-
-        Returns:
-            What to do about it; None if nothing.
-        """
+        """Something failed here, or `sender` reports that the pass has failed. It ends here in any case if `is_final`."""
         if self.is_over:
             return None
         has_reported = self.phase is PassPhase.DONE and self._root != self._own
@@ -420,7 +342,6 @@ class BackwardState:
         return False
 
     def _others(self) -> set[int]:
-        """Every worker that has to do with the pass, as far as is known here."""
         return ({self._root} | self._told | self._heard | self._followers()) - {self._own}
 
     def _followers(self) -> set[int]:
@@ -432,7 +353,6 @@ class BackwardState:
     # -- questions -----------------------------------------------------------------------------------------------
 
     def introduction_to(self, peer: int) -> Introduction | None:
-        """What to put on the first message to a worker; None in FAST mode and for this worker itself."""
         if self._mode is Mode.FAST or peer == self._own:
             return None
         has, expects, shortcuts = [], [], []
@@ -453,32 +373,19 @@ class BackwardState:
             return None
         return send in self._unsettled or send in self._offered
 
-    def has_lost(self, peer: int) -> bool:
-        """Whether the pass goes on without a worker: what it has to say was settled."""
-        return peer in self._lost
-
     def is_settled(self, send: int) -> bool:
-        """Whether a send of this pass needs no message any more, and one that came would be no news."""
         return send not in self._unsettled and send not in self._offered
 
     @property
     def unsettled(self) -> tuple[int, ...]:
-        """Sends that still wait for their message."""
         return tuple(self._unsettled)
 
     @property
-    def has_reported(self) -> bool:
-        """Whether everything here is done."""
-        return self._has_reported
-
-    @property
     def peers(self) -> tuple[int, ...]:
-        """Workers that this one has exchanged messages with in this pass."""
         return tuple(sorted((self._told | self._heard) - {self._own}))
 
     @property
     def phases(self) -> tuple[ComponentPhase, ...]:
-        """Where each component is."""
         return tuple(self._phases)
 
     def __repr__(self) -> str:
@@ -492,7 +399,7 @@ class BackwardState:
         found: dict[int, None] = {}
         skipped = {self._recvs[recv] for recv in self._skipped} if self._skipped else ()
         for peer in (*self._sends.values(), *skipped):
-            is_known = peer == self._own or peer in self._told or peer in self._lost
+            is_known = peer == self._own or peer in self._told or peer in self.lost
             if not is_known and (peer in skipped or peer not in heard) and peer not in found:
                 youngest = self._youngest[peer]
                 # Else this worker has something to answer there that is younger than what it sent.
@@ -502,7 +409,7 @@ class BackwardState:
 
     def _offer_shortcuts(self, heard: Collection[int]) -> None:
         """Those who have what only passed through here need not ask this worker, unless they may have done so."""
-        late, nowhere = {self._own, *heard, *self._lost}, {self._own, *self._lost}
+        late, nowhere = {self._own, *heard, *self.lost}, {self._own, *self.lost}
         for send, origins in self._untouched.items():
             recvs = {origin[0] for origin in origins}
             if self._sends[send] not in late and nowhere.isdisjoint(self._recvs[recv] for recv in recvs):
@@ -576,7 +483,6 @@ class BackwardState:
                 break
 
     def _answer_nothing(self, recvs: Iterable[int], actions: list[Action]) -> None:
-        """Fires recvs that no gradient will reach."""
         if self._mode is Mode.FAST:
             return
         answers: dict[tuple[int, int | None], dict[int, bool]] = {}  # by whom to tell, and via whom
@@ -592,25 +498,21 @@ class BackwardState:
         for (peer, via), verdicts in answers.items():
             if peer == self._own:
                 own.update(verdicts)
-            elif peer not in self._lost:
+            elif peer not in self.lost:
                 self._told.add(peer)
                 actions.append(Tell(peer, tuple(verdicts), via))
         if own:
             self._settle(own, actions)
 
     def _and_report(self, actions: list[Action]) -> list[Action]:
-        if not (self._has_reported or self._unsettled or self._num_open):
-            self._has_reported = True
+        if not (self.has_reported or self._unsettled or self._num_open):
+            self.has_reported = True
             actions.append(Report(self.peers, tuple(sorted(self._absent))))
         return actions
 
 
 class Termination:
-    """Collects the reports of a pass.
-
-    Args:
-        root: Rank of the worker that called backward.
-    """
+    """Collects the reports of a pass."""
 
     def __init__(self, root: int) -> None:
         self._root = root
@@ -626,14 +528,13 @@ class Termination:
             self._peers[worker] = frozenset(peers)
             found, todo = {self._root}, [self._root]
             while todo:
-                new = self._peers.get(todo.pop(), _NO_RANKS) - found
+                new = self._peers.get(todo.pop(), frozenset()) - found
                 found |= new
                 todo += new
             self._reachable = found
         return not self.missing and not (self._absent and self.mistaken)
 
     def is_named(self, worker: int) -> bool:
-        """Whether another worker has named that one in its report."""
         return any(worker in peers for reporter, peers in self._peers.items() if reporter != worker)
 
     @property
@@ -650,65 +551,41 @@ class Termination:
 
     @property
     def missing(self) -> set[int]:
-        """The workers that have not reported yet."""
         return self._reachable - self._peers.keys()
 
 
-_NO_RANKS: frozenset[int] = frozenset()
-
-
 class WaitingSend(msgspec.Struct, frozen=True):
-    """A send without its gradient, as people are shown it.
-
-    Attributes:
-        message_id: The autograd message.
-        worker: Who sent it and waits.
-        peer: Who received it and should answer.
-        function: The function that was called, or whose result was sent.
-        site: Where in the user's code.
-        is_gate: Whether a run of the local engine stands still for it.
-    """
+    """A send without its gradient, as people are shown it."""
 
     message_id: int
-    worker: str
-    peer: str
-    function: str
-    site: str
-    is_gate: bool = False
+    worker: str  # sent it and waits
+    peer: str  # received it and should answer
+    function: str  # that was called, or whose result was sent
+    site: str  # where in the user's code
+    is_gate: bool = False  # a run of the local engine stands still for it
 
     def __str__(self) -> str:
         return f"send {self.message_id:#x} of {self.function} ({self.site}) on worker {self.worker} to {self.peer}"
 
 
 class PassSnapshot(msgspec.Struct, frozen=True):
-    """One participant's answer to the stall probe.
-
-    Attributes:
-        worker: Its name.
-        is_known: Whether it has joined the pass and not dropped it.
-        is_done: Whether it has reported.
-        num_running: Runs of its local engine that are not standing still.
-        num_sent: Messages of the pass that it sent.
-        num_received: Messages of the pass that it handled.
-        waiting: Its sends without gradient.
-        peers: Ranks of the workers it exchanged messages with.
-    """
+    """One participant's answer to the stall probe."""
 
     worker: str
-    is_known: bool = False
-    is_done: bool = False
-    num_running: int = 0
-    num_sent: int = 0
+    is_known: bool = False  # it has joined the pass and not dropped it
+    is_done: bool = False  # it has reported
+    num_running: int = 0  # runs of its local engine that are not standing still
+    num_sent: int = 0  # messages of the pass
     num_received: int = 0
     waiting: tuple[WaitingSend, ...] = ()
-    peers: tuple[Rank, ...] = ()
+    peers: tuple[Rank, ...] = ()  # it exchanged messages with
 
 
 def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapshot]) -> bool:
     """Whether nothing can move any more, from two probes, one after the other, of every participant.
 
-    Nobody computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
-    under way while the second one was taken. If somebody is not in the pass (any more), or does not answer, its end is on
+    No run computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
+    under way while the second one was taken. If a worker is not in the pass (any more), or does not answer, its end is on
     the way by itself, and the counts say nothing.
     """
     if before != now or all(item.is_done for item in now.values()):

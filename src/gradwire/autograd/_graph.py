@@ -22,8 +22,6 @@ Target = torch.Tensor | tuple[int, int]
 
 
 class Recv(Protocol):
-    """A message that arrived, as the graph sees it."""
-
     @property
     def is_watched(self) -> bool: ...  # whether hooks want to see its gradients here
     @property
@@ -34,23 +32,14 @@ _ROOTS = 0  # index of the roots among the sources; sends follow in the order in
 
 
 class LocalGraph:
-    """What the sources of one pass reach.
+    """What the sources of one pass reach."""
 
-    Args:
-        roots: Gradient functions of the roots; empty on workers that did not call backward.
-        sends: The node of each send, in the order in which they were made.
-        context_recvs: Recvs recorded in the context; others are no part of the pass.
-
-    Attributes:
-        components: Sources that must run together, with the recvs they reach.
-        leaves: For each component, the leaf tensors it reaches.
-        has_leaves: Whether any component reaches one.
-        direct: For each component that is one send with nothing to compute behind it, where its tensors came from, in the
-            order of the message; None for all others.
-        untouched: Sends of nothing but tensors that came from others, of which nothing else was made; with their origins.
-    """
-
-    def __init__(self, roots: Sequence[Node], sends: Mapping[int, Node], context_recvs: Mapping[int, Recv]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Node],  # empty on workers that did not call backward
+        sends: Mapping[int, Node],  # in the order in which they were made
+        context_recvs: Mapping[int, Recv],  # others are no part of the pass
+    ) -> None:
         self._starts: list[Sequence[Node]] = [roots]
         for node in sends.values():
             self._starts.append((node,))
@@ -62,9 +51,12 @@ class LocalGraph:
         self._recvs: list[list[int]] = []
         self._walk()
         self.components: list[Component] = []
-        self.leaves: list[list[torch.Tensor]] = []
-        self.has_leaves = False
+        self.leaves: list[list[torch.Tensor]] = []  # for each component, those it reaches
+        self.has_leaves = False  # whether any component reaches one
+        # For each component that is one send with nothing to compute behind it, where its tensors came from, in the order
+        # of the message; None for all others.
         self.direct: list[list[Target] | None] = []
+        # Sends of nothing but tensors that came from others, of which nothing else was made; with their origins.
         self.untouched: dict[int, tuple[Origin, ...]] = {}
         self._component_of: dict[int, int] = {}  # by the first of its sources
         self._collect()

@@ -18,17 +18,12 @@ import torch
 _lock = threading.Lock()  # guards the two below, and what is changed in `warnings`
 _num_users = 0
 _is_ours = False  # whether it was switched on here
-_NOTHING = contextlib.nullcontext()
 _MARK = "Traceback of forward call"
 
 
-def enabled(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Switch anomaly mode on inside, if wanted."""
-    return _enabled() if is_wanted else _NOTHING
-
-
 @contextlib.contextmanager
-def _enabled() -> Iterator[None]:
+def enabled() -> Iterator[None]:
+    """Switch anomaly mode on inside."""
     global _num_users, _is_ours
     with _lock:
         if _num_users == 0 and not torch.is_anomaly_enabled():
@@ -45,19 +40,10 @@ def _enabled() -> Iterator[None]:
                 torch.autograd.set_detect_anomaly(False, check_nan=torch.is_anomaly_check_nan_enabled())
 
 
-def detecting(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Surround a run of the local engine: what torch says about a failure becomes part of the error.
-
-    Raises:
-        AnomalyFound: Something failed inside, and torch knows where its forward was called.
-        Exception: Whatever else came from inside.
-    """
-    return _detecting() if is_wanted else _NOTHING
-
-
 @contextlib.contextmanager
-def _detecting() -> Iterator[None]:
-    with _enabled(), _catching() as texts:
+def detecting() -> Iterator[None]:
+    """Surround a run of the local engine: what torch says about a failure becomes part of the error."""
+    with enabled(), _catching() as texts:
         try:
             yield
         except Exception as error:
@@ -77,13 +63,14 @@ class _WarningCatcher:
     that swallows the warnings of the whole process.
     """
 
+    # `open` and `close` are called under the lock.
+
     def __init__(self) -> None:
         self._num_users = 0
         self._show_before: Callable[..., Any] = warnings.showwarning
         self._filter: Any = None
 
     def open(self) -> None:
-        """One more thread catches; under the lock."""
         self._num_users += 1
         if self._num_users == 1:
             self._show_before, warnings.showwarning = warnings.showwarning, self._show
@@ -91,7 +78,6 @@ class _WarningCatcher:
             self._filter = warnings.filters[0]
 
     def close(self) -> None:
-        """One thread fewer; under the lock."""
         self._num_users -= 1
         if self._num_users:
             return

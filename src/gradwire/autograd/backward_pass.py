@@ -69,21 +69,14 @@ class FollowsBackward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where a pass begins, on the worker that called backward.
-
-    Attributes:
-        tensors: The roots.
-        gradients: One for each.
-        inputs: Collect gradients only for these; None for all leaves.
-        joins_context: Whether gradients join the context, and post-accumulate hooks run: for `backward`, not for `grad`.
-        follow_up: What is done as soon as the pass is committed.
-    """
+    """Where a pass begins, on the worker that called backward."""
 
     tensors: tuple[torch.Tensor, ...] = ()
-    gradients: tuple[torch.Tensor, ...] = ()
-    inputs: tuple[torch.Tensor, ...] | None = None
+    gradients: tuple[torch.Tensor, ...] = ()  # one for each
+    inputs: tuple[torch.Tensor, ...] | None = None  # collect gradients only for these; None for all leaves
+    # For `backward`, not for `grad`: gradients join the context, and post-accumulate hooks run.
     joins_context: bool = True
-    follow_up: FollowUp | None = None
+    follow_up: FollowUp | None = None  # what is done as soon as the pass is committed
 
 
 NO_ROOTS = Roots()
@@ -92,11 +85,7 @@ NO_ROOTS = Roots()
 def check_roots(
     roots: Any, gradients: Any, inputs: Any, joins_context: bool = True, follow_up: FollowUp | None = None
 ) -> Roots:
-    """Return the roots of a pass, with a gradient for each.
-
-    Raises:
-        AutogradError: A root cannot be one; says why.
-    """
+    """Return the roots of a pass, with a gradient for each."""
     tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not tensors:
         raise AutogradError("No tensors provided for gradient computation.")
@@ -135,38 +124,17 @@ class PassDropped(Exception):
 
 
 class BackwardPass:
-    """One pass on one worker, begun.
-
-    Args:
-        own: This worker's rank.
-        pass_id: Carries the root's rank.
-        context: Whose pass it is; `DistAutogradContext.begin_pass` holds its lock.
-        options: What the root asked for.
-        roots: On the root only.
-        lost: Ranks of workers that are gone.
-        heard: Ranks of the workers whose message made this one join; it is taken next.
-
-    Attributes:
-        state: Decides.
-        begun: What is to be done first; `take` returns it, too.
-        gradients: Of leaves, as far as they are found.
-        totals: Leaves whose gradient is that of the context, earlier passes included.
-        last_answer: An answer to the root that waits for the report, to travel with it.
-        last_peer: Whom the last message went to; the next may well come from there.
-        error: Why it failed, on the root.
-        charged: The worker that began it here, and how many bytes of its budget that takes until the end.
-        detector: Made by a thread that waits.
-    """
+    """One pass on one worker, begun."""
 
     def __init__(
         self,
         own: int,
-        pass_id: int,
-        context: DistAutogradContext,
+        pass_id: int,  # carries the root's rank
+        context: DistAutogradContext,  # whose `begin_pass` holds its lock meanwhile
         options: PassOptions,
-        roots: Roots = NO_ROOTS,
+        roots: Roots = NO_ROOTS,  # on the root only
         lost: Collection[int] = (),
-        heard: Collection[int] = (),
+        heard: Collection[int] = (),  # ranks of the workers whose message made this one join; it is taken next
     ) -> None:
         self.own = own
         self.pass_id = pass_id
@@ -175,20 +143,21 @@ class BackwardPass:
         self.options = options
         self.roots = roots
         self.deadline = time.monotonic() + options.timeout_s
+        # The worker that began it here, and how many bytes of its budget that takes until the end.
         self.charged: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards everything below
         self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
         self.sends, self.recvs = dict(context.sends), dict(context.recvs)
         self._introduced: set[int] = set()
-        self.last_peer: int | None = None
-        self.gradients: GradientTable = {}
-        self.totals: set[torch.Tensor] = set()
+        self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
+        self.gradients: GradientTable = {}  # of leaves, as far as they are found
+        self.totals: set[torch.Tensor] = set()  # leaves whose gradient is that of the context, earlier passes included
         self._arrived: dict[int, Gradients] = {}
-        self.last_answer: Answers | None = None
+        self.last_answer: Answers | None = None  # to the root; waits for the report, to travel with it
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
         self._gates: set[int] = set()  # sends that a run stands still for
-        self.error: BaseException | None = None
-        self.detector: StallDetector | None = None
+        self.error: BaseException | None = None  # why it failed, on the root
+        self.detector: StallDetector | None = None  # made by a thread that waits
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -207,19 +176,17 @@ class BackwardPass:
             None if is_asked else graph.untouched,
             self.root,
         )
-        self.begun = self.state.begin(heard)
+        self.begun = self.state.begin(heard)  # what is to be done first; `take` returns it, too
 
     def __repr__(self) -> str:
         return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {self.state}>"
 
     @property
     def phase(self) -> PassPhase:
-        """Where the pass is on this worker."""
         return self.state.phase
 
     @property
     def is_root(self) -> bool:
-        """Whether backward was called here."""
         return self.root == self.own
 
     @property
@@ -232,17 +199,7 @@ class BackwardPass:
     def take(
         self, sender: WorkerInfo, message: PropagateGradients, introduction: Introduction | None, tensors: list[Any]
     ) -> list[Action]:
-        """A message of the pass arrived.
-
-        Args:
-            sender: Of the message.
-            message: The message.
-            introduction: Of the message, with the shortcuts that can be taken.
-            tensors: Gradients that came with it.
-
-        Raises:
-            AutogradError: It brings gradients that cannot be for what this worker has sent.
-        """
+        """A message of the pass arrived, with these gradients; `introduction` has the shortcuts that can be taken."""
         answers = unpack_answers(self.context, sender, message.items, tensors)
         with self._lock:
             if self.state.is_over:
@@ -275,11 +232,7 @@ class BackwardPass:
         return True
 
     def introduce(self, peer: int) -> Introduction | None:
-        """A message is about to go to a worker; return what the first one says.
-
-        Raises:
-            PassDropped: The pass is over.
-        """
+        """A message is about to go to a worker; return what the first one says."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -292,7 +245,6 @@ class BackwardPass:
             return self.state.introduction_to(peer)
 
     def has_moved_on(self, peer: int) -> bool:
-        """Whether it is over, or another worker was written to since."""
         return self.state.is_over or self.last_peer != peer
 
     def lose_worker(self, rank: int) -> list[Action] | None:
@@ -315,11 +267,7 @@ class BackwardPass:
         return () if self.options.skips_leaves else self.graph.leaves[index]
 
     def gradients_of(self, message_id: int) -> Gradients:
-        """Return what came for a send; all None if it was settled with nothing.
-
-        Raises:
-            PassDropped: The pass is over.
-        """
+        """Return what came for a send; all None if it was settled with nothing."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -327,22 +275,13 @@ class BackwardPass:
         return found if found is not None else self.sends[message_id].no_gradients
 
     def fire(self, message_id: int) -> Firing | None:
-        """The local engine reached a recv; None if it did before.
-
-        Raises:
-            PassDropped: The pass is over.
-        """
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
             return self.state.recv_fired(message_id)
 
     def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
-        """A recv has fired with a shortcut to sends of this worker, which another one passed back to it.
-
-        Raises:
-            PassDropped: The pass is over.
-        """
+        """A recv has fired with a shortcut to sends of this worker, which another one passed back to it."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -352,11 +291,6 @@ class BackwardPass:
         return actions
 
     def finish(self, index: int, found: Found) -> list[Action]:
-        """A component was run, and gave these gradients of leaves.
-
-        Raises:
-            PassDropped: The pass is over.
-        """
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -371,15 +305,7 @@ class BackwardPass:
         return actions
 
     def run_hooks(self) -> Answers | None:
-        """Everything here is done: hooks see the totals, and this worker may report.
-
-        Returns:
-            An answer to the root that waits for the report.
-
-        Raises:
-            PassDropped: The pass is over.
-            Exception: What a hook raised.
-        """
+        """Everything here is done: hooks see the totals; return an answer to the root that waits for the report."""
         if self.roots.joins_context and self.gradients:
             self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
         with self._lock:
@@ -390,7 +316,6 @@ class BackwardPass:
         return answer
 
     def take_last_answer(self) -> Answers | None:
-        """Return what waits for the report, once."""
         with self._lock:
             answer, self.last_answer = self.last_answer, None
         return answer
@@ -428,7 +353,6 @@ class BackwardPass:
         self._forget()
 
     def abort(self, error: BaseException, sender: int | None = None, *, is_final: bool = False) -> Abort | None:
-        """The pass failed; see `BackwardState.abort`."""
         with self._lock:
             abort = self.state.abort(sender, is_final=is_final)
             if abort is not None and abort.ends:
@@ -438,7 +362,6 @@ class BackwardPass:
         return abort
 
     def may_abort(self, sender: int, message: AbortPass) -> bool:
-        """Whether a worker may end the pass; see `BackwardState.may_abort`."""
         with self._lock:
             return self.state.may_abort(sender, message)
 
@@ -449,8 +372,7 @@ class BackwardPass:
             self._arrived.clear()
             self.last_answer = None
             self.gradients, self.totals = {}, set()
-        if self._moved is not None:
-            self._moved.notify_all()
+        self._wake()
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -477,7 +399,6 @@ class BackwardPass:
             self._moved.notify_all()
 
     def snapshot(self, worker: str, name_of: Callable[[int], str]) -> PassSnapshot:
-        """Return the answer to the stall probe."""
         with self._lock:
             waiting = []
             for message_id in self.state.unsettled:
@@ -539,11 +460,7 @@ def pack_answer(
 def unpack_answers(
     context: DistAutogradContext, sender: WorkerInfo, items: tuple[GradientItem, ...], tensors: list[torch.Tensor]
 ) -> dict[int, Gradients | None]:
-    """Return the answers of a message, each with its own tensors.
-
-    Raises:
-        AutogradError: There are not as many as it says.
-    """
+    """Return the answers of a message, each with its own tensors."""
     answers: dict[int, Gradients | None] = {}
     position = 0
     for item in items:
@@ -585,10 +502,7 @@ def _record_gradients(
 def sum_by_origin(
     targets: Iterable[torch.Tensor | tuple[int, int]], gradients: Gradients, is_recorded: bool = False
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Return the gradients of tensors that came in messages, by the message and the tensor's number there.
-
-    Other tensors among the targets are left out.
-    """
+    """Return the gradients of tensors that came in messages, by the message and the tensor's number there."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for target, gradient in zip(targets, gradients, strict=True):
         if gradient is not None and isinstance(target, tuple):
@@ -600,11 +514,7 @@ def sum_by_origin(
 def follow_routes(
     recv: RecordedRecv, routes: Sequence[Route], gradients: Gradients
 ) -> dict[tuple[int, int], list[torch.Tensor | None] | None]:
-    """Return the gradients of a recv, by the worker and the message that its tensors came from; None where there are none.
-
-    Raises:
-        AutogradError: The routes are not those of that message.
-    """
+    """Return the gradients of a recv, by the worker and message that its tensors came from; None where there are none."""
     if len(routes) != len(gradients):
         raise AutogradError(f"worker {recv.peer} offered a shortcut that does not fit message {recv.message_id:#x}")
     sums = sum_by_origin([route[1:3] for route in routes], gradients)

@@ -70,14 +70,7 @@ def find_call_site() -> CallSite:
 
 
 class RecordedSend:
-    """A message that left, with the gradient edges of its tensors.
-
-    Attributes:
-        peer: Rank of the receiver.
-        function: The called function, or the one whose result it is.
-        site: Where in the user's code it was made.
-        output: Handle on the node; see `SendFunction`.
-    """
+    """A message that left, with the gradient edges of its tensors."""
 
     __slots__ = ("_metadata", "function", "message_id", "output", "peer", "site")
     is_send = True
@@ -86,25 +79,20 @@ class RecordedSend:
         self, message_id: int, peer: int, function: str, site: CallSite, tensors: Sequence[torch.Tensor]
     ) -> None:
         self.message_id = message_id
-        self.peer = peer
-        self.function = function
+        self.peer = peer  # the receiver
+        self.function = function  # the called function, or the one whose result it is
         self.site = site
         self._metadata: list[tuple[torch.Size, torch.dtype]] = []
         for tensor in tensors:
             self._metadata.append((tensor.shape, tensor.dtype))
-        self.output = make_send(message_id, tensors)
+        self.output = make_send(message_id, tensors)  # handle on the node; see `SendFunction`
 
     @property
     def no_gradients(self) -> Gradients:
-        """As many as tensors were sent, all undefined."""
         return (None,) * len(self._metadata)
 
     def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that cannot be those of the tensors that were sent.
-
-        Raises:
-            AutogradError: Their number, a shape or a dtype is wrong, or none is defined.
-        """
+        """Refuse gradients that cannot be those of the tensors that were sent."""
         if len(gradients) != len(self._metadata):
             raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
         is_any_defined = False
@@ -127,25 +115,17 @@ class RecordedSend:
 
 
 class RecordedRecv(msgspec.Struct, frozen=True):
-    """A message that arrived.
-
-    Attributes:
-        peer: Rank of the sender.
-        function: The called function, or the one whose result it is.
-        node: The gradient function of the received tensors.
-        outputs: Those tensors; the graph must not keep them.
-    """
+    """A message that arrived."""
 
     message_id: int
-    peer: int
-    function: str
-    node: Any
-    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()
+    peer: int  # the sender
+    function: str  # the called function, or the one whose result it is
+    node: Any  # the gradient function of the received tensors
+    outputs: tuple[weakref.ref[torch.Tensor], ...] = ()  # those tensors; the graph must not keep them
     is_send: ClassVar[bool] = False
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors came."""
         return len(self.outputs)
 
     @property
@@ -212,16 +192,12 @@ class DistAutogradContext:
         return outputs
 
     def touch(self, peer: int) -> bool:
-        """A message of the context goes to or comes from a worker, which must be told of the context's end, too.
-
-        Returns:
-            False if the context is over: that worker would not be told any more.
-        """
+        """A message of the context goes to or comes from a worker; False if the context is over."""
         if peer not in self.known_workers:
             with self._lock:
-                if self.released:
+                if self.released:  # that worker would not be told any more
                     return False
-                self.known_workers.add(peer)
+                self.known_workers.add(peer)  # and must be told of the context's end, too
         return True
 
     def knows(self, worker: int) -> bool:
@@ -231,27 +207,17 @@ class DistAutogradContext:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, pass_id: int, make: Callable[[], BackwardPass]) -> BackwardPass | None:
-        """Return the pass of that id, made here and now if it is new; None if it is over, or the context is.
-
-        Args:
-            pass_id: The pass.
-            make: Makes it, while nothing else can be recorded in the context.
-        """
+        """Return the pass of that id, made here and now if it is new; None if it is over, or the context is."""
         with self._lock:
             if self.released or pass_id in self.ended_passes:
                 return None
             current = self.passes.get(pass_id)
             if current is None:
-                current = self.passes[pass_id] = make()
+                current = self.passes[pass_id] = make()  # while nothing else can be recorded in the context
             return current
 
     def bar_pass(self, pass_id: int, charge: Callable[[], None]) -> bool:
-        """Remember that a pass is over that was not begun here; False if it was.
-
-        Args:
-            pass_id: The pass.
-            charge: Called if that takes memory; what it raises prevents it.
-        """
+        """Remember that a pass is over that was not begun here; False if it was. `charge` may refuse by raising."""
         with self._lock:
             if pass_id in self.passes:
                 return False
@@ -261,11 +227,7 @@ class DistAutogradContext:
             return True
 
     def end_pass(self, current: BackwardPass, is_committed: bool) -> None:
-        """A pass is decided: its gradients join those of the context, all or none.
-
-        Raises:
-            Exception: They could not be added up; nothing has changed.
-        """
+        """A pass is decided: its gradients join those of the context, all or none."""
         with self._lock:
             if is_committed and current.roots.joins_context and not self.released and current.gradients:
                 joined = dict(self.gradients)
@@ -288,12 +250,7 @@ class DistAutogradContext:
         return any(item.is_undecided for item in list(self.passes.values()))
 
     def wait_gradients(self, timeout_s: float) -> GradientTable:
-        """Return what committed passes have gathered here. Wait for a pass that is done here but not yet decided.
-
-        Raises:
-            RpcTimeout: It was not decided in time.
-            UnknownContext: The context was released meanwhile.
-        """
+        """Return what committed passes have gathered here. Wait for a pass that is done here but not yet decided."""
         if self.passes and self.has_undecided_pass:
             deadline = time.monotonic() + timeout_s
             with while_waiting(), self._lock:
@@ -319,7 +276,6 @@ class DistAutogradContext:
         callback()
 
     def on_released(self, where: str) -> None:
-        """The context is over."""
         with self._lock:
             self.released = where
             if self._changed is not None:
@@ -329,11 +285,6 @@ class DistAutogradContext:
             callback()
 
     def check_alive(self) -> None:
-        """Raise an error if the context is over.
-
-        Raises:
-            UnknownContext: It was released; says where.
-        """
         if self.released:
             raise UnknownContext(
                 f"Could not find autograd context with id: {self.context_id}. It was released {clean(self.released)}"
@@ -379,38 +330,29 @@ ENDED_PASS_BYTES: Final = 256
 
 
 class Quotas:
-    """What each worker has used of its budget.
-
-    Args:
-        own: This worker's rank, whose own messages are not counted.
-        limit_bytes: The budget of every other worker.
-    """
+    """What each worker has used of its budget."""
 
     def __init__(self, own: int, limit_bytes: int) -> None:
-        self._own = own
-        self._limit = limit_bytes
+        self._own = own  # whose own messages are not counted
+        self._limit = limit_bytes  # the budget of every other worker
         self._lock = threading.Lock()  # guards the table below and the `charges` of all contexts
-        self._used: dict[int, int] = {}  # by rank; at most one entry for each worker
+        self.used: dict[int, int] = {}  # by rank; at most one entry for each worker
 
     def charge(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
-        """Count memory that a worker's message is about to take, until the context is released.
-
-        Raises:
-            LimitExceeded: The worker has used up its budget.
-        """
+        """Count memory that a worker's message is about to take, until the context is released."""
         if worker == self._own:
             return
         with self._lock:
             if context.charges is None:  # released: nothing is kept
                 return
-            used = self._used.get(worker, 0) + num_bytes
+            used = self.used.get(worker, 0) + num_bytes
             if used > self._limit:
                 raise LimitExceeded(
                     f"the autograd contexts, messages and backward passes of worker {worker} would take more than "
                     f"{self._limit} bytes here (Limits.autograd_bytes). Release contexts that are no longer needed, or "
                     f"raise that limit on rank {self._own}"
                 )
-            self._used[worker] = used
+            self.used[worker] = used
             context.charges[worker] = context.charges.get(worker, 0) + num_bytes
 
     def refund(self, context: DistAutogradContext, worker: int, num_bytes: int) -> None:
@@ -420,7 +362,7 @@ class Quotas:
         with self._lock:
             if context.charges is not None:
                 context.charges[worker] -= num_bytes
-                self._used[worker] -= num_bytes
+                self.used[worker] -= num_bytes
 
     def settle(self, context: DistAutogradContext) -> None:
         """Give back all that was charged for a context, which was released."""
@@ -428,12 +370,7 @@ class Quotas:
             charges, context.charges = context.charges, None
             if charges:
                 for worker, num_bytes in charges.items():
-                    self._used[worker] -= num_bytes
-
-    def used_by(self, worker: int) -> int:
-        """Return how many bytes of its budget a worker has used."""
-        with self._lock:
-            return self._used.get(worker, 0)
+                    self.used[worker] -= num_bytes
 
 
 MAX_WORKER = (1 << 16) - 1
@@ -441,15 +378,7 @@ _MEMORY = 16_384  # of each worker: contexts it released that are remembered, so
 
 
 class IdSource:
-    """Gives out ids of one kind.
-
-    Args:
-        worker: This worker's rank.
-        first: The counter's first value.
-
-    Raises:
-        AutogradError: The rank does not fit into 16 bits.
-    """
+    """Gives out ids of one kind."""
 
     def __init__(self, worker: int, first: int = 0) -> None:
         if not 0 <= worker <= MAX_WORKER:
@@ -458,11 +387,6 @@ class IdSource:
         self._counter = itertools.count(max(1, first))  # safe in threads: each number is given out once
 
     def next(self) -> int:
-        """Return an id never given out before.
-
-        Raises:
-            AutogradError: There are none left.
-        """
         counter = next(self._counter)
         if counter > MAX_COUNTER:
             raise AutogradError("We have run out of autograd context and message ids: all 48 bits are used up")
@@ -470,17 +394,7 @@ class IdSource:
 
 
 class DistAutogradContainer:
-    """The contexts of one worker, by id.
-
-    Args:
-        worker: Its rank.
-        incarnation: Of the worker.
-        limits: What it keeps for other workers.
-
-    Attributes:
-        find: Returns the context of an id, or None if it is not here.
-        new_message_id: Returns an id for a message or a pass.
-    """
+    """The contexts of one worker, by id."""
 
     def __init__(self, worker: int, incarnation: int, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
         self.worker = worker
@@ -488,7 +402,7 @@ class DistAutogradContainer:
         self.new_message_id = IdSource(worker, first_counter(incarnation)).next
         self._lock = threading.Lock()  # guards changes of everything below
         self._contexts: dict[int, DistAutogradContext] = {}
-        self.find: Callable[[int], DistAutogradContext | None] = self._contexts.get
+        self.find: Callable[[int], DistAutogradContext | None] = self._contexts.get  # None if it is not here
         self._released: dict[int, str] = {}  # where
         self._released_by: dict[int, collections.deque[int]] = {}  # by rank: the latest contexts that it released
 
@@ -503,17 +417,11 @@ class DistAutogradContainer:
             return iter(list(self._contexts.values()))
 
     @property
-    def num_remembered(self) -> int:
-        """How many contexts are known to be over."""
-        return len(self._released)
-
-    @property
     def max_id(self) -> int:
         """The highest id that this worker can give out."""
         return (self.worker << COUNTER_BITS) | MAX_COUNTER
 
     def new_context(self) -> DistAutogradContext:
-        """Make a context."""
         while True:
             context_id = make_secret_id(self.worker)
             with self._lock:
@@ -522,11 +430,7 @@ class DistAutogradContainer:
                     return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
-        """Return the context of that id.
-
-        Raises:
-            UnknownContext: It was released, or was never here.
-        """
+        """Return the context of that id, or raise `UnknownContext`."""
         context = self.find(context_id)
         if context is None:
             where = self.where_released(context_id)
@@ -541,15 +445,7 @@ class DistAutogradContainer:
         return context
 
     def get_or_create(self, context_id: int, sender: int) -> DistAutogradContext | None:
-        """Return the context of that id, made here if another worker made it; None if it was released.
-
-        Args:
-            context_id: The context.
-            sender: Rank of the worker whose message is about it.
-
-        Raises:
-            LimitExceeded: That worker has brought too much here already.
-        """
+        """Return the context of that id, made here if another worker made it; None if it was released."""
         found = self.find(context_id)
         if found is not None:
             return found
@@ -564,17 +460,11 @@ class DistAutogradContainer:
             return made
 
     def release(self, context_id: int, where: str, worker: int | None = None) -> DistAutogradContext | None:
-        """Forget a context, and remember that it must not come back; None if it was not here.
-
-        Args:
-            context_id: The context.
-            where: Where it was released.
-            worker: Rank of the worker that says so; this one if not given.
-        """
+        """Forget a context, and remember that it must not come back; None if it was not here."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
             if context_id not in self._released:
-                # What one worker says pushes out its own oldest words alone.
+                # What one worker releases pushes out its own oldest contexts alone.
                 latest = self._released_by.setdefault(self.worker if worker is None else worker, collections.deque())
                 latest.append(context_id)
                 self._released[context_id] = where

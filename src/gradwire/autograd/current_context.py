@@ -25,15 +25,10 @@ current_context: contextvars.ContextVar[int] = contextvars.ContextVar("gradwire_
 
 
 class LocalRun(Protocol):
-    """A run of the local engine, as the nodes of messages see it.
+    """A run of the local engine, as the nodes of messages see it."""
 
-    Attributes:
-        thread: That began it.
-        ambient_id: The context that thread was in, or 0.
-    """
-
-    thread: int
-    ambient_id: int
+    thread: int  # that began it
+    ambient_id: int  # the context that thread was in, or 0
 
     # A recv was reached; what a send hands on; block until a message for a send has come.
     def fire(self, context_id: int, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None: ...

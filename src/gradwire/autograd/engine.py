@@ -94,7 +94,6 @@ _READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice
 
 
 def is_about_pass(pass_id: int, note: Any) -> bool:
-    """Return whether a message is about a pass."""
     return bool(getattr(note, "pass_id", None) == pass_id)
 
 
@@ -113,31 +112,22 @@ def attach(agent: Agent) -> None:
 def all_open() -> list[DistEngine]:
     """Return the engines of all workers of this process that are not closed."""
     with _lock:
-        return [item for item in _made if not item.is_closed]
+        return [item for item in _made if not item._agent.is_closed]
 
 
 class DistEngine:
-    """The contexts and backward passes of one worker.
-
-    Args:
-        agent: The worker.
-
-    Attributes:
-        container: Its contexts.
-        lost: Ranks of workers whose end was noticed and that have not been connected since.
-        num_refused: Messages about contexts or passes that their senders have no part in.
-    """
+    """The contexts and backward passes of one worker."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.container = DistAutogradContainer(agent.info.id, agent.address.incarnation, agent.config.limits)
         self._own = agent.info.id
-        self._own_name = agent.info.name
+        self.worker = agent.info.name
         self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
-        self.lost: set[int] = set()
+        self.lost: set[int] = set()  # ranks of workers whose end was noticed and that have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
         self.num_passes = 0
-        self.num_refused = 0
+        self.num_refused = 0  # messages about contexts or passes that their senders have no part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
@@ -150,22 +140,7 @@ class DistEngine:
         agent.on_worker_lost(self._on_worker_lost)
         agent.interceptors += [AutogradInterceptor(self), AutocastInterceptor()]
 
-    @property
-    def worker(self) -> str:
-        """The worker's name."""
-        return self._agent.info.name
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the worker has shut down."""
-        return self._agent.is_closed
-
     def name_of(self, rank: int) -> str:
-        """Return a worker's name.
-
-        Raises:
-            UnknownWorker: There is no worker of that rank.
-        """
         name = self._names[rank] = self._agent.directory.find(rank).info.name
         return name
 
@@ -175,7 +150,6 @@ class DistEngine:
             self.lost.discard(worker.id)
 
     def statistics(self) -> AutogradStatistics:
-        """Return what it does right now."""
         contexts = list(self.container)
         return AutogradStatistics(
             len(contexts),
@@ -199,22 +173,7 @@ class DistEngine:
         joins_context: bool = True,
         follow_up: FollowUp | None = None,
     ) -> GradientTable:
-        """Run a pass from here and wait until it is over everywhere; return the gradients found here.
-
-        Args:
-            context_id: Whose pass.
-            options: How.
-            roots: Where it begins; see `Roots` for this and what follows.
-            gradients: Of the roots, or None.
-            inputs: What gradients are wanted of, or None.
-            joins_context: Whether gradients join the context.
-            follow_up: What is done as soon as the pass is committed.
-
-        Raises:
-            AutogradError: A root cannot be one.
-            UnknownContext: The context is over, or was never here.
-            BackwardFailed: It failed somewhere, and is dropped everywhere.
-        """
+        """Run a pass from here and wait until it is over everywhere; return the gradients found here."""
         start = check_roots(roots, gradients, inputs, joins_context, follow_up)
         context = self.container.find(context_id) or self.container.retrieve(context_id)
         pass_id = self.container.new_message_id()
@@ -361,7 +320,6 @@ class DistEngine:
         tensors: Sequence[torch.Tensor] = (),
         report: Report | None = None,
     ) -> None:
-        """Send a message of a pass."""
         introduction = current.introduce(peer)
         note = PropagateGradients(
             current.context.context_id, current.pass_id, current.options, items, introduction, report
@@ -570,7 +528,6 @@ class DistEngine:
         return failure
 
     def describe(self, failure: BaseException) -> Any:
-        """Return an error as it travels."""
         return exceptions.describe_exception(failure, self.worker, self._agent.config.limits)
 
     # -- telling others --------------------------------------------------------------------------------------------------
@@ -584,16 +541,8 @@ class DistEngine:
         return is_any_told
 
     def tell(self, rank: int, name: str, note: Any, *, is_urgent: bool = True) -> bool:
-        """Send a notice; False if the worker is gone.
-
-        Args:
-            rank: Of the worker.
-            name: Of the notice.
-            note: The notice.
-            is_urgent: Whether another thread goes on trying if the worker does not read; otherwise it has as much time as a
-                call, and counts as gone after that.
-        """
-        deadline = time.monotonic() + _TELL_S if is_urgent else None
+        """Send a notice; False if the worker is gone. Another thread goes on trying if it `is_urgent` and is not read."""
+        deadline = time.monotonic() + _TELL_S if is_urgent else None  # None: as much time as a call has
         try:
             to = self._names.get(rank) or self.name_of(rank)
             if rank in self.lost and self._agent.notices.is_out_of_reach(to):
@@ -601,21 +550,19 @@ class DistEngine:
             self._agent.notices.send(to, name, note, (), deadline)
         except RpcTimeout:
             if is_urgent:
-                self._agent.reactor.run_soon(functools.partial(self._tell_late, rank, name, note))
+                # If its connection is cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+                again = functools.partial(self.tell, rank, name, note, is_urgent=False)
+                self._agent.reactor.run_soon(again)
             return is_urgent
         except (RpcError, TransportError):
             return False
         return True
 
-    def _tell_late(self, rank: int, name: str, note: Any) -> None:
-        # If its connection was cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
-        self.tell(rank, name, note, is_urgent=False)
-
     # -- the end of contexts ---------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> bool:
         """End a context, here and on every worker it has touched; False if it was not here."""
-        return self._release(context_id, f"on worker {self._own_name} at {find_call_site()}")
+        return self._release(context_id, f"on worker {self.worker} at {find_call_site()}")
 
     def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:
         context = self.container.release(context_id, where, None if is_suspected else sender)
@@ -711,35 +658,19 @@ class DistEngine:
 
 
 class _Run:
-    """A run of the local engine through one component, and what the nodes of messages do in it.
-
-    Args:
-        engine: Sends what is found.
-        current: The pass.
-        action: The component, and the sends that may have a gradient.
-
-    Attributes:
-        following: What is to be done when it has ended, apart from that it has ended.
-        thread: See `current_context.LocalRun`.
-        ambient_id: See there.
-    """
+    """A run of the local engine through one component, and what the nodes of messages do in it."""
 
     __slots__ = ("_action", "_engine", "_pass", "ambient_id", "following", "thread")
 
     def __init__(self, engine: DistEngine, current: BackwardPass, action: RunComponent) -> None:
         self._engine = engine
         self._pass = current
-        self._action = action
-        self.following: list[Action] = []
+        self._action = action  # the component, and the sends that may have a gradient
+        self.following: list[Action] = []  # what is to be done when it has ended, apart from that it has ended
         self.thread = self.ambient_id = 0
 
     def run(self) -> Found:
-        """Run the component; return the gradients of its leaves.
-
-        Raises:
-            PassDropped: The pass is over.
-            Exception: Whatever a node or a hook raised.
-        """
+        """Run the component; return the gradients of its leaves."""
         current, index, sends = self._pass, self._action.index, self._action.sends
         direct = current.graph.direct[index]
         if direct is not None and current.roots.inputs is None:  # those may be what passes through
@@ -822,7 +753,7 @@ class _Run:
                 settled[message_id] = answer and [item if item is None else item.clone() for item in answer]
             else:
                 origin = RecordedRecv(message_id, worker, recv.function, recv.node)
-                self._answer(origin, answer or (), current.state.has_lost(worker), False, recv.peer)
+                self._answer(origin, answer or (), worker in current.state.lost, False, recv.peer)
         if settled:
             actions = current.came_back(recv.peer, settled)
             component = current.graph.components[self._action.index]
@@ -832,7 +763,6 @@ class _Run:
                 self._engine._perform_soon(current, actions)
 
     def gradients_of(self, message_id: int) -> Gradients:
-        """Return what came for a send; all None if it was settled with nothing."""
         return self._pass.gradients_of(message_id)
 
     def wait_settled(self, message_id: int) -> None:

@@ -28,8 +28,6 @@ _QUICK_S = 0.1  # for those who are asked last
 
 
 class MessageView(msgspec.Struct, frozen=True):
-    """A recorded message, as people are shown it."""
-
     message_id: int
     peer: str
     function: str
@@ -37,8 +35,6 @@ class MessageView(msgspec.Struct, frozen=True):
 
 
 class PassView(msgspec.Struct, frozen=True):
-    """A backward pass on one worker."""
-
     pass_id: int
     root: str
     mode: str
@@ -49,8 +45,6 @@ class PassView(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """What one worker has for a context."""
-
     worker: str
     known_workers: tuple[Rank, ...] = ()
     num_gradients: int = 0
@@ -101,22 +95,15 @@ def _describe_pass(worker: str, current: PassView) -> list[str]:
 
 
 class Prober:
-    """Asks other workers about contexts and passes, and answers such questions.
-
-    Args:
-        agent: This worker.
-        container: Its contexts.
-        lost: Ranks of workers that need not be asked.
-        name_of: Names of workers by rank; raises `UnknownWorker`.
-    """
+    """Asks other workers about contexts and passes, and answers such questions."""
 
     def __init__(
         self, agent: Agent, container: DistAutogradContainer, lost: Collection[int], name_of: Callable[[int], str]
     ) -> None:
         self._agent = agent
         self._container = container
-        self._lost = lost
-        self._name_of = name_of
+        self._lost = lost  # need not be asked
+        self._name_of = name_of  # raises `UnknownWorker`
         agent.server.register_control("autograd.probe", self._on_probe, Id, Id)
         agent.server.register_control("autograd.explain", self._on_explain, Id)
 
@@ -127,19 +114,13 @@ class Prober:
         except UnknownWorker:
             return f"rank {rank}"
 
-    # -- the stall probe ---------------------------------------------------------------------------------------------
-
     def probe(self, current: BackwardPass, limit_s: float = _ANSWER_S) -> dict[int, PassSnapshot]:
         """Ask every worker known to take part in a pass what it waits for; it may take that long, all in all."""
         until = time.monotonic() + min(limit_s, _ANSWER_S)
         known = current.participants()
         found = {self._container.worker: current.snapshot(self._agent.info.name, self._name_of)}
-        key = (current.context.context_id, current.pass_id)
-
-        def ask(ranks: Iterable[int]) -> dict[int, Any]:
-            return self._ask(ranks, "autograd.probe", key, PassSnapshot, max(_QUICK_S, until - time.monotonic()))
-
-        self._explore(found, known, ask, lambda item: item.peers)
+        ids = (current.context.context_id, current.pass_id)
+        self._explore(found, known, "autograd.probe", ids, PassSnapshot, lambda item: item.peers, until)
         return found
 
     def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
@@ -150,18 +131,10 @@ class Prober:
         name = self._agent.info.name
         return msgspec.to_builtins(current.snapshot(name, self._name_of) if current is not None else PassSnapshot(name))
 
-    # -- explain -----------------------------------------------------------------------------------------------------
-
     def explain(self, context: DistAutogradContext) -> Explanation:
-        """Ask every worker that has to do with a context."""
         found = {self._container.worker: self._view(context)}
-        key = (context.context_id,)
-        self._explore(
-            found,
-            set(),
-            lambda ranks: self._ask(ranks, "autograd.explain", key, WorkerView, _ANSWER_S),
-            lambda item: item.known_workers,
-        )
+        ids = (context.context_id,)
+        self._explore(found, (), "autograd.explain", ids, WorkerView, lambda item: item.known_workers)
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
 
     def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
@@ -196,14 +169,15 @@ class Prober:
             snapshot.waiting,
         )
 
-    # -- asking ------------------------------------------------------------------------------------------------------
-
     def _explore(
         self,
         found: dict[int, Any],
         known: Iterable[int],
-        ask: Callable[[Iterable[int]], dict[int, Any]],
+        operation: str,
+        ids: tuple[int, ...],
+        kind: type[PassSnapshot | WorkerView],
         peers_of: Callable[[Any], Iterable[int]],
+        until: float = float("inf"),
     ) -> None:
         """Ask on, from the workers that are known to those they name, until none is new."""
         todo = set(known)
@@ -217,7 +191,8 @@ class Prober:
             todo &= there or set()  # others may name ranks that no worker has
             if not todo:
                 return
-            found.update(ask(todo))
+            limit_s = min(_ANSWER_S, max(_QUICK_S, until - time.monotonic()))
+            found.update(self._ask(todo, operation, ids, kind, limit_s))
 
     def _ask(
         self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float

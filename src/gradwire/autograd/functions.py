@@ -132,11 +132,8 @@ class _Hooks:
         return super().register_prehook(hook)  # type: ignore[misc]
 
 
-def _with_hooks(kind: Any) -> Any:
-    return type(kind.__name__, (_Hooks, kind), {})
-
-
-set_backward_class(RecvFunction, _with_hooks(backward_class(RecvFunction)))
+_node_class: Any = backward_class(RecvFunction)
+set_backward_class(RecvFunction, type(_node_class.__name__, (_Hooks, _node_class), {}))
 
 _apply_send, _apply_recv, _apply_gate = (function_apply(kind) for kind in (SendFunction, RecvFunction, Gate))
 

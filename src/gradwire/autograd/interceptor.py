@@ -24,7 +24,7 @@ from gradwire.errors import CannotSend, DecodeError, UnknownContext
 from gradwire.params import snapshots
 from gradwire.params.rwlock import guarded_params
 from gradwire.params.snapshots import announcing
-from gradwire.rpc.connection import Request, current_request
+from gradwire.rpc.connection import current_request
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import COUNTER_BITS
 from gradwire.wire.exceptions import clean
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 class AutogradInterceptor(Interceptor):
-    """Sees every message of one worker.
-
-    Args:
-        engine: The worker's engine, with its contexts.
-    """
+    """Sees every message of one worker."""
 
     name = "autograd"
     note_type = RecordedCall
@@ -49,7 +45,6 @@ class AutogradInterceptor(Interceptor):
         self._container = engine.container
 
     def wants_calls(self) -> bool:
-        """Whether a call is made inside a context, with grad mode on."""
         return (current_context.get() or current_context_id()) != 0 and torch.is_grad_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
@@ -78,11 +73,7 @@ class AutogradInterceptor(Interceptor):
         return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())
 
     def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors whose gradients would be lost.
-
-        Raises:
-            CannotSend: Always.
-        """
+        """Refuse tensors whose gradients would be lost."""
         kind = type(tensors[0])
         what = (
             f"an argument of {envelope.function}" if envelope.kind == "call" else f"the result of {envelope.function}"
@@ -94,19 +85,13 @@ class AutogradInterceptor(Interceptor):
         )
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Record a recv: the tensors that were recorded by the sender become outputs of its node.
-
-        Raises:
-            DecodeError: The note does not fit the message.
-            LimitExceeded: The sender has brought too many contexts and messages here.
-            UnknownContext: The callee has released a context that is still in use here: gradients would get lost.
-        """
+        """Record a recv: the tensors that were recorded by the sender become outputs of its node."""
         message: RecordedCall = note
         peer = envelope.peer.id
         if message.message_id != NO_ID and message.message_id >> COUNTER_BITS != peer:
             raise DecodeError(f"{envelope.peer.name} recorded a message under an id of another worker")
         context = self._container.find(message.context_id)
-        if message.released and context is not None:
+        if message.released and context is not None:  # gradients would get lost
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
                 f"{envelope.function} returned: it was released {clean(message.released)}"
@@ -121,7 +106,8 @@ class AutogradInterceptor(Interceptor):
             return tensors  # over: a late message does not revive it
         if peer in self._engine.lost:  # it may have been taken for dead after the call was recorded
             self._engine.heard_of(envelope.peer)
-        if is_call and _is_cut_off(current_request()):
+        if is_call and (request := current_request()) is not None and request.source.stream.is_closed:
+            # The connection of the call has ended: contexts of its caller may have been looked through before.
             self._engine.ask_soon(message.context_id)
         return tensors if message.message_id == NO_ID else self._record(context, envelope, message, tensors)
 
@@ -146,7 +132,6 @@ class AutogradInterceptor(Interceptor):
         return values
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Run the called function in the caller's context."""
         return functools.partial(self._run, envelope.function, note, function)
 
     def _run(self, name: str, message: RecordedCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,21 +144,16 @@ class AutogradInterceptor(Interceptor):
             with contextlib.ExitStack() as stack:
                 if context is not None:
                     stack.enter_context(snapshots.recording(context, name))
-                stack.enter_context(anomaly_mode.enabled(message.detects_anomalies))
+                if message.detects_anomalies:
+                    stack.enter_context(anomaly_mode.enabled())
                 return _call(function, args, kwargs)
         finally:
             current_context.reset(token)
 
 
-@interruptible
+@interruptible  # a function of the user
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of the user."""
     return function(*args, **kwargs)
-
-
-def _is_cut_off(request: Request | None) -> bool:
-    """Whether the connection of a call has ended: contexts of its caller may have been looked through before."""
-    return request is not None and request.source.stream.is_closed
 
 
 NOTE: Final = "autocast"
@@ -183,15 +163,10 @@ _DTYPES: Final = {name: getattr(torch, name) for name in ("float16", "bfloat16",
 
 
 class Autocast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Goes with every call made under autocast.
+    """Goes with every call made under autocast."""
 
-    Attributes:
-        dtypes: Names of dtypes by the type of device, for those it is enabled for.
-        caches: Whether weights are cast once and kept.
-    """
-
-    dtypes: dict[str, str]
-    caches: bool
+    dtypes: dict[str, str]  # names of dtypes by the type of device, for those it is enabled for
+    caches: bool  # whether weights are cast once and kept
 
 
 class AutocastInterceptor(Interceptor):
@@ -201,11 +176,9 @@ class AutocastInterceptor(Interceptor):
     note_type = Autocast
 
     def wants_calls(self) -> bool:
-        """Whether a call is made under autocast."""
         return is_any_autocast_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Autocast | None:
-        """Return the caller's autocast; replies have none."""
         if envelope.kind == "reply":
             return None
         dtypes = {
@@ -216,11 +189,6 @@ class AutocastInterceptor(Interceptor):
         return Autocast(dtypes, torch.is_autocast_cache_enabled())
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Run the function under the caller's autocast.
-
-        Raises:
-            DecodeError: It is for a device or a dtype that is not known here.
-        """
         message: Autocast = note
         unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
         if unknown:

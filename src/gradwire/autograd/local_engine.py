@@ -41,12 +41,7 @@ _HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handl
 
 
 class Sources:
-    """Where a run of the engine begins, with a gradient for each edge.
-
-    Args:
-        roots: The roots of the pass, or none.
-        gradients: One for each.
-    """
+    """Where a run of the engine begins, with a gradient for each edge."""
 
     __slots__ = ("edges", "gradients", "of_roots")
 
@@ -77,25 +72,15 @@ class Sources:
 def run_component(
     run: LocalRun, sources: Sources, inputs: Sequence[torch.Tensor], options: PassOptions, context: UsesParameters
 ) -> Found:
-    """Run the engine from some sources; return the gradients of the inputs that it reached.
-
-    Args:
-        run: What the nodes of messages report to.
-        sources: Where it begins.
-        inputs: What gradients are wanted of.
-        options: Of the pass.
-        context: Of the pass.
-
-    Raises:
-        Exception: Whatever a node or a hook raised.
-    """
+    """Run the engine from some sources; return the gradients of the inputs that it reached."""
     arguments = tuple(sources.edges), tuple(sources.gradients), options, (*inputs, ANCHOR)
     is_saving = options.create_graph and bool(guarded_params)
     outer = begin_run(run)
     try:
         if options.detects_anomalies or is_saving:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(anomaly_mode.detecting(options.detects_anomalies))
+                if options.detects_anomalies:
+                    stack.enter_context(anomaly_mode.detecting())
                 if is_saving:  # a recorded pass saves what the forward pass saved: aliases of shared parameters
                     stack.enter_context(saving(context))
                 results = _run_user_code(*arguments)
@@ -114,11 +99,10 @@ def run_component(
     return found
 
 
-@interruptible
+@interruptible  # the engine runs hooks and functions of the user
 def _run_user_code(
     edges: tuple[Edge, ...], gradients: tuple[torch.Tensor, ...], options: PassOptions, inputs: tuple[torch.Tensor, ...]
 ) -> Any:
-    """Call the engine, which runs hooks and functions of the user."""
     return run_backward(
         edges,
         gradients,
@@ -129,8 +113,6 @@ def _run_user_code(
         accumulate_grad=False,
     )
 
-
-# -- hooks of leaves ------------------------------------------------------------------------------------------------------
 
 _WAIT_S = 60.0
 _CYCLE = r"Using backward\(\) with create_graph=True will create a reference cycle"
@@ -172,8 +154,7 @@ def _note_reducers() -> None:
     reducer.__init__, reducer._set_static_graph = noted, noted_static
 
 
-def _find_reducers() -> None:
-    """Learns of those that were made before."""
+def _find_reducers() -> None:  # those that were made before
     for made in gc.get_objects():
         if issubclass(type(made), DistributedDataParallel):
             _note_reduced(made._module_parameters, made.reducer)
@@ -208,19 +189,12 @@ def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
 def _has_hooks(node: Any) -> bool:
     """Asks a node for its table of hooks, by adding one and taking it away again."""
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
+        handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
             return True
     return False
-
-
-def _nothing(*_: object) -> None:
-    """A hook that does nothing."""
-
-
-# -- running them ---------------------------------------------------------------------------------------------------------
 
 
 def run_accumulators(
@@ -229,20 +203,8 @@ def run_accumulators(
     """Shows the totals of a pass to hooks, as ``.grad``, and takes what they make of them.
 
     A hook that sets ``.grad`` to None has consumed the gradient; one that changes or replaces it has changed it.
-
-    Args:
-        table: The gradients of leaves; changed in place.
-        of_context: What earlier passes have left in the context. `DistributedDataParallel` averages it along, because they
-            may have been made with its ``no_sync``.
-        is_recorded: Whether the pass is, for gradients of gradients.
-
-    Returns:
-        The leaves whose gradient in the table is that of the whole context.
-
-    Raises:
-        AutogradError: Another pass has been running hooks of the same leaves for too long, or is doing so further out in
-            this thread.
-        Exception: What a hook raised; ``.grad`` is as it was.
+    Changes the table. Returns the leaves whose gradient in it is that of the whole context, earlier passes included:
+    `DistributedDataParallel` averages those along, because they may have been made with its ``no_sync``.
     """
     edges: dict[torch.Tensor, GradientEdge] = {}
     for leaf in table:
@@ -288,9 +250,8 @@ def run_accumulators(
     return {leaf for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
 
 
-@interruptible
+@interruptible  # the engine runs hooks of the user
 def _accumulate(edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, ...], is_recorded: bool) -> None:
-    """Call the engine, which runs hooks of the user."""
     run_backward(edges, gradients, is_recorded, is_recorded, (), allow_unreachable=True, accumulate_grad=True)
 
 

@@ -30,65 +30,38 @@ Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS)]
 
 
 class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Goes with every call and reply made inside a context.
-
-    Attributes:
-        context_id: The context.
-        message_id: The send that was recorded, or `NO_ID`.
-        num_tensors: Tensors of the message that require grad and were recorded.
-        detects_anomalies: Whether the caller looks for anomalies.
-        released: Where the callee's part of the context was released, if tensors that require grad come back unrecorded.
-    """
+    """Goes with every call and reply made inside a context."""
 
     context_id: Id
-    message_id: Id = NO_ID
-    num_tensors: Id = 0
+    message_id: Id = NO_ID  # the send that was recorded, if any
+    num_tensors: Id = 0  # of the message that require grad and were recorded
     detects_anomalies: bool = False
-    released: Where = ""
+    released: Where = ""  # where the callee's part was released, if tensors that require grad come back unrecorded
 
 
 class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What all participants must know about a pass.
-
-    Attributes:
-        is_fast: FAST mode.
-        retain_graph: Keep the graph for another pass.
-        create_graph: Record the pass itself.
-        skips_leaves: Gather gradients only for the `inputs` that the root asked for.
-        detects_anomalies: Whether anomaly mode was on at the root.
-        timeout_s: How long the pass may take, from when a worker joins it.
-    """
+    """What all participants must know about a pass."""
 
     is_fast: bool = False
     retain_graph: bool = False
     create_graph: bool = False
-    skips_leaves: bool = False
+    skips_leaves: bool = False  # gather gradients only for the `inputs` that the root asked for
     detects_anomalies: bool = False
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # from when a worker joins the pass
 
 
 class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The answer for one message of the forward pass.
-
-    Attributes:
-        message_id: Which.
-        defined: For each of its tensors, whether a gradient is among the tensors of this message; None for no gradient
-            at all.
-        recorded_id: With `create_graph`, the id under which this answer itself was recorded, or `NO_ID`.
-        recorded: Which of the gradients were recorded, by position among those that travel.
-        via: Whom the message went to, if that worker passed it on untouched and was not asked.
-    """
+    """The answer for one message of the forward pass."""
 
     message_id: Id
+    # For each of its tensors, whether a gradient is among the tensors of this message; None for no gradient at all.
     defined: tuple[bool, ...] | None = None
-    recorded_id: Id = NO_ID
-    recorded: tuple[Id, ...] = ()
-    via: Rank | None = None
+    recorded_id: Id = NO_ID  # with `create_graph`, the id under which this answer itself was recorded
+    recorded: tuple[Id, ...] = ()  # which of the gradients were recorded, by position among those that travel
+    via: Rank | None = None  # whom the message went to, if that worker passed it on untouched and was not asked
 
 
 class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Gradients on their way back; see the module's docstring."""
-
     context_id: Id
     pass_id: Id
     options: PassOptions
@@ -98,45 +71,29 @@ class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_un
 
 
 class ReportDone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A participant is done."""
-
     context_id: Id
     pass_id: Id
     report: Report
 
 
 class AbortPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A pass failed."""
-
     context_id: Id
     pass_id: Id
     error: ErrorInfo
 
 
 class CommitPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A pass is complete."""
-
     context_id: Id
     pass_id: Id
 
 
 class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A context is over.
-
-    Attributes:
-        context_id: Which.
-        where: Says who ended it.
-        is_suspected: Whether the sender ended it only because it cannot reach the worker that made it, which may live.
-    """
-
     context_id: Id
     where: Where
-    is_suspected: bool = False
+    is_suspected: bool = False  # the sender only cannot reach the worker that made it, which may live
 
 
 class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A worker has a context, and lost one of those who would tell it of the context's end."""
-
     context_id: Id
 
 

@@ -29,13 +29,7 @@ Problem = tuple[Exception, str]
 
 
 class StallDetector:
-    """What waiting threads of one pass on one worker share.
-
-    Args:
-        agent: The worker.
-        prober: Asks the others.
-        current: The pass.
-    """
+    """What waiting threads of one pass on one worker share."""
 
     def __init__(self, agent: Agent, prober: Prober, current: BackwardPass) -> None:
         self._agent = agent
@@ -48,7 +42,6 @@ class StallDetector:
         self._snapshots: dict[int, PassSnapshot] = {}
 
     def pause_s(self) -> float:
-        """Return how long to wait before the next look."""
         return max(0.0, min(_SLICE_S, min(self._next_probe, self._deadline) - time.monotonic()))
 
     def look(self) -> Problem | None:

@@ -78,11 +78,7 @@ def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
 
 
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """The norm of all gradients, of their norms, as `torch.nn.utils.clip_grad_norm_` computes it.
-
-    Raises:
-        OptimizerError: It is not finite, and that is an error.
-    """
+    """The norm of all gradients, of their norms, as `torch.nn.utils.clip_grad_norm_` computes it."""
     if not norms:
         return torch.tensor(0.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1) for norm in norms]), norm_type)
@@ -95,7 +91,6 @@ def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfini
 
 
 def clip_factor(total: torch.Tensor, max_norm: float) -> float:
-    """What gradients are multiplied with, so that their norm is at most that."""
     return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
@@ -104,11 +99,7 @@ _users: dict[int, int] = {}  # which thread uses `.grad`, by id of the leaf
 
 
 class GradClaim:
-    """A lock on ``.grad`` of some leaves, all at once, so no two claims wait for each other. Reentrant in a thread.
-
-    Args:
-        leaves: The leaves; kept until the lock is gone.
-    """
+    """A lock on ``.grad`` of some leaves, all at once, so no two claims wait for each other. Reentrant in a thread."""
 
     __slots__ = ("_leaves", "_taken")
 
@@ -117,7 +108,6 @@ class GradClaim:
         self._taken: set[int] = set()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock; as `threading.Lock.acquire`."""
         own, wanted = threading.get_ident(), set(map(id, self._leaves))
         until = time.monotonic() + timeout if timeout >= 0 else None
         with _changed:

@@ -38,22 +38,15 @@ class UsesParameters(Protocol):
 
 
 class Turns:
-    """The state of one group.
-
-    Attributes:
-        num_readers: Calls that read now.
-        num_changers: Steps under way.
-        num_pending: Steps that wait for the readers.
-        holder: The context whose turn it is, or 0.
-    """
+    """The state of one group."""
 
     __slots__ = ("_line", "holder", "num_changers", "num_pending", "num_readers")
 
     def __init__(self) -> None:
-        self.num_readers = 0
-        self.num_changers = 0
-        self.num_pending = 0
-        self.holder = 0
+        self.num_readers = 0  # calls that read now
+        self.num_changers = 0  # steps under way
+        self.num_pending = 0  # steps that wait for the readers
+        self.holder = 0  # the context whose turn it is, or 0
         self._line: collections.deque[int] = collections.deque()
 
     def __repr__(self) -> str:
@@ -66,7 +59,6 @@ class Turns:
 
     @property
     def num_in_line(self) -> int:
-        """Contexts that wait for their turn."""
         return len(self._line)
 
     def ask_turn(self, context_id: int) -> bool:
@@ -82,7 +74,6 @@ class Turns:
         return True
 
     def leave_line(self, context_id: int) -> None:
-        """The context does not want a turn any more."""
         if context_id in self._line:
             self._line.remove(context_id)
 
@@ -96,34 +87,26 @@ class Turns:
 
 
 class Change:
-    """A step on some groups: all of them at once, so that no step holds one and waits for another.
-
-    Args:
-        groups: What is changed.
-        everything: What calls read that may use anything.
-    """
+    """A step on some groups: all of them at once, so that no step holds one and waits for another."""
 
     def __init__(self, groups: Collection[Turns], everything: Turns) -> None:
         self._groups = [*groups, everything]
         self._own = groups
-        self._everything = everything
+        self._everything = everything  # what calls read that may use anything
         self._is_waiting = self._has_begun = False
 
     def wait(self) -> None:
-        """The step wants to begin."""
         self._is_waiting = True
         for group in self._groups:
             group.num_pending += 1
 
     def stop_waiting(self) -> None:
-        """The step begins, or does not want to any more."""
         if self._is_waiting:
             self._is_waiting = False
             for group in self._groups:
                 group.num_pending -= 1
 
     def begin(self) -> bool:
-        """Begin, if no call or step is in the way."""
         if self._everything.num_readers:
             return False
         for group in self._own:
@@ -155,8 +138,6 @@ _gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
 
 
 class Group:
-    """Parameters that were guarded together."""
-
     __slots__ = ("__weakref__", "mode", "turns")
 
     def __init__(self, mode: Mode) -> None:
@@ -172,11 +153,7 @@ EVERYTHING = Group("snapshot")
 
 
 class Cell:
-    """Memory that a parameter has, or had.
-
-    Args:
-        param: The parameter.
-    """
+    """Memory that a parameter has, or had."""
 
     __slots__ = ("_last_version", "_ref")
 
@@ -198,19 +175,14 @@ class Cell:
 
 
 class Guarded:
-    """One parameter that contexts share.
-
-    Attributes:
-        group: What it was guarded with.
-        cell: Its memory.
-        users: Contexts on this worker that have used its memory and have not stepped since. The list is replaced, never
-            changed, so it may be looked at without the lock.
-    """
+    """One parameter that contexts share."""
 
     __slots__ = ("_address", "_ref", "cell", "group", "users")
 
     def __init__(self, param: torch.Tensor, group: Group) -> None:
         self.group = group
+        # Contexts on this worker that have used its memory and have not stepped since. The list is replaced, never
+        # changed, so it may be looked at without the lock.
         self.users: list[weakref.ref[UsesParameters]] = []
         self._ref = weakref.ref(param, functools.partial(_forget, id(param)))
         self.cell = Cell(self._ref)
@@ -218,7 +190,6 @@ class Guarded:
         self.locate(param)
 
     def locate(self, param: torch.Tensor) -> None:
-        """Note where the parameter's memory is."""
         now = address_of(param)
         if now == self._address:
             return
@@ -242,11 +213,9 @@ class Guarded:
         return cell if param is not None and address_of(param) == address else None
 
     def is_of(self, param: torch.Tensor) -> bool:
-        """Whether this is that parameter's."""
         return self._ref() is param
 
     def users_except(self, own: Container[int]) -> list[weakref.ref[UsesParameters]]:
-        """The users that are not over, but for some, by the ids of their contexts."""
         return [
             user
             for user in self.users
@@ -256,9 +225,8 @@ class Guarded:
     def move(self, param: torch.Tensor) -> None:
         """Give the parameter new memory with the same values; the old one stays as it is."""
         before = self.cell
-        param.data = (
-            param.data.clone()
-        )  # first: a thread that finds it at its old address has found its old cell before
+        # First: a thread that finds it at its old address has found its old cell before.
+        param.data = param.data.clone()
         with lock:
             before.leave(param._version)
             self.cell = Cell(self._ref)
@@ -267,23 +235,14 @@ class Guarded:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `ConfigurationError` if there is no such mode."""
     if mode not in _MODES:
         raise ConfigurationError(f"concurrency must be one of {', '.join(_MODES)}, not {mode!r}")
 
 
 def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
-    """Set how contexts share parameters of this worker. A parameter keeps what was set first.
+    """Set how contexts share parameters of this worker; return the group that they belong to.
 
-    Args:
-        params: The parameters; only weak references are kept.
-        mode: ``"snapshot"``, ``"serialize"`` or ``"hogwild"``; see `gradwire.params.snapshots`.
-
-    Returns:
-        The group that they belong to, for `gradwire.params.snapshots.using`.
-
-    Raises:
-        ConfigurationError: There is no such mode.
+    A parameter keeps what was set first. Only weak references to parameters are kept.
     """
     check_mode(mode)
     group = Group(mode)
@@ -301,7 +260,6 @@ def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
 
 
 def find(param: torch.Tensor) -> Guarded | None:
-    """Return what is known about a parameter."""
     known = guarded_params.get(id(param))
     return known if known is not None and known.is_of(param) else None
 
@@ -360,16 +318,12 @@ _readers: set[ReadingCall] = set()  # calls that read something now; guarded by 
 
 
 class ReadingCall:
-    """One call that uses shared parameters: in which context, and which groups it reads now.
-
-    Args:
-        context: None outside of contexts.
-    """
+    """One call that uses shared parameters: in which context, and which groups it reads now."""
 
     __slots__ = ("_groups", "_outer", "_request", "_thread", "_ticks", "_wanted", "context")
 
     def __init__(self, context: UsesParameters | None) -> None:
-        self.context = context
+        self.context = context  # None outside of contexts
         self._wanted: set[Group] = set()
         self._groups: set[Group] = set()  # guarded by `lock`
         self._request = current_request()
@@ -394,11 +348,7 @@ class ReadingCall:
         return self._request is current_request()
 
     def read(self, group: Group) -> None:
-        """From now on, until the call waits or ends, no step changes the group.
-
-        Raises:
-            RpcTimeout: A step takes longer than this call may.
-        """
+        """From now on, until the call waits or ends, no step changes the group."""
         if group in self._groups or EVERYTHING in self._groups:
             return
         with lock:
@@ -418,7 +368,6 @@ class ReadingCall:
             _interrupts.wait(changed, _SLICE_S)
 
     def let_go(self) -> None:
-        """Steps may go on."""
         if not self._groups:
             return
         with lock:
@@ -442,7 +391,6 @@ class ReadingCall:
             self._request.held = None
 
     def go_on(self) -> None:
-        """That step is over."""
         if self._request is not None:
             self._request.held = self
         if self.is_current:
@@ -457,38 +405,26 @@ class ReadingCall:
 
 
 def call_of_thread() -> ReadingCall | None:
-    """Return the call that this thread serves, if it is known to have to do with shared parameters."""
     call = _served.call
     return call if call is not None and call.is_current else None
 
 
 def begin(change: Change) -> ReadingCall | None:
-    """Wait until no call reads and no step changes the groups, and begin to change them.
-
-    Returns:
-        The call that this thread serves, for `end`: it reads nothing meanwhile.
-
-    Raises:
-        RpcTimeout: Calls that use the groups, or another step, have not ended in time.
-    """
+    """Wait until no call reads and no step changes the groups; begin to change them, and return what `end` needs."""
     call = _served.call
     if call is not None:
-        call.pause()
+        call.pause()  # it reads nothing until `end`
     with lock:
         if change.begin():
             return call
-    has_begun = False
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(end, change, call)
         _wait_begun(change)
-        has_begun = True
-    finally:
-        if not has_begun:
-            end(change, call)
+        stack.pop_all()
     return call
 
 
 def end(change: Change, call: ReadingCall | None) -> None:
-    """The change is over."""
     with lock:
         change.end()
         changed.notify_all()
@@ -522,7 +458,6 @@ def deadline_here() -> float:
 
 
 def late(reason: str) -> RpcTimeout:
-    """Return the error of a call or step that has waited too long."""
     request = current_request()
     worker = request.source.server.agent.info.name if request is not None else ""
     what = f"{request.function} on worker {worker}" if request is not None else "a step of this process"

@@ -57,38 +57,18 @@ from gradwire.params.rwlock import (
 from gradwire.rpc.connection import current_request, while_waiting
 from gradwire.types import creator_of
 
-__all__ = [
-    "Group",
-    "Held",
-    "Mode",
-    "check_mode",
-    "groups_of",
-    "guard",
-    "lending_grads",
-    "mode_of",
-    "recording",
-    "saving",
-    "standing_still",
-    "stepping",
-    "time_left",
-    "using",
-]
+__all__ = ["Group", "Mode", "check_mode", "guard"]  # of `rwlock`, for those who use this module
 
 
 _SLICE_S = 0.2
 _WAIT_S = 600.0
 
 
-# -- for the worker that has parameters ------------------------------------------------------------------------------------
-
-
 def groups_of(params: Iterable[torch.Tensor]) -> set[Group]:
-    """Return all that parameters of this worker belong to: those that were guarded together first."""
     return {item.group for param in params if (item := find(param)) is not None}
 
 
 def mode_of(param: torch.Tensor) -> Mode | None:
-    """Return how contexts share a parameter of this worker; None if it is not guarded."""
     found = find(param)
     return found.group.mode if found is not None else None
 
@@ -98,13 +78,7 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
     """Surround code that changes parameters in place, such as the step of an optimizer: one at a time.
 
     Parameters that are not guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
-
-    Args:
-        params: All that may be changed.
-        context_ids: The contexts for whose gradients; what they saw may change, what others saw may not.
-
-    Raises:
-        RpcTimeout: Calls that use the parameters, or another step, have not ended in time.
+    What the contexts of `context_ids` saw may change, what others saw may not.
     """
     own, found = frozenset(context_ids), find_all(params)
     all_turns = {item.group.turns for _, item in found}
@@ -129,11 +103,7 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
 
 @contextlib.contextmanager
 def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surround reading of parameters that must see all of them at one moment, between steps.
-
-    Raises:
-        RpcTimeout: A step has not ended in time.
-    """
+    """Surround reading of parameters that must see all of them at one moment, between steps."""
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(ReadingCall(None))
         for group in groups_of(params):
@@ -142,16 +112,11 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class Held:
-    """Holds a lock, and works without grad mode meanwhile.
-
-    Args:
-        lock: The lock.
-        busy: What to say if it is not free in time.
-    """
+    """Holds a lock, and works without grad mode meanwhile."""
 
     __slots__ = ("_busy", "_lock", "_mode")
 
-    def __init__(self, lock: Any, busy: str) -> None:
+    def __init__(self, lock: Any, busy: str) -> None:  # what to say if it is not free in time
         self._lock, self._busy = lock, busy
 
     def __enter__(self) -> None:
@@ -173,14 +138,7 @@ class Held:
 
 
 def lending_grads(params: Iterable[torch.Tensor]) -> Held:
-    """Surround code that uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts.
-
-    Args:
-        params: The parameters.
-
-    Raises:
-        RpcTimeout: Another user of one of them has not ended in time.
-    """
+    """Surround code that uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts."""
     return Held(GradClaim(params), "another optimizer, or hooks of a pass, have been using .grad")
 
 
@@ -191,8 +149,6 @@ def time_left() -> float:
         return _WAIT_S
     return max(0.0, min(_WAIT_S, request.deadline - time.monotonic()))
 
-
-# -- what the local autograd graph keeps of shared parameters -----------------------------------------------------------
 
 Saved = tuple[torch.Tensor, int | None, Cell | None]
 """An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
@@ -207,14 +163,9 @@ _saving_for: Carried[tuple[UsesParameters | None, OnUse | None]] = Carried(
 
 
 class saving:
-    """Surrounds operations that save for a context; notes which parameters it uses.
+    """Surrounds operations that save for a context; notes which parameters it uses."""
 
-    Args:
-        context: On this worker.
-        on_use: Told what is used, before it is saved; None if that is known already.
-    """
-
-    def __init__(self, context: UsesParameters, on_use: OnUse | None = None) -> None:
+    def __init__(self, context: UsesParameters, on_use: OnUse | None = None) -> None:  # None if that is known already
         self._ours = context, on_use
 
     def __enter__(self) -> None:
@@ -258,11 +209,6 @@ def _note(context: UsesParameters, guarded: Guarded, on_use: OnUse | None) -> No
 
 
 def _unpack(saved: Saved) -> torch.Tensor:
-    """Return the values that were saved.
-
-    Raises:
-        AutogradError: They are not there any more.
-    """
     tensor, version, cell = saved
     now = tensor._version if cell is None else cell.version
     if now not in (version, None) and version is not None:
@@ -278,9 +224,6 @@ def _unpack(saved: Saved) -> torch.Tensor:
 _hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
-# -- for calls ------------------------------------------------------------------------------------------------------------
-
-
 def announces_use(name: str) -> str:
     """Mark a function, by the name it is exposed under, that says with `using` what it uses; return the name."""
     announcing.add(name)
@@ -293,15 +236,7 @@ announcing: set[str] = set()
 
 @contextlib.contextmanager
 def recording(context: UsesParameters, function: str) -> Iterator[None]:
-    """Surround a function that is called within a context, on a worker with guarded parameters.
-
-    Args:
-        context: On this worker.
-        function: The name of what is called.
-
-    Raises:
-        RpcTimeout: A step has not ended until the deadline of the call.
-    """
+    """Surround a function that is called within a context, on a worker with guarded parameters."""
     with ReadingCall(context) as call:
         if function not in announcing:
             call.read(EVERYTHING)
@@ -313,13 +248,8 @@ def recording(context: UsesParameters, function: str) -> Iterator[None]:
 def using(group: Group, *others: Group) -> Iterator[None]:
     """Surround a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, wait first.
 
-    Args:
-        group: What `guard` returned; with ``"serialize"``, the function waits for its turn with this one.
-        others: What else parameters belong to that it uses. Later would be too late: when torch saves a parameter, it is
-            not possible to wait until it is changed.
-
-    Raises:
-        RpcTimeout: It is another context's turn, or a step has not ended, until the deadline of the call.
+    It waits for its turn with `group`. The `others` are what else parameters belong to that it uses: later would be too
+    late, because when torch saves a parameter, it is not possible to wait until it is changed.
     """
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(ReadingCall(None))

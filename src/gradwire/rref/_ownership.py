@@ -73,8 +73,6 @@ _STRUCK_OFF = "its owner could not reach this worker for a while, took it for de
 
 
 class ForkPhase(enum.Enum):
-    """The lifecycle of a user's fork."""
-
     PENDING = "pending"
     CONFIRMED = "confirmed"
     BROKEN = "broken"
@@ -209,12 +207,10 @@ class Ownership:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def phase_of(self, fork_id: int) -> ForkPhase | None:
-        """Return the phase of a fork of this worker; None if it is not here."""
         fork = self._forks.get(fork_id)
         return fork.phase if fork is not None else None
 
     def maker_of(self, fork_id: int) -> Worker | None:
-        """Return the worker that may still have to make the value of a fork."""
         fork = self._forks.get(fork_id)
         return fork.maker if fork is not None else None
 
@@ -228,23 +224,19 @@ class Ownership:
         return value is not None and (value.maker == worker or worker in value.holders.values())
 
     def can_expect(self, by: Worker) -> bool:
-        """Return whether a worker may name one more value that was not made yet."""
         return self._num_expected.get(by, 0) < _MAX_EXPECTED
 
     def can_hold(self, worker: Worker) -> bool:
         return len(self._listed.get(worker, ())) < _MAX_HELD
 
     def children(self) -> list[int]:
-        """Return the forks that were sent and are not accepted yet."""
         return list(self._children)
 
     def holders(self) -> dict[Worker, int]:
-        """Return how many forks of values of this worker each other worker has."""
         return {worker: len(listed) for worker, listed in self._listed.items()}
 
     @property
     def num_held(self) -> int:
-        """Values here that another worker refers to."""
         return sum(bool(value.holders) for value in self._values.values())
 
     @property
@@ -256,7 +248,6 @@ class Ownership:
     # -- values of this worker ---------------------------------------------------------------------------------------
 
     def value_made(self, rref_id: int) -> None:
-        """This worker's own code has a value that it is going to share."""
         self._values.setdefault(rref_id, Value()).is_needed = True
 
     def needed_again(self, rref_id: int, fork_id: int) -> None:
@@ -266,7 +257,6 @@ class Ownership:
             held.is_needed = True
 
     def value_dropped(self, rref_id: int) -> list[Action]:
-        """This worker's own code does not need its value any more."""
         value = self._values.get(rref_id)
         if value is None:
             return []
@@ -305,7 +295,6 @@ class Ownership:
                 del self._num_expected[by]
 
     def _give_up_expecting(self, rref_id: int, maker: Worker) -> list[Action]:
-        """A value that is only expected will never be made."""
         value = self._values.get(rref_id)
         if value is None or value.maker != maker:
             return []
@@ -322,7 +311,6 @@ class Ownership:
     # -- the list of holders -----------------------------------------------------------------------------------------
 
     def adopt_received(self, user: Worker, rref_id: int, fork_id: int, maker: Worker | None) -> list[Action]:
-        """A user asks to be listed."""
         listed = self._values[rref_id].holders.get(fork_id) if rref_id in self._values else None
         is_known = (
             listed in (None, user)
@@ -369,11 +357,9 @@ class Ownership:
     # -- references to values elsewhere ------------------------------------------------------------------------------
 
     def fork_created(self, rref_id: int, fork_id: int, owner: Worker) -> None:
-        """This worker has a value made elsewhere; the owner has not confirmed it yet."""
         self._forks[fork_id] = Fork(rref_id, owner, is_first=True, maker=self._own)
 
     def fork_dropped(self, fork_id: int) -> list[Action]:
-        """This worker's own code does not need a reference any more."""
         fork = self._forks.get(fork_id)
         if fork is None:
             return []
@@ -434,14 +420,10 @@ class Ownership:
     # -- references in transit ---------------------------------------------------------------------------------------
 
     def sent(self, rref_id: int, parent: int | None, child: int, to: Worker) -> bool:
-        """A reference is about to travel: to a value of this worker (`parent` None), or through a fork of it.
-
-        Returns:
-            False if there is nothing to send: the value is not here, or the fork is broken.
-        """
+        """A reference is about to travel: to a value of this worker (`parent` None), or through a fork of it."""
         if parent is None:
             if rref_id not in self._values:
-                return False
+                return False  # there is nothing to send, as below
             self._list(rref_id, child, to)
         else:
             fork = self._forks.get(parent)
@@ -458,20 +440,16 @@ class Ownership:
     def received(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None = None
     ) -> list[Action] | None:
-        """A reference arrived; `maker` may still have to make its value.
-
-        Returns:
-            None if it cannot be used: the value is this worker's and gone, or the fork must not be taken any more.
-        """
+        """A reference arrived; `maker` may still have to make its value. None if it cannot be used."""
         if sender in self._deaths.dead or owner in self._deaths.dead:
             return None
         if owner == self._own:
             if not self.value_expected(rref_id, maker, sender):
-                return None
+                return None  # gone
             self._values[rref_id].is_needed = True
             return [Accept(sender, fork_id)]
         if self._has_ended(sender, fork_id) or self._has_ended(owner, fork_id):
-            return None
+            return None  # it must not be taken any more
         if fork_id in self._forks:
             return []  # a repeat
         if sender == owner:
@@ -481,7 +459,6 @@ class Ownership:
         return [Adopt(owner, rref_id, fork_id, maker)]
 
     def accepted(self, child: int, by: Worker) -> list[Action]:
-        """A fork that this worker sent has arrived, and the owner has listed it."""
         known = self._children.get(child)
         return self._end_child(child, is_taken=True) if known is not None and known.to == by else []
 
@@ -507,7 +484,6 @@ class Ownership:
         return [Answer(by, fork_id, has_it, is_last)]
 
     def answered(self, by: Worker, child: int, has_it: bool, is_last: bool) -> list[Action]:
-        """The receiver of a fork reports whether it has it."""
         known = self._children.get(child)
         if known is None or known.to != by:
             return []
@@ -517,7 +493,6 @@ class Ownership:
         return self._end_child(child, is_taken=False) if is_last else []
 
     def _end_child(self, fork_id: int, *, is_taken: bool) -> list[Action]:
-        """A child is accepted, or will never be taken."""
         child = self._children.pop(fork_id, None)
         if child is None:
             return []
@@ -568,7 +543,6 @@ class Ownership:
         return self._acknowledge_death(dead, is_gone=not is_connected)
 
     def death_acknowledged(self, by: Worker, dead: Worker, round_: int) -> list[Action]:
-        """A survivor has noticed a death, and all that it got from the dead worker is listed."""
         self._deaths.acknowledged(by, dead, round_)
         return self._forget_dead()
 
@@ -643,11 +617,7 @@ class ReferenceProtocol:
         return local
 
     def batch_received(self, batch: Batch, around: Surroundings) -> list[LocalAction]:
-        """A batch arrived. One from a worker that is presumed dead is not taken: if it lives, it will send it again.
-
-        Raises:
-            DecodeError: The batch is not valid.
-        """
+        """A batch arrived. One from a worker that is presumed dead is not taken: if it lives, it will send it again."""
         if self.ownership.is_presumed_dead(batch.sender) or not self.outbox.arrived(batch):
             return []
         return [
@@ -677,12 +647,10 @@ class ReferenceProtocol:
                 return known.death_acknowledged(sender, dead, round_)
 
     def worker_lost(self, worker: Worker, others: Collection[Worker], reason: str) -> list[LocalAction]:
-        """A worker is presumed dead; `others` are those still alive, without this one."""
         self.outbox.suspend(worker)
         return self.put(self.ownership.worker_lost(worker, others, reason))
 
     def worker_seen(self, worker: Worker) -> list[LocalAction]:
-        """A worker is connected."""
         self.outbox.resume(worker)
         return self.put(self.ownership.worker_seen(worker))
 

@@ -97,8 +97,6 @@ class RRef(Generic[T]):
             where = f"owned here by {self._known.agent.info.name}, {phase}"
         return f"<RRef {describe(state.rref_id)} {where}>"
 
-    # -- the owner ---------------------------------------------------------------------------------------------------
-
     def is_owner(self) -> bool:
         """Return whether the value is on this worker."""
         return isinstance(self._state, Owned)
@@ -118,8 +116,6 @@ class RRef(Generic[T]):
         if isinstance(state, UserFork) and not state.is_done:
             self._known.watch(state)
         return isinstance(state, Owned) or state.phase is ForkPhase.CONFIRMED
-
-    # -- the value -----------------------------------------------------------------------------------------------------
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Return the value: itself on its owner, a copy elsewhere. Inside a context the fetch is recorded like any call.
@@ -197,8 +193,6 @@ class RRef(Generic[T]):
         if state.is_shared:
             self._known.on_dropped(state)
 
-    # -- methods of the value ------------------------------------------------------------------------------------------
-
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy: ``rref.rpc_sync().method(*args)`` calls a method on the owner and returns its result."""
         return Proxy(lambda *call: self._ask(INVOKE, call, timeout))
@@ -251,8 +245,6 @@ class RRef(Generic[T]):
             self._known.watch(state)
         return future
 
-    # -- serialization -------------------------------------------------------------------------------------------------
-
     def __reduce__(self) -> Any:
         return _rebuild, (self._pack(),)
 
@@ -278,8 +270,6 @@ class RRef(Generic[T]):
             trip.cargo[id(self)], maker = known.fork_for(state, trip.peer, trip.passage)
             trip.cargo[-id(self)] = (self, maker)  # so that its id stays its own
         return state.rref_id, trip.cargo[id(self)], owner, known.own, trip.cargo[-id(self)][1]
-
-    # -- calls to the owner ----------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout: float) -> float:
         seconds = self._seconds(timeout)

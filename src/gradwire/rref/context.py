@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -67,14 +67,6 @@ class ReferenceStatistics:
     num_pending: int
     num_children: int
     num_messages: int
-
-
-class Access(NamedTuple):
-    """What a worker may do with a value."""
-
-    is_here: bool  # the value is here, or expected
-    is_held: bool  # that worker holds a reference to it, or is its owner
-    can_expect: bool  # it may wait for one more value that calls of its own are to make
 
 
 class Effects:
@@ -134,7 +126,7 @@ class PeerKnowledge:
         self._agent = agent
 
     def may_make(self, worker: Worker, rref_id: int) -> bool:
-        """Return whether a call of that worker that makes that value may be in flight: it has connected for that."""
+        """Whether a call of that worker that makes that value may be in flight: it has connected for that."""
         return creator_of(rref_id) == worker[0] and self.was_connected(worker)
 
     def may_bring(self, worker: Worker) -> bool:
@@ -183,8 +175,6 @@ class PeerKnowledge:
 
 @dataclass(slots=True)
 class Transit:
-    """A fork that was sent and is not accepted yet."""
-
     asked_at: float  # when it was sent, or when its receiver was last asked for it
     passage: Passage | None = None  # of the message that it is in, if that is known
 
@@ -195,8 +185,6 @@ class Transit:
 
 
 class References:
-    """The references of one worker."""
-
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.own: Worker = (agent.info.id, agent.address.incarnation)
@@ -236,12 +224,10 @@ class References:
 
     @property
     def num_held(self) -> int:
-        """Values here that other workers refer to."""
         with self._lock:
             return self._ownership.num_held
 
     def statistics(self) -> ReferenceStatistics:
-        """Return the counts of this moment."""
         self.take_dropped()
         with self._lock:
             return ReferenceStatistics(*self._ownership.counts, self._outbox.num_open)
@@ -264,7 +250,10 @@ class References:
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        self._effects.defer(functools.partial(owned.fail, functools.partial(_never_made, rref_id)))
+                        text = f"the value of reference {describe(rref_id)} was never made"
+                        why = "the worker whose call was to make it gave up or died"
+                        error: Any = functools.partial(RRefError, f"{text}: {why}")
+                        self._effects.defer(functools.partial(owned.fail, error))
                 case Forget(fork_id):
                     self._forks.pop(fork_id, None)
                 case Confirmed(fork_id):
@@ -274,7 +263,9 @@ class References:
                 case Break(fork_id, reason):
                     fork = self._forks.get(fork_id)
                     if fork is not None:
-                        error = functools.partial(_broken, fork.rref_id, fork.owner.name, reason)
+                        owner, name = fork.owner.name, describe(fork.rref_id)
+                        text = f"reference {name} to a value of worker {owner} is lost: {reason}. Make the value again"
+                        error = functools.partial(OwnerLost, text, owner)
                         self._effects.defer(functools.partial(fork.end, error))
 
     def _share(self, owned: Owned) -> None:
@@ -304,19 +295,14 @@ class References:
             f"held a reference to it, or the holder was out of reach for a while and taken for dead. Make the value again"
         )
 
-    def access_of(self, caller: Worker, rref_id: int) -> Access:
-        """Return what another worker, or this one, may do with a value."""
+    def access_of(self, caller: Worker, rref_id: int) -> tuple[bool, bool, bool]:
+        """Return whether a value is here or expected, the caller holds it or owns it, and may wait for one more value."""
         with self._lock:
             is_held = caller == self.own or self._ownership.is_holder(rref_id, caller)
-            return Access(rref_id in self._owned, is_held, self._ownership.can_expect(caller))
+            return rref_id in self._owned, is_held, self._ownership.can_expect(caller)
 
     def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
-        """Return the value that a call is to make for a worker.
-
-        Raises:
-            DecodeError: The ids are those of another worker.
-            RRefError: That worker has given the value up already, or holds too many references.
-        """
+        """Return the value that a call is to make for a worker."""
         if user == self.own:  # not found: dropped before it was made, so that no code will see it
             return self._owned.get(rref_id) or Owned(rref_id)
         if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
@@ -336,7 +322,6 @@ class References:
         )
 
     def make_here(self) -> Owned:
-        """Return a value of this worker that a call of its own is going to make."""
         owned = Owned(self.new_id())
         self.share(owned)
         return owned
@@ -350,7 +335,6 @@ class References:
     # -- references to values elsewhere ------------------------------------------------------------------------------
 
     def create_fork(self, owner: WorkerAddress) -> UserFork:
-        """Return a reference to a value that a call is going to make on another worker."""
         worker, rref_id, fork_id = (owner.info.id, owner.incarnation), self.new_id(), self.new_id()
         fork = UserFork(rref_id, fork_id, owner.info, worker, is_first=True, is_used=False)
         self._see(worker)
@@ -374,7 +358,6 @@ class References:
             self.on_created(state)
 
     def on_created(self, fork: UserFork) -> None:
-        """The owner has the value."""
         with self._lock:
             actions = self._ownership.confirmed(fork.fork_id, fork.owner_life)
         if len(actions) > 1:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
@@ -383,7 +366,6 @@ class References:
         fork.confirm()
 
     def on_failed(self, state: Owned | UserFork, error: Exception) -> None:
-        """The call that was to make a value has failed."""
         if isinstance(state, Owned):
             state.fail(copies_of(error))
             return
@@ -433,12 +415,7 @@ class References:
     def receive(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None
     ) -> Owned | UserFork:
-        """Return what a reference that arrived refers to: a broken fork if it cannot be used.
-
-        Raises:
-            UnknownWorker: No worker has the owner's rank.
-            RRefError: This worker sent it to itself, and has deleted it.
-        """
+        """Return what a reference that arrived refers to: a broken fork if it cannot be used."""
         if sender == self.own:
             return self._receive_own(rref_id, fork_id)
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
@@ -476,7 +453,6 @@ class References:
         return state
 
     def on_not_sent(self, cargo: dict[Any, Any]) -> None:
-        """A message with references will never arrive."""
         with self._effects:
             for child in cargo.values():
                 if type(child) is int:
@@ -500,7 +476,6 @@ class References:
             self.agent.reactor.run_soon(self._timer.plan)
 
     def take_dropped(self) -> None:
-        """Tell the protocol of the references that were let go of."""
         self._is_drop_planned = False
         while self._dropped:
             with self._effects:
@@ -623,8 +598,7 @@ class References:
         text = f"worker {address.info.name} is lost: {reason}"
         self.agent.reactor.run_soon(lambda: self._lose((address.info.id, address.incarnation), text, is_reported=True))
 
-    def _on_worker_connected(self, address: WorkerAddress) -> None:
-        """Before anything is read from the connection."""
+    def _on_worker_connected(self, address: WorkerAddress) -> None:  # before anything is read from the connection
         worker = (address.info.id, address.incarnation)
         with self._lock:
             self._protocol.incarnation_ended((address.info.id, address.incarnation - 1))  # earlier ones cannot return
@@ -662,23 +636,11 @@ class References:
         self._flush_urgent()
 
 
-def _never_made(rref_id: int) -> RRefError:
-    return RRefError(
-        f"the value of reference {describe(rref_id)} was never made: the worker whose call was to make it gave up or died"
-    )
-
-
-def _broken(rref_id: int, owner: str, reason: str) -> OwnerLost:
-    text = f"reference {describe(rref_id)} to a value of worker {owner} is lost: {reason}. Make the value again"
-    return OwnerLost(text, owner)
-
-
 _attached: weakref.WeakSet[References] = weakref.WeakSet()
 _lock = threading.Lock()  # guards _attached
 
 
 def attach(agent: Agent) -> None:
-    """Give a new worker references."""
     made = agent.extensions[_EXTENSION] = References(agent)
     with _lock:
         _attached.add(made)
@@ -691,16 +653,11 @@ def all_open() -> list[References]:
 
 
 def of(agent: Agent) -> References:
-    """Return the references of a worker."""
     found: References = agent.extensions[_EXTENSION]
     return found
 
 
 def here() -> References:
-    """Return those of the worker whose call the current thread serves, or of this process.
-
-    Raises:
-        NotInitialized: This process is not a worker.
-    """
+    """Return those of the worker whose call the current thread serves, or of this process."""
     request = current_request()
     return of(request.source.server.agent if request is not None else current_agent())

@@ -41,26 +41,15 @@ _EARLY_BYTES: Final = 1024
 _CONSTANT: Final = frozenset((bool, int, float, complex))
 
 
-# -- operations -----------------------------------------------------------------------------------------------------------
-
-
 def fetch(rref_id: int, maker: Worker | None) -> Any:
-    """Return the value, now or when it is made."""
     return _when_made(_find(rref_id, maker), lambda value: value)
 
 
 def type_of(rref_id: int, maker: Worker | None) -> Any:
-    """Return the value's type, now or when the value is made."""
     return _when_made(_find(rref_id, maker), type)
 
 
 def invoke(rref_id: int, maker: Worker | None, name: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of the value.
-
-    Raises:
-        DecodeError: These are not a name, arguments and keyword arguments.
-        NotExposed: ``trust="data"`` and the method is not marked with `gradwire.rpc.expose`.
-    """
     if type(name) is not str or not isinstance(args, list | tuple) or type(kwargs) is not dict:
         raise DecodeError("not a method call: expected a name, arguments and keyword arguments")
     value = find_value(rref_id, maker)
@@ -76,12 +65,7 @@ for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
 
 
 def find_value(rref_id: Any, maker: Any) -> Any:
-    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served.
-
-    Raises:
-        RRefError: It is not here.
-        RpcTimeout: It was not made in time.
-    """
+    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served."""
     owned, request = _find(rref_id, maker), current_request()
     if owned.is_done:
         return owned.get()
@@ -90,7 +74,6 @@ def find_value(rref_id: Any, maker: Any) -> Any:
 
 
 def check_exposed(value: Any, name: str) -> None:
-    """Raise `NotExposed` if a method of the value is not marked with `gradwire.rpc.expose`."""
     function = getattr(type(value), name, None)
     if function is None or exposed_name(function) is None:
         raise NotExposed(
@@ -112,16 +95,16 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
         raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
-    access = known.access_of(caller, rref_id)
-    if access.is_held or (access.is_here and agent.trust == "code"):
+    is_here, is_held, can_expect = known.access_of(caller, rref_id)
+    if is_held or (is_here and agent.trust == "code"):
         return
     # Ids are given out by the worker that has a value made, so no worker waits for those of another.
-    if access.is_here or maker is None or creator_of(rref_id) != info.id:
+    if is_here or maker is None or creator_of(rref_id) != info.id:
         raise RRefError(  # the same text for what is here and what is not: ids must not be tried out
             f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
             f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
         )
-    if not access.can_expect:
+    if not can_expect:
         raise RRefError(
             f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
             f"for that of reference {describe(rref_id)}. Wait for earlier calls first"
@@ -143,13 +126,9 @@ def _when_made(owned: Owned, answer: Callable[[Any], Any]) -> Any:
     return Later(future)
 
 
-@interruptible
+@interruptible  # the program's code
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run the program's code."""
     return function(*args, **kwargs)
-
-
-# -- making values --------------------------------------------------------------------------------------------------------
 
 
 class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

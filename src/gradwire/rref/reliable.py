@@ -89,7 +89,6 @@ class Outbox:
             self.has_urgent = self.has_urgent or not isinstance(message, _NOT_URGENT)
 
     def take(self) -> list[Batch]:
-        """Return all that has to be sent now."""
         self.has_messages = self.has_urgent = False
         due, self._due = self._due, set()
         return [batch for to in due for batch in self._take_for(to, self._channels[to])]
@@ -114,11 +113,7 @@ class Outbox:
         return batches
 
     def arrived(self, batch: Batch) -> bool:
-        """A batch arrived; return False if its messages have arrived before, or it has none.
-
-        Raises:
-            DecodeError: Its number is not valid, or its sender asks for answers and does not take them.
-        """
+        """A batch arrived; return False if its messages have arrived before, or it has none."""
         channel = self._channel(batch.sender)
         known = channel.unacknowledged
         for number in [number for number in known if number <= batch.up_to or number in batch.beyond]:

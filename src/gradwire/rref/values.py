@@ -37,9 +37,8 @@ _lock = threading.Lock()  # guards the outcome and `_waiters` of every `_Awaited
 class _Awaited(msgspec.Struct, eq=False, kw_only=True):
     """Something that is done at some time, once, with an error or without."""
 
-    num_local: int = (
-        1  # references to it that this worker's code has, or is about to get; under the lock of `References`
-    )
+    # References to it that this worker's code has, or is about to get; under the lock of `References`.
+    num_local: int = 1
     is_done: bool = False
     error: Callable[[], Exception] | None = None  # makes a new one for each caller
     call: PendingCall | None = None  # the call that makes the value, while it is in progress
@@ -73,7 +72,6 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
             raise self.error()
 
     def _notify(self) -> None:
-        """Call back those that wait, once it is done."""
         with _lock:
             waiters, self._waiters = self._waiters, None
         for callback in waiters or ():
@@ -92,27 +90,22 @@ class Owned(_Awaited, eq=False):
     is_freed: bool = False  # no worker refers to it any more
     fork_id: ClassVar[int] = 0  # it is not a reference to a value elsewhere
 
-    def set(self, value: Any) -> bool:
-        """It is made; return False if it had an outcome already."""
+    def set(self, value: Any) -> None:
         if type(value) not in _ATOMS:
             self._look_at(value)
-        return self._finish(value, None)
+        self._finish(value, None)
 
-    def fail(self, error: Callable[[], Exception]) -> bool:
-        """It will never be made; return False if it had an outcome already."""
-        return self._finish(None, error)
+    def fail(self, error: Callable[[], Exception]) -> None:
+        self._finish(None, error)
 
-    def _finish(self, value: Any, error: Callable[[], Exception] | None) -> bool:
+    def _finish(self, value: Any, error: Callable[[], Exception] | None) -> None:
         with _lock:
-            if self.is_done:
-                return False
+            if self.is_done:  # the first outcome counts
+                return
             self.value, self.error, self.is_done = value, error, True
-        if self._waiters is not None:
-            self._notify()
-        return True
+        self._notify()
 
     def free(self) -> None:
-        """No worker refers to it any more."""
         self.error = functools.partial(_freed, self.rref_id)  # first: see `get`
         self.value = self.leaves = None
 
@@ -161,23 +154,18 @@ class UserFork(_Awaited, eq=False):
         return early
 
     def confirm(self) -> None:
-        """The owner has listed it."""
         with _lock:
             self.is_done = True
-        if self._waiters is not None:
-            self._notify()
+        self._notify()
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """It cannot be used any more."""
         with _lock:
             if self.error is not None:
                 return
             self.error, self.early, self.is_done = error, None, True
-        if self._waiters is not None:
-            self._notify()
+        self._notify()
 
     def closed(self) -> UserFork:
-        """Return what a reference that was closed refers to."""
         error = deleted(self.rref_id)
         return UserFork(self.rref_id, self.fork_id, self.owner, self.owner_life, error=error, is_done=True)
 
@@ -190,7 +178,7 @@ def describe(rref_id: int) -> str:
 def deleted(rref_id: int) -> Callable[[], Exception]:
     """Return what makes the error of a reference that this worker has deleted."""
     text = f"reference {describe(rref_id)} was deleted on this worker (by close or shutdown)"
-    return lambda: RRefError(f"{text}. Cannot call to_here() on it after deletion.")
+    return functools.partial(RRefError, f"{text}. Cannot call to_here() on it after deletion.")
 
 
 def _freed(rref_id: int) -> RRefError:

@@ -53,21 +53,19 @@ def is_on() -> bool:
 
 def test_enabled_only_inside() -> None:
     assert not torch.is_anomaly_enabled()
-    with anomalies.enabled(True), anomalies.enabled(True):
+    with anomalies.enabled(), anomalies.enabled():
         assert torch.is_anomaly_enabled()
     assert not torch.is_anomaly_enabled()
-    with anomalies.enabled(False), anomalies.detecting(False):
-        assert not torch.is_anomaly_enabled()
 
 
 def test_stays_on_where_the_user_switched_it_on(anomaly_mode: None) -> None:
-    with anomalies.enabled(True):
+    with anomalies.enabled():
         assert torch.is_anomaly_enabled()
     assert torch.is_anomaly_enabled()
 
 
 def test_stays_on_while_any_thread_wants_it() -> None:
-    first, second = anomalies.enabled(True), anomalies.enabled(True)
+    first, second = anomalies.enabled(), anomalies.enabled()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -77,9 +75,9 @@ def test_stays_on_while_any_thread_wants_it() -> None:
 
 
 def test_forward_call_is_part_of_the_error() -> None:
-    with anomalies.enabled(True):
+    with anomalies.enabled():
         loss = fail_in_backward(torch.ones(2, requires_grad=True)).sum()
-        with pytest.raises(AnomalyFound, match="on purpose") as caught, anomalies.detecting(True):
+        with pytest.raises(AnomalyFound, match="on purpose") as caught, anomalies.detecting():
             torch.autograd.backward(loss)
     assert MARK in str(caught.value)
     assert "in fail_in_backward" in str(caught.value)
@@ -87,20 +85,20 @@ def test_forward_call_is_part_of_the_error() -> None:
 
 
 def test_errors_without_a_forward_call_stay_themselves() -> None:
-    with pytest.raises(KeyError), anomalies.detecting(True):
+    with pytest.raises(KeyError), anomalies.detecting():
         raise KeyError("something else")
     assert not torch.is_anomaly_enabled()
 
 
 def test_other_warnings_are_not_swallowed() -> None:
-    with pytest.warns(UserWarning, match="the user's own"), anomalies.detecting(True):
+    with pytest.warns(UserWarning, match="the user's own"), anomalies.detecting():
         warnings.warn("the user's own", UserWarning, stacklevel=1)
 
 
 def test_runs_that_overlap_leave_the_warnings_of_the_process_alone() -> None:
     """Whoever came first leaves first: what it found must not come back when the other one leaves."""
     show, filters = warnings.showwarning, list(warnings.filters)
-    first, second = anomalies.detecting(True), anomalies.detecting(True)
+    first, second = anomalies.detecting(), anomalies.detecting()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -116,10 +114,10 @@ def test_each_thread_gets_its_own_forward_call() -> None:
     found: dict[str, str] = {}
 
     def run(name: str, function: Any) -> None:
-        with anomalies.enabled(True):
+        with anomalies.enabled():
             loss = function(torch.ones(2, requires_grad=True)).sum()
             try:
-                with anomalies.detecting(True):
+                with anomalies.detecting():
                     barrier.wait(10)
                     torch.autograd.backward(loss)
             except RuntimeError as error:

@@ -482,7 +482,7 @@ def test_hook_may_run_a_pass_with_hooks(trio: list[Agent]) -> None:
 
 def test_anomaly_mode_ends_with_the_users_block_when_a_run_outlasts_it() -> None:
     """It was switched on again, as it was found, and stayed on for good."""
-    run = anomalies.enabled(True)
+    run = anomalies.enabled()
     with torch.autograd.set_detect_anomaly(True):
         run.__enter__()
         assert torch.is_anomaly_enabled()

@@ -129,7 +129,7 @@ def test_contexts_of_one_worker_are_limited_and_those_of_others_are_not_concerne
         check_gradient(ctx, rpc.rpc_sync("b", "hostile.layer", args=(x,)).sum(), x)
     c.close()
     wait_until(lambda: not list(engine_of(b).container), 20.0, "that b drops what c has brought")
-    assert engine_of(b).container.quotas.used_by(2) == 0
+    assert engine_of(b).container.quotas.used.get(2, 0) == 0
 
 
 def test_messages_of_one_worker_are_limited(trio: list[Agent]) -> None:
@@ -140,7 +140,7 @@ def test_messages_of_one_worker_are_limited(trio: list[Agent]) -> None:
     assert len(context_of(b, context_id).recvs) == (LIMIT - CONTEXT_BYTES) // MESSAGE_BYTES
     assert isinstance(errors[-1], LimitExceeded)
     send(c, "b", "release", ReleaseContext(context_id, "by a test"))
-    assert engine_of(b).container.quotas.used_by(2) == 0
+    assert engine_of(b).container.quotas.used.get(2, 0) == 0
     assert call_with_note(c, "b", [some_id(2), container.new_message_id(), 1], x) is None
 
 
@@ -159,7 +159,7 @@ def test_passes_of_one_worker_are_limited_and_the_root_is_told(trio: list[Agent]
     for current in list(context_of(b, context_id).passes.values()):
         send(c, "b", "abort", AbortPass(context_id, current.pass_id, ERROR))
     kept = CONTEXT_BYTES + len(context_of(b, context_id).ended_passes) * ENDED_PASS_BYTES
-    assert engine_of(b).container.quotas.used_by(2) == kept
+    assert engine_of(b).container.quotas.used.get(2, 0) == kept
 
 
 def test_aborts_of_passes_that_never_were_are_limited(trio: list[Agent]) -> None:
@@ -193,13 +193,13 @@ class TestQuotas:
         quotas.settle(context)
         quotas.refund(context, 1, 10)
         quotas.charge(1, context, 1000)  # it is released: nothing is kept
-        assert quotas.used_by(1) == quotas.used_by(2) == 0
+        assert quotas.used.get(1, 0) == quotas.used.get(2, 0) == 0
 
     def test_own_messages_do_not_count(self) -> None:
         quotas, context = Quotas(3, 100), DistAutogradContext(1)
         quotas.charge(3, context, 1000)
         quotas.refund(context, 3, 1000)
-        assert quotas.used_by(3) == 0
+        assert quotas.used.get(3, 0) == 0
 
 
 # -- words about what is not the sender's -----------------------------------------------------------------------------

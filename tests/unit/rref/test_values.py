@@ -99,7 +99,7 @@ def test_value_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_LOOK_EVERY_S", 0.0)
     module = torch.nn.Linear(2, 2, bias=False)
     owned, old = Owned(1), weakref.ref(module.weight)
-    assert owned.set(module)
+    owned.set(module)
     module.weight = torch.nn.Parameter(torch.ones(2, 2))
     assert old() is not None
     assert owned.get() is module
