@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gradwire.config import WorkerConfig
 from gradwire.errors import (
     AuthenticationFailed,
     DuplicateWorker,
+    GradwireError,
     IdentityTaken,
     InvalidName,
     WorkerLost,
@@ -182,6 +183,20 @@ class Agent:
         self.client.control(to, operation, args, timeout_s, on_done, answer)
         return future
 
+    def ask_all(
+        self, names: Iterable[str], operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
+    ) -> dict[str, Any]:
+        """Ask several workers at once; return the answers by name of those that give a valid one within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        futures, answers = {}, {}
+        for name in names:
+            with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
+                futures[name] = self.ask(name, operation, args, max(0.01, deadline - time.monotonic()), answer)
+        for name, future in futures.items():
+            with contextlib.suppress(Exception):  # it raised, died or is late, or its answer is of another type
+                answers[name] = future.wait()
+        return answers
+
     def _sweep(self, now: float) -> float:
         own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)
         return min(sweep(now) for sweep in (*own, *self.sweeps))
@@ -199,12 +214,7 @@ class Agent:
         return self.directory.find(worker if isinstance(worker, str | int) else self.peers.name_of(worker)).info
 
     def admit(self, address: WorkerAddress) -> None:
-        """Let a worker in that has shown who it is.
-
-        Raises:
-            AuthenticationFailed: A newer incarnation of it has been seen.
-            IdentityTaken: Its name or its rank belongs to another worker.
-        """
+        """Let a worker in that has shown who it is."""
         if not self._membership.is_current(address):
             raise AuthenticationFailed("a newer incarnation of this worker is connected")
         self.directory.update(address)
@@ -455,11 +465,7 @@ def _digest_of_main() -> str:
 
 
 def check_name(name: str, limit: int) -> None:
-    """Refuse names that would be confusing in messages, paths or logs.
-
-    Raises:
-        InvalidName: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.
-    """
+    """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
         raise InvalidName("a worker's name must be non-empty")
     if len(name.encode()) > limit:

@@ -143,9 +143,6 @@ class Client:
             notes: Travel with the call, beside those of the interceptors.
             is_watched: Whether the answer is read as soon as it is there; else by a thread that waits for it or for
                 another answer of that worker, or by the clock within a second or two.
-
-        Raises:
-            CannotSend, RpcTimeout, WorkerLost: As `submit`.
         """
         agent = self._agent
         if agent.is_closed:
@@ -265,9 +262,6 @@ class Client:
             timeout_s: For the answer; 0 for no limit.
             on_done: Told the call; must not wait for anything.
             answer: What the answer is checked against: any type that msgspec knows.
-
-        Raises:
-            WorkerLost, RpcTimeout: It could not even be sent.
         """
 
         def check(call: PendingCall) -> None:

@@ -120,11 +120,7 @@ class Codec:
         to: str,
         shares_main: bool = False,
     ) -> tuple[str, Packed]:
-        """Return the function's name (empty when it is in the body) and the packed arguments.
-
-        Raises:
-            CannotSend: An argument or the function cannot travel.
-        """
+        """Return the function's name (empty when it is in the body) and the packed arguments."""
         if isinstance(function, str):
             name: str | None = function
             if len(function) > self._limits.name_bytes:
@@ -149,13 +145,7 @@ class Codec:
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function and the arguments of a call that arrived.
-
-        Raises:
-            NotExposed: The function may not be called.
-            DecodeError: The body is not what it claims to be.
-            CannotSend: A tensor needs a device that is not here.
-        """
+        """Return the function and the arguments of a call that arrived."""
         # The function first: no arguments are decoded for a function that may not be called.
         function = self.find(message.function)
         value = self.load(frame, message, peer, message.function)
@@ -168,11 +158,7 @@ class Codec:
         return function, args, kwargs
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """Return the function of that name; None when the name is empty (it is in the body).
-
-        Raises:
-            NotExposed: It may not be called.
-        """
+        """Return the function of that name; None when the name is empty (it is in the body)."""
         function = functions.exposed.get(name)
         if function is None and name.startswith("gradwire."):
             function = functions.exposed_function(name)  # of a layer that is imported when it is first needed
@@ -191,11 +177,7 @@ class Codec:
         return serialization.pack(args, "data", self._limits)
 
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
-        """Return the arguments of a control operation that arrived, checked against their type.
-
-        Raises:
-            DecodeError: They are not of that type, or notes came with them.
-        """
+        """Return the arguments of a control operation that arrived, checked against their type."""
         if message.notes:
             raise DecodeError(f"{message.function} came with notes, which belong to calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
@@ -205,11 +187,7 @@ class Codec:
     # -- values --------------------------------------------------------------------------------------------------
 
     def pack(self, value: Any, to: str, shares_main: bool = False) -> Packed:
-        """Pack a value for the worker of that name.
-
-        Raises:
-            CannotSend: It cannot travel.
-        """
+        """Pack a value for the worker of that name."""
         return pack_bare(value) or self._pack_other(value, to, shares_main)  # bare tensors need not know where they go
 
     def _pack_other(self, value: Any, to: str, shares_main: bool) -> Packed:
@@ -225,12 +203,7 @@ class Codec:
         return packed if trip.cargo is None else msgspec.structs.replace(packed, trip=trip)
 
     def load(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> Any:
-        """Return the value that a message brought: the result of a call of `function`, or its arguments.
-
-        Raises:
-            DecodeError: The body is not what it claims to be.
-            CannotSend: A tensor needs a device that is not here.
-        """
+        """Return the value that a message brought: the result of a call of `function`, or its arguments."""
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
@@ -269,11 +242,7 @@ class Codec:
                 attach(notes, interceptor, Envelope("reply", peer, function, call_notes[interceptor.name]), packed)
 
     def _intercept(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
-
-        Raises:
-            DecodeError: A note is not of the type that its interceptor wants.
-        """
+        """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`."""
         for interceptor in self._interceptors:
             if interceptor.name in notes:
                 note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)

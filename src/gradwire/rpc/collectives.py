@@ -65,13 +65,7 @@ class Gathering:
         agent.on_worker_lost(self._on_worker_lost)
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-        """Return the value of every worker by name.
-
-        Raises:
-            ConfigurationError: This worker is not among the names.
-            RpcTimeout: A worker did not come in time; the message names it.
-            WorkerLost: One of them died.
-        """
+        """Return the value of every worker by name."""
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
@@ -128,11 +122,7 @@ class Gathering:
         return answer
 
     def _check_group(self, worker: str, names: list[str]) -> None:
-        """Refuse a group that cannot gather here.
-
-        Raises:
-            ConfigurationError: The group is not one that its workers would name, or names unknown workers.
-        """
+        """Refuse a group that cannot gather here."""
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
@@ -144,11 +134,7 @@ class Gathering:
                 raise ConfigurationError(f"{worker} cannot gather with unknown workers: {', '.join(sorted(unknown))}")
 
     def _check_room(self, worker: str, num_bytes: int) -> None:
-        """Bound what one worker can make this one keep; the caller holds the lock.
-
-        Raises:
-            LimitExceeded: It is in too many rounds, or has sent too much for them.
-        """
+        """Bound what one worker can make this one keep; the caller holds the lock."""
         held = [item.entries[worker] for item in self._rounds if worker in item.entries]
         limit = self._agent.config.limits.frame_bytes
         if len(held) >= _MAX_ROUNDS:
@@ -204,12 +190,7 @@ class Gathering:
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Return when every worker (or every named one) has called this and no call is under way anywhere.
-
-        Raises:
-            RpcTimeout: Not in time.
-            WorkerLost: A worker died.
-        """
+        """Return when every worker (or every named one) has called this and no call is under way anywhere."""
         agent, before = self._agent, None
         if not agent.directory.is_fixed:  # workers come and go: only this one's own calls matter
             self._wait_quiet(deadline)

@@ -278,11 +278,7 @@ class Connection:
             self._room.set()
 
     def wait_for_room(self, call: PendingCall) -> None:
-        """Block until fewer calls are under way than may be.
-
-        Raises:
-            RpcTimeout: They were not, before the call's deadline.
-        """
+        """Block until fewer calls are under way than may be."""
         goal = Until(lambda: len(self.calls) < self.max_in_flight)
         self.num_waiting_for_room += 1
         try:
@@ -502,12 +498,7 @@ class LoopbackStream:
         values: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Hand a frame over: calls to a service thread, answers in this one.
-
-        Raises:
-            CannotSend: A tensor could not travel to another worker either.
-            ConnectionClosed: The worker has shut down.
-        """
+        """Hand a frame over: calls to a service thread, answers in this one."""
         if self.is_closed:
             raise ConnectionClosed("this worker has shut down")
         buffers: list[bytearray] = []

@@ -141,11 +141,7 @@ class Notices:
         return note
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
-        """Handle a notice that arrived.
-
-        Raises:
-            DecodeError: It could not be handled. There is no answer to say so, so the connection must end: that is noticed.
-        """
+        """Handle a notice that arrived; what cannot be handled ends the connection, for there is no answer to say so."""
         message = frame.message
         assert isinstance(message, Call)
         try:

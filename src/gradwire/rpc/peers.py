@@ -70,13 +70,7 @@ class Peer:
         return f"<Peer {self.name} {'connected' if self.lanes else self.lost_reason or 'not connected'}>"
 
     def lane(self, kind: Lane, deadline: float) -> Connection:
-        """Return the open lane, connecting first if need be.
-
-        Raises:
-            RpcTimeout: No connection before the deadline.
-            WorkerLost: The worker does not answer.
-            AuthenticationFailed: What answers there is not a worker of this cluster.
-        """
+        """Return the open lane, connecting first if need be."""
         connection = self.lanes.get(kind)
         if connection is not None:
             return connection
@@ -229,11 +223,7 @@ class PeerTable:
         return iter(list(self.by_name.values()))
 
     def name_of(self, to: To) -> str:
-        """Return the name of a worker that is given by name, rank or `WorkerInfo`.
-
-        Raises:
-            UnknownWorker: No worker has that rank, or `to` is none of the three.
-        """
+        """Return the name of a worker that is given by name, rank or `WorkerInfo`."""
         if isinstance(to, str):
             return to
         if isinstance(to, WorkerInfo):
@@ -246,11 +236,7 @@ class PeerTable:
         raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
 
     def peer(self, name: str) -> Peer:
-        """Return the other worker of that name.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
+        """Return the other worker of that name."""
         peer = self.by_name.get(name)
         if peer is None:
             self._agent.directory.find(name)
@@ -267,12 +253,7 @@ class PeerTable:
         return [lane for peer in self for lane in list(peer.lanes.values())]
 
     def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
-        """Return the address of the incarnation that is connected, or becomes so now.
-
-        Raises:
-            UnknownWorker: There is none of that name.
-            WorkerLost, RpcTimeout: It cannot be reached.
-        """
+        """Return the address of the incarnation that is connected, or becomes so now."""
         if name == self._agent.info.name:
             return self._agent.address
         peer = self.by_name.get(name) or self.peer(name)
@@ -461,11 +442,7 @@ class StaticDirectory:
         self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
+        """Return the worker of that name or rank."""
         name = worker if isinstance(worker, str) else self._names.get(worker)
         found = self._by_name.get(name) if name is not None else None
         if found is None:
@@ -478,12 +455,7 @@ class StaticDirectory:
         return None
 
     def update(self, address: WorkerAddress) -> None:
-        """Bind name and rank, and remembers the address unless a newer incarnation is known.
-
-        Raises:
-            IdentityTaken: Name or rank is bound otherwise.
-            AuthenticationFailed: All workers are known, and it is none of them.
-        """
+        """Bind name and rank, and remembers the address unless a newer incarnation is known."""
         name, rank = address.info.name, address.info.id
         with self._binding:
             self.check(address.info)
@@ -497,11 +469,7 @@ class StaticDirectory:
             self._names[rank] = name
 
     def check(self, info: WorkerInfo) -> None:
-        """Compare a name and a rank with those that are bound.
-
-        Raises:
-            IdentityTaken: They do not belong together.
-        """
+        """Compare a name and a rank with those that are bound."""
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
         if holder != info.name or (known is not None and known.info.id != info.id):
             other = self._by_name[holder].info if holder != info.name else known.info if known is not None else info

@@ -113,11 +113,7 @@ new_call_id: Callable[[], int] = itertools.count(1).__next__  # atomic, and uniq
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return a timeout as calls carry it: 0 for none.
-
-    Raises:
-        ConfigurationError: It is negative or not a number.
-    """
+    """Return a timeout as calls carry it: 0 for none."""
     if timeout_s == _NO_DEADLINE:
         return 0.0
     if not timeout_s >= 0:

@@ -115,9 +115,6 @@ class Reactor:
         """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
         One that is not armed is watched for its end.
-
-        Raises:
-            ConnectionClosed: `close` was called.
         """
         with self._registering:
             self._handlers[descriptor] = handler

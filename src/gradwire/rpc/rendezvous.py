@@ -207,11 +207,7 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
-    """Return one secret for all workers that meet there: the first one chooses it.
-
-    Raises:
-        MeetingPointLost: The store went away.
-    """
+    """Return one secret for all workers that meet there: the first one chooses it."""
     try:
         return bytes(point.store.compare_set(f"{prefix}/token", "", secrets.token_hex(32)))
     except RuntimeError as error:
@@ -267,11 +263,7 @@ class StoreDirectory(StaticDirectory):
     # -- before all have met -----------------------------------------------------------------------------------------
 
     def publish(self, agent: Agent) -> None:
-        """Make this worker known.
-
-        Raises:
-            DuplicateWorker: Another worker that answers has the same name or rank.
-        """
+        """Make this worker known."""
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
         for other in (known, self._read(f"rank/{info.id}")):
@@ -298,11 +290,7 @@ class StoreDirectory(StaticDirectory):
         return note
 
     def check_obstacle(self, since_ns: int) -> None:
-        """Look for such a note. One that is older than this worker, or that this process has read before, does not count.
-
-        Raises:
-            DuplicateWorker, RendezvousFailed: There is one.
-        """
+        """Look for such a note. One that is older than this worker, or that this process has read before, does not count."""
         store, key = self._point.store, f"{self._prefix}/obstacle"
         try:
             note = store.get(key).decode() if store.check([key]) else ""
@@ -328,11 +316,7 @@ class StoreDirectory(StaticDirectory):
             _interrupts.sleep(_LINGER_S)
 
     def check_store(self) -> None:
-        """Ask the store for anything.
-
-        Raises:
-            MeetingPointLost: It does not answer.
-        """
+        """Ask the store for anything."""
         try:
             self._point.store.check([f"{self._prefix}/token"])
         except RuntimeError as error:
@@ -373,11 +357,7 @@ class StoreDirectory(StaticDirectory):
                     point.store.set(f"{self._prefix}/{key}", b"")
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank, from memory or from the store.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
+        """Return the worker of that name or rank, from memory or from the store."""
         try:
             return super().find(worker)
         except UnknownWorker:
@@ -395,12 +375,7 @@ class StoreDirectory(StaticDirectory):
         return found if found is not None and self._take_hint(found) else None
 
     def update(self, address: WorkerAddress) -> None:
-        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new.
-
-        Raises:
-            IdentityTaken: Name or rank is bound otherwise.
-            AuthenticationFailed: It does not belong to this world.
-        """
+        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new."""
         world_size = self._point.world_size
         if world_size is not None and address.info.id >= world_size:
             raise AuthenticationFailed(
@@ -597,13 +572,7 @@ class Meeting:
         agent.server.register_control("met", lambda source: self._met)
 
     def join(self, deadline: float) -> None:
-        """Return when every rank is there.
-
-        Raises:
-            RendezvousFailed: A rank did not arrive in time, or was refused; says which, and why.
-            DuplicateWorker: Two workers have the same name or rank; all who wait are told.
-            ConfigurationError: World sizes contradict each other.
-        """
+        """Return when every rank is there."""
         own = self._host() if self._rank == 0 else None
         # Those who give up withdraw, so look who is there shortly before.
         look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
@@ -665,11 +634,7 @@ class Meeting:
         return answer
 
     def _on_failure(self, leader: WorkerAddress, error: GradwireError) -> None:
-        """Go on trying to reach rank 0, unless it is there and does not let this worker in.
-
-        Raises:
-            RendezvousFailed, DuplicateWorker: So it is; the others are told.
-        """
+        """Go on trying to reach rank 0, unless it is there and does not let this worker in."""
         if not isinstance(error, AuthenticationFailed) and self._has_way_to(leader):
             self._refused_by = 0
             return
@@ -697,11 +662,7 @@ class Meeting:
                 self._check_obstacle()
 
     def _check_obstacle(self) -> None:
-        """Look now and then whether the world cannot become complete.
-
-        Raises:
-            DuplicateWorker, RendezvousFailed: It cannot.
-        """
+        """Look now and then whether the world cannot become complete."""
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _OBSTACLE_LOOK_S
             self._directory.check_obstacle(self._agent.address.incarnation)

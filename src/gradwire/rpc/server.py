@@ -504,12 +504,7 @@ class Server:
                 held.take_back()
 
     def time_left(self, timeout_s: float) -> float:
-        """Return a timeout (0 for none), shortened to what the current request has left.
-
-        Raises:
-            RpcTimeout: Nothing is left.
-            CallCancelled: The caller has given up.
-        """
+        """Return a timeout (0 for none), shortened to what the current request has left."""
         request = current.request
         if request is None:
             return timeout_s

@@ -205,11 +205,7 @@ class StreamConnection:
         return bool(self._held_back)
 
     def flush(self, deadline: float | None = None) -> None:
-        """Write the frames that were held back.
-
-        Raises:
-            TimeoutError, ConnectionLost, ConnectionClosed: As `send`.
-        """
+        """Write the frames that were held back."""
         if self._held_back:
             self._write([], (), time.monotonic() + _FLUSH_S if deadline is None else deadline)
 
@@ -358,12 +354,7 @@ class StreamConnection:
         return _poll(self._channel.fileno(), select.POLLIN, timeout_s * 1000)
 
     def receive(self, deadline: float) -> Frame:
-        """Return the next frame, for the handshake of the side that connects.
-
-        Raises:
-            TimeoutError: Nothing came before the deadline.
-            ConnectionLost, ConnectionClosed, DecodeError: As `read_nowait`.
-        """
+        """Return the next frame, for the handshake of the side that connects."""
         while True:
             frames = self.read_nowait()
             if frames:
@@ -419,11 +410,7 @@ class _SharedParts:
         self._num_bytes = 0  # of all leases
 
     def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor]) -> bool:
-        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
-
-        Raises:
-            CannotSend: The tensor has no memory of its own.
-        """
+        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it."""
         lease = self._arena.lend(meta.num_bytes) if len(self._leases) < _MAX_LEASES else None
         if lease is None:
             descriptor = self._arena.offer(meta.num_bytes) if len(self.descriptors) < _MAX_DESCRIPTORS else None
@@ -562,11 +549,7 @@ class SocketListener:
         return self._socket.fileno()
 
     def accept_socket(self) -> socket.socket | None:
-        """Return the next connected socket, or None when there is none now.
-
-        Raises:
-            ResourceExhausted: The process is out of descriptors or memory; try again later.
-        """
+        """Return the next connected socket, or None when there is none now."""
         try:
             return self._socket.accept()[0]
         except OSError as error:
@@ -591,11 +574,7 @@ def _num_bytes(buffer: Buffer) -> int:
 
 
 def check_exhausted(error: OSError) -> None:
-    """Tell a process that is out of descriptors from a peer that does not listen.
-
-    Raises:
-        ResourceExhausted: The process is out of descriptors or memory; try again later.
-    """
+    """Tell a process that is out of descriptors from a peer that does not listen."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
         raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
 

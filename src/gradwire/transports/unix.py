@@ -142,11 +142,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that other users could enter.
-
-    Raises:
-        ConfigurationError: It is missing, not ours, or open to others.
-    """
+    """Refuse a folder that other users could enter."""
     try:
         status = folder.stat()
     except OSError as error:

@@ -429,3 +429,22 @@ def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_rea
     a.close()
     wait_until(lambda: reasons, 10.0, "that b knows the end of a")
     assert reasons == ["it has shut down"]
+
+
+def test_asking_all_returns_the_valid_answers_by_worker_in_the_order_given(make_agents: MakeAgents) -> None:
+    a, b, c, d = make_agents(4)
+    c.server.register_control("number", lambda source, more: 7 + more, int)
+    b.server.register_control("number", lambda source, more: 8 + more, int)
+    d.server.register_control("number", lambda source, more: "seven", int)
+    assert list(a.ask_all(["c", "b"], "number", (1,), 10.0, int).items()) == [("c", 8), ("b", 9)]
+    assert a.ask_all(["unknown", "d", "c"], "number", (0,), 10.0, int) == {"c": 7}
+
+
+def test_one_deadline_counts_for_all_that_are_asked(make_agents: MakeAgents) -> None:
+    a, b, c = make_agents(3)
+    b.server.register_control("number", lambda source: torch.futures.Future())
+    c.server.register_control("number", lambda source: 7)
+    a.ask_all(["b", "c"], "number", (), 0.2, int)  # connects
+    began = time.monotonic()
+    assert a.ask_all(["b", "c"], "number", (), 0.2, int) == {"c": 7}
+    assert time.monotonic() - began < 5.0
