@@ -34,6 +34,7 @@ from gradwire.errors import (
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
+from gradwire.rpc.connection import Connection
 from gradwire.rpc.functions import CallId
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
@@ -282,7 +283,7 @@ class Agent:
         name = address.info.name
         if not was_orderly:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
-        peer = self.peers.known(name)
+        peer = self.peers.by_name.get(name)
         if peer is not None:
             if was_orderly:
                 peer.read_last_answers(address.incarnation, time.monotonic() + _LAST_ANSWERS_S)
@@ -364,10 +365,13 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
         self.is_closed = True
-        streams = [lane.stream for lane in self.peers.lanes()] + self.server.connections()
-        for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
+        for descriptor in [item.fileno() for item in (*(item.stream for item in self.connections()), *self._listeners)]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+    def connections(self) -> list[Connection]:
+        """Return all connections, those that this worker opened and those of others."""
+        return self.peers.lanes() + list(self.server.incoming)
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Return whether the worker was closed within that time."""
@@ -380,9 +384,7 @@ class Agent:
 
     def statistics(self) -> AgentStatistics:
         """Return a snapshot of what this worker does."""
-        running, waiting, queued, num_incoming = self.server.numbers()
-        lanes = self.peers.lanes()
-        streams = [lane.stream for lane in lanes] + self.server.connections()
+        slots, streams = self.server.slots, [item.stream for item in self.connections()]
         return AgentStatistics(
             name=self.info.name,
             rank=self.info.id,
@@ -390,11 +392,11 @@ class Agent:
             num_calls_made=self.client.num_made,
             num_calls_served=self.server.num_served,
             num_pending=self.client.num_pending,
-            num_running=running,
-            num_waiting=waiting,
-            num_queued=queued,
+            num_running=slots.num_running,
+            num_waiting=slots.num_waiting,
+            num_queued=slots.num_queued + slots.num_held,
             num_threads=self.reactor.num_threads,
-            num_connections=len(lanes) + num_incoming,
+            num_connections=len(streams),
             bytes_sent=sum(stream.bytes_sent for stream in streams),
             bytes_received=sum(stream.bytes_received for stream in streams),
         )

@@ -207,7 +207,7 @@ class Gathering:
     def _see_off(self) -> None:
         """Wait until the other workers have left, so that the collector's answers reach all of them."""
         deadline = time.monotonic() + _SEE_OFF_S
-        while self._agent.server.has_visitors and time.monotonic() < deadline:
+        while self._agent.server.control_lanes() and time.monotonic() < deadline:
             _interrupts.sleep(0.002)
 
     def _wait_quiet(self, deadline: float) -> None:

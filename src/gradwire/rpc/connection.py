@@ -445,7 +445,7 @@ class Connection:
         if self.peer is not None:
             self.peer.forget_lane(self)
         else:
-            self.server.forget(self)
+            self.server.incoming.discard(self)
         self._drop_requests()
         if not self.lane:
             return

@@ -79,7 +79,7 @@ class Notices:
 
     def is_out_of_reach(self, to: str) -> bool:
         """Return whether a worker's end was noticed and it was not connected since; it may be back."""
-        peer = self._agent.peers.known(to)
+        peer = self._agent.peers.by_name.get(to)
         return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 
     def send(

@@ -244,10 +244,6 @@ class PeerTable:
                 peer = self.by_name.setdefault(name, Peer(self._agent, name))
         return peer
 
-    def known(self, name: str) -> Peer | None:
-        """Return the other worker of that name, if anything was ever to be sent to it."""
-        return self.by_name.get(name)
-
     def lanes(self) -> list[Connection]:
         """Return all open connections for calls and control."""
         return [lane for peer in self for lane in list(peer.lanes.values())]
@@ -262,8 +258,8 @@ class PeerTable:
 
     def is_connected(self, worker: int, incarnation: int) -> bool:
         """Return whether anything may still come from that worker."""
-        addresses = [lane.address for lane in self.lanes()] + self._agent.server.visitors()
-        return any(item.info.id == worker and item.incarnation == incarnation for item in addresses)
+        lanes = [*self.lanes(), *(item for item in list(self._agent.server.incoming) if item.lane)]
+        return any((lane.info.id, lane.address.incarnation) == (worker, incarnation) for lane in lanes)
 
 
 class Membership:
@@ -355,7 +351,7 @@ class Liveness:
             When to look again.
         """
         wanted, agent = _NEVER, self._agent
-        for reader in [*(lane.reader for lane in agent.peers.lanes()), *agent.server.readers()]:
+        for reader in [item.reader for item in agent.connections()]:
             if reader.stream.can_vanish:
                 wanted = now + _VANISHED_LOOK_S
                 if reader.stream.is_vanished():
@@ -372,9 +368,10 @@ class Liveness:
 
     def _is_settled(self, name: str) -> bool:
         """Return whether a worker has ended, or its end will be noticed."""
-        peer = self._agent.peers.known(name)
-        has_lane = peer is not None and "control" in peer.lanes
-        return has_lane or self._agent.has_ended(name) or self._agent.server.has_control_lane_of(name)
+        peer = self._agent.peers.by_name.get(name)
+        if self._agent.has_ended(name) or (peer is not None and "control" in peer.lanes):
+            return True
+        return any(lane.info.name == name for lane in self._agent.server.control_lanes())
 
     def _reach(self, address: WorkerAddress) -> None:
         """Open a control lane to a worker; the one that it had has ended, and it has not, as far as is known."""

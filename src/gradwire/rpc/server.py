@@ -34,10 +34,9 @@ from gradwire.errors import (
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.reader import Reader, Until, current, release_hold
+from gradwire.rpc.reader import Until, current, release_hold
 from gradwire.transports.registry import Listener
-from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerInfo
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, prepare
 
@@ -57,28 +56,20 @@ class Slots(Generic[R]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._num_running = 0
-        self._num_waiting = 0
+        self.num_running = 0
+        self.num_waiting = 0
         self._queue: collections.deque[R] = collections.deque()
         self._held: collections.deque[R] = collections.deque()  # empty while the worker serves
-        self._is_serving = True
+        self.is_serving = True
         self._num_finished = 0
         self._finished_at_last_look = -1
         self._num_granted = 1
 
     def __repr__(self) -> str:
         return (
-            f"<Slots {self._num_running}/{self._limit} running, {self._num_waiting} waiting, {len(self._queue)} queued"
-            f"{'' if self._is_serving else f', {len(self._held)} held back'}>"
+            f"<Slots {self.num_running}/{self._limit} running, {self.num_waiting} waiting, {len(self._queue)} queued"
+            f"{'' if self.is_serving else f', {len(self._held)} held back'}>"
         )
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
 
     @property
     def num_queued(self) -> int:
@@ -88,17 +79,13 @@ class Slots(Generic[R]):
     def num_held(self) -> int:
         return len(self._held)
 
-    @property
-    def is_serving(self) -> bool:
-        return self._is_serving
-
     def on_hold(self) -> None:
         """Hold back requests of other workers: this one does not serve yet."""
-        self._is_serving = False
+        self.is_serving = False
 
     def on_serve(self) -> list[R]:
         """Serve from now on; return the requests to run at once."""
-        self._is_serving = True
+        self.is_serving = True
         self._queue.extend(self._held)
         self._held.clear()
         granted = []
@@ -108,31 +95,31 @@ class Slots(Generic[R]):
 
     def on_request(self, request: R, *, is_own: bool = False) -> bool:
         """Return whether a request may run now; else queue it, or hold it back unless it is the worker's own."""
-        if not (self._is_serving or is_own):
+        if not (self.is_serving or is_own):
             self._held.append(request)
             return False
-        if self._num_running < self._limit:
-            self._num_running += 1
+        if self.num_running < self._limit:
+            self.num_running += 1
             return True
         self._queue.append(request)
         return False
 
     def on_finished(self) -> R | None:
         """Return the request that gets the slot of a function that ended."""
-        self._num_running -= 1
+        self.num_running -= 1
         self._num_finished += 1
         return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
         """Return the request that gets the slot of a function that begins to wait for a call."""
-        self._num_running -= 1
-        self._num_waiting += 1
+        self.num_running -= 1
+        self.num_waiting += 1
         return self._next()
 
     def on_wait_over(self) -> None:
         """It goes on. It does not queue again, so for a moment more than `limit` may run."""
-        self._num_waiting -= 1
-        self._num_running += 1
+        self.num_waiting -= 1
+        self.num_running += 1
 
     def on_cancelled(self, request: R) -> bool:
         """Remove a request that is no longer wanted; return True if it was still queued or held back."""
@@ -155,12 +142,12 @@ class Slots(Generic[R]):
             return []
         granted = [self._queue.popleft() for _ in range(min(self._num_granted, len(self._queue)))]
         self._num_granted *= 2
-        self._num_running += len(granted)
+        self.num_running += len(granted)
         return granted
 
     def _next(self) -> R | None:
-        if self._queue and self._num_running < self._limit:
-            self._num_running += 1
+        if self._queue and self.num_running < self._limit:
+            self.num_running += 1
             return self._queue.popleft()
         return None
 
@@ -186,9 +173,9 @@ class Server:
 
     def __init__(self, agent: Agent, num_slots: int) -> None:
         self.agent = agent
-        self._lock = threading.Lock()  # guards _slots
-        self._slots: Slots[Request] = Slots(num_slots)
-        self._incoming: set[Connection] = set()
+        self._lock = threading.Lock()  # guards slots
+        self.slots: Slots[Request] = Slots(num_slots)
+        self.incoming: set[Connection] = set()  # opened by other workers; single operations only
         self._paused: dict[Listener, float] = {}  # until when to accept no connection, for lack of descriptors
         self._control: dict[str, Callable[..., Any]] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
@@ -237,11 +224,11 @@ class Server:
     def _accept_all(self, listener: Listener) -> None:
         reactor = self.agent.reactor
         while (stream := listener.accept_nowait()) is not None:
-            half_open = [item for item in list(self._incoming) if item.is_half_open]
+            half_open = [item for item in list(self.incoming) if item.is_half_open]
             if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
                 min(half_open, key=lambda item: item.opened).end(ConnectionClosed("too many handshakes at once"))
             incoming = Connection.opened_there(self.agent, stream)
-            self._incoming.add(incoming)
+            self.incoming.add(incoming)
             try:
                 incoming.reader.start()
             except ConnectionClosed as error:  # this worker has just shut down
@@ -255,17 +242,13 @@ class Server:
     def make_room_for(self, newest: Connection) -> None:
         """End the oldest connections of a worker that has opened too many for the same purpose."""
         known = [
-            item for item in list(self._incoming) if item.lane == newest.lane and item.info.name == newest.info.name
+            item for item in list(self.incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
             reason = f"more than {self.agent.config.limits.connections} connections of one worker"
             item.say_goodbye(reason)
             item.end(ConnectionClosed(reason))
-
-    def forget(self, incoming: Connection) -> None:
-        """Forget a connection that ended."""
-        self._incoming.discard(incoming)
 
     def take_notices(
         self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
@@ -286,14 +269,14 @@ class Server:
             note = self.agent.notices.read(frame)
             return note is not None and is_wanted(note)
 
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane == "calls" and incoming.info.name == name:
                 return bool(incoming.reader.serve_for(seconds, Until(is_done), may_run_here))
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
         """Close what an older incarnation of a worker had opened."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
                 incoming.end(ConnectionClosed("an older incarnation"))
 
@@ -306,20 +289,20 @@ class Server:
                 self.agent.reactor.arm(listener.fileno())
             else:
                 wanted = min(wanted, until)
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.is_half_open:
                 ends = incoming.opened + self.agent.config.limits.handshake_timeout_s
                 if ends <= now:
                     incoming.end(ConnectionClosed("the handshake took too long"))
                 else:
                     wanted = min(wanted, ends)
-        if self._slots.num_queued:
+        if self.slots.num_queued:
             wanted = min(wanted, now + _STALL_S)
             if now >= self._next_stall_check:
                 self._next_stall_check = now + _STALL_S
                 is_working = self._has_worked()
                 with self._lock:
-                    granted = self._slots.on_stall(is_working)
+                    granted = self.slots.on_stall(is_working)
                 for request in granted:
                     self._run_soon(request)
         return wanted
@@ -336,7 +319,7 @@ class Server:
         """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
         if request is not None and not has_slot:
             with self._lock:  # a worker's own calls are never held back
-                may_run = self._slots.on_request(request, is_own=request.source.reader is None)
+                may_run = self.slots.on_request(request, is_own=request.source.reader is None)
             if not may_run:
                 self.agent.reactor.expect(time.monotonic() + _STALL_S)
                 return
@@ -350,17 +333,17 @@ class Server:
             else:
                 request.source.requests.pop(request.call_id, None)
             with self._lock:
-                request = self._slots.on_finished()
+                request = self.slots.on_finished()
 
     def hold_calls(self) -> None:
         """Hold calls of other workers back until `start_serving`."""
         with self._lock:
-            self._slots.on_hold()
+            self.slots.on_hold()
 
     def start_serving(self) -> None:
         """Run the calls that were held back, and from now on those that come. May be called again."""
         with self._lock:
-            granted = self._slots.on_serve()
+            granted = self.slots.on_serve()
         for request in granted:
             self._run_soon(request)
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
@@ -464,7 +447,7 @@ class Server:
         """Drop a request whose result is not wanted: it leaves the queue, or its result is not sent. Return its phase."""
         with self._lock:
             request.is_dropped = True
-            is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
+            is_held = self.slots.on_cancelled(request) and not self.slots.is_serving
             phase = "held" if is_held else request.phase
         if phase in ("queue", "held"):
             request.frame = None
@@ -475,7 +458,7 @@ class Server:
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
         """Drop a call on its caller's behalf; return how far it got."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane == "calls" and incoming.info == peer:
                 return incoming.cancel(call_id)
         return "send"
@@ -492,14 +475,14 @@ class Server:
         if held is not None:
             held.let_go()
         with self._lock:
-            successor = self._slots.on_wait()
+            successor = self.slots.on_wait()
         if successor is not None:
             self._run_soon(successor)
         try:
             yield
         finally:
             with self._lock:
-                self._slots.on_wait_over()
+                self.slots.on_wait_over()
             if held is not None:
                 held.take_back()
 
@@ -527,49 +510,27 @@ class Server:
     @property
     def is_idle(self) -> bool:
         """Whether no function runs, waits or is queued, and no answer is owed."""
-        slots = self._slots
-        owed = sum(len(item.requests) for item in list(self._incoming) if item.lane == "calls")
+        slots = self.slots
+        owed = sum(len(item.requests) for item in list(self.incoming) if item.lane == "calls")
         # Looked at last: a request is taken off its list while its answer is being sent.
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
 
-    @property
-    def has_visitors(self) -> bool:
-        """Whether another worker still has a control lane open to this one."""
-        return any(incoming.lane == "control" for incoming in list(self._incoming))
-
-    def has_control_lane_of(self, name: str) -> bool:
-        """Return whether that worker has a control lane open to this one."""
-        return any(incoming.lane == "control" and incoming.info.name == name for incoming in list(self._incoming))
-
-    def visitors(self) -> list[WorkerAddress]:
-        """Return the workers that have a connection open to this one."""
-        return [incoming.address for incoming in list(self._incoming) if incoming.lane]
+    def control_lanes(self) -> list[Connection]:
+        """Return the control lanes that other workers have open to this one."""
+        return [incoming for incoming in list(self.incoming) if incoming.lane == "control"]
 
     def has_unread_call_of(self, name: str) -> bool:
         """Return whether a call of that worker lies here whose arguments are not unpacked yet."""
         return any(
             request.frame is not None
-            for incoming in list(self._incoming)
+            for incoming in list(self.incoming)
             if incoming.lane and incoming.info.name == name
             for request in list(incoming.requests.values())
         )
 
-    def numbers(self) -> tuple[int, int, int, int]:
-        """Return the numbers of functions running, waiting and queued, and of connections."""
-        slots = self._slots
-        return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
-
-    def readers(self) -> list[Reader]:
-        """Return the readers of what other workers opened."""
-        return [incoming.reader for incoming in list(self._incoming)]
-
-    def connections(self) -> list[StreamConnection]:
-        """Return the streams that other workers opened."""
-        return [incoming.stream for incoming in list(self._incoming)]
-
     def close(self) -> None:
         """End every connection in good order."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             incoming.say_goodbye("shutdown", _GOODBYE_S)
             incoming.end(ConnectionClosed("shutdown"))
 

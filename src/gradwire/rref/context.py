@@ -143,7 +143,7 @@ class PeerKnowledge:
         if self._agent.server.has_unread_call_of(name):
             return True
         # It asks for what it sent long ago, so an answer can only be one to a call that is as old.
-        peer = self._agent.peers.known(name)
+        peer = self._agent.peers.by_name.get(name)
         lane = peer.lanes.get("calls") if peer is not None else None
         return lane is not None and lane.calls.has_older_than(time.monotonic() - _ASK_S / 2)
 
@@ -165,7 +165,7 @@ class PeerKnowledge:
         """Return whether a worker that is gone cannot come back: it was restarted, or its supervisor has seen its end."""
         with contextlib.suppress(UnknownWorker):
             name = self._agent.worker_info(worker[0]).name
-            peer = self._agent.peers.known(name)
+            peer = self._agent.peers.by_name.get(name)
             is_supervised = peer is not None and peer.lost_reason is not None
             return is_supervised or worker[1] < self._agent.newest_incarnation(name)
         return True
@@ -394,7 +394,7 @@ class References:
 
     def watch(self, fork: UserFork) -> None:
         """Have the owner's answers read until the fork is done: no call may be waiting for them."""
-        peer = self.agent.peers.known(fork.owner.name)
+        peer = self.agent.peers.by_name.get(fork.owner.name)
         lane = peer.lanes.get("calls") if peer is not None else None
         if lane is not None and not fork.is_done:
             lane.reader.ensure_watched()
