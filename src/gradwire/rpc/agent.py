@@ -39,7 +39,7 @@ from gradwire.rpc.functions import CallId
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.oneway import Notices
-from gradwire.rpc.peers import Directory, Liveness, Membership, PeerTable, To
+from gradwire.rpc.peers import Liveness, Membership, PeerTable, StaticDirectory, To
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.server import Server
@@ -94,7 +94,7 @@ class Agent:
         address: WorkerAddress,
         config: WorkerConfig,
         trust: Trust,
-        directory: Directory,
+        directory: StaticDirectory,
         transports: dict[str, Transport],
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -138,7 +138,6 @@ class Agent:
 
     @property
     def identity(self) -> Identity:
-        """What this worker says of itself in handshakes."""
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
@@ -238,11 +237,7 @@ class Agent:
         return self._membership.has_ended(name)
 
     def on_connected(self, address: WorkerAddress) -> int:
-        """Note a connection with a worker; what an older incarnation of it does no longer counts.
-
-        Returns:
-            What the end of this connection has to be told with, as `num_ends`.
-        """
+        """Note a connection with a worker; return what its end has to be told with, as `num_ends`."""
         name, own = address.info.name, threading.get_ident()
         with self._told:
             # What is told of an earlier end comes before what is told of this connection.
@@ -259,14 +254,8 @@ class Agent:
     def on_worker_ended(
         self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
     ) -> None:
-        """Fail everything that waits for a worker that is gone, and tell the layers above, once.
-
-        Args:
-            address: The worker.
-            reason: How this was noticed.
-            was_orderly: Whether it has said goodbye.
-            num_ends: What `on_connected` returned for the connection whose end tells; None if no connection does.
-        """
+        """Fail everything that waits for a worker that is gone, and tell the layers above, once."""
+        # num_ends: what `on_connected` returned for the connection whose end tells; None if no connection does.
         name = address.info.name
         with self._told:
             if self.is_closed or not self._membership.on_ended(address, num_ends):
@@ -413,7 +402,7 @@ before it may have given out as many as belong to that time."""
 def start_worker(
     info: WorkerInfo,
     config: WorkerConfig,
-    directory: Directory,
+    directory: StaticDirectory,
     *,
     folder: Path | None = None,
     after: int = 0,

@@ -133,12 +133,6 @@ class Client:
         """Start a call.
 
         Args:
-            to: Name, rank or `WorkerInfo` of the worker.
-            function: The function, or its exposed name.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            timeout_s: For the answer; None for the default, 0 for no limit.
-            future: Completed when the call ends.
             on_done: Runs in the thread that ends the call; must not wait for anything. Not called if this raises.
             notes: Travel with the call, beside those of the interceptors.
             is_watched: Whether the answer is read as soon as it is there; else by a thread that waits for it or for
@@ -253,15 +247,9 @@ class Client:
         on_done: Callable[[PendingCall], None],
         answer: Any = Any,
     ) -> None:
-        """Start a control operation on another worker; `on_done` runs when it has ended, however it did.
+        """Start a control operation on another worker; `on_done`, which must not wait, runs when it has ended.
 
-        Args:
-            to: Name of the worker.
-            operation: What `Server.register_control` knows there.
-            args: Plain data and tensors.
-            timeout_s: For the answer; 0 for no limit.
-            on_done: Told the call; must not wait for anything.
-            answer: What the answer is checked against: any type that msgspec knows.
+        The arguments are plain data and tensors. The answer is checked against `answer`, a type that msgspec knows.
         """
 
         def check(call: PendingCall) -> None:
@@ -287,10 +275,8 @@ class Client:
     def wait(self, call: PendingCall, deadline: float = _NEVER, is_released: bool = False) -> None:
         """Block until a call has ended, or the deadline is over; read its answer in this thread if no other does.
 
-        Args:
-            call: The call. It is given up if the function that waits for it here is.
-            deadline: In `time.monotonic` seconds.
-            is_released: Whether the thread has given up what it must not keep while it waits.
+        The call is given up if the function that waits for it here is. `is_released`: the thread has given up what it must
+        not keep while it waits.
         """
         if not is_released and (current.request is not None or current.hold is not None):
             with self._agent.server.waiting(), self._nested(call):
@@ -327,7 +313,6 @@ class Client:
             request.waits_for = outer
 
     def _wait_for_others(self, call: PendingCall, until: float) -> None:
-        """Sleep until the thread that reads the connection, or runs the callbacks, has ended the call."""
         ended = threading.Lock()  # released by the thread that finishes the call
         ended.acquire()
         call.waiters.append(ended)
@@ -424,8 +409,6 @@ class Client:
         return wanted
 
     def _expire(self, call: PendingCall) -> None:
-        """Ask the callee how far a call got whose deadline has passed, then end the call."""
-
         def end(phase: str) -> None:
             if call.table is not None and call.table.pop(call.call_id, None) is not None:
                 now = time.monotonic()

@@ -96,18 +96,12 @@ def arriving() -> Trip | None:
 
 
 class Codec:
-    """Packs and unpacks under one trust level.
-
-    Args:
-        trust: ``code`` or ``data``.
-        limits: What is accepted.
-        interceptors: Told about every message; the list may grow later.
-    """
+    """Packs and unpacks under one trust level."""
 
     def __init__(self, trust: Trust, limits: Limits, interceptors: list[Interceptor]) -> None:
         self._trust = trust
         self._limits = limits
-        self._interceptors = interceptors
+        self._interceptors = interceptors  # told about every message; the list may grow later
         self.carrier: Carrier | None = None
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -173,7 +167,6 @@ class Codec:
     # -- control operations: plain data at every trust level --------------------------------------------------------
 
     def pack_control(self, args: tuple[Any, ...]) -> Packed:
-        """Pack the arguments of a control operation."""
         return serialization.pack(args, "data", self._limits)
 
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
@@ -224,7 +217,6 @@ class Codec:
 
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
-        """Return the tensors of a message that arrived."""
         values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
         for meta in message.tensors:
@@ -260,7 +252,6 @@ def attach(notes: dict[str, Any], interceptor: Interceptor, envelope: Envelope, 
 
 
 def describe_function(function: Any) -> str:
-    """Return what to call a function in messages to people."""
     if isinstance(function, str):
         return function
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

@@ -25,7 +25,7 @@ from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcT
 from gradwire.rpc.codec import EVERYBODY
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -62,7 +62,7 @@ class Gathering:
         self._rounds: list[_Round] = []
         self._lost: dict[str, str] = {}
         agent.server.register_control("gather", self._on_gather, Group, Codec, bytes, list[torch.Tensor], Seconds)
-        agent.on_worker_lost(self._on_worker_lost)
+        agent.on_worker_lost(lambda address, reason: self._on_worker_lost(address.info.name, reason))
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
         """Return the value of every worker by name."""
@@ -117,12 +117,11 @@ class Gathering:
             for _, waiting in gathering.answers.values():
                 waiting.set_result(gathering.entries)
         elif lost is not None:
-            self._on_worker_lost_name(*lost)
+            self._on_worker_lost(*lost)
         self._agent.reactor.expect(deadline)
         return answer
 
     def _check_group(self, worker: str, names: list[str]) -> None:
-        """Refuse a group that cannot gather here."""
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
@@ -149,10 +148,7 @@ class Gathering:
         self._rounds.append(_Round(names))
         return self._rounds[-1]
 
-    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
-        self._on_worker_lost_name(address.info.name, reason)
-
-    def _on_worker_lost_name(self, name: str, reason: str) -> None:
+    def _on_worker_lost(self, name: str, reason: str) -> None:
         failed: list[InterruptibleFuture[Any]] = []
         with self._lock:
             if self._agent.has_ended(name):  # who is back already counts: see `on_returned`

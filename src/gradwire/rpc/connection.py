@@ -105,7 +105,6 @@ _NOTHING = contextlib.nullcontext()
 
 
 def current_request() -> Request | None:
-    """Return what the current thread is serving, if anything."""
     return current.request
 
 
@@ -196,7 +195,6 @@ class Connection:
 
     @classmethod
     def loopback(cls, agent: Agent) -> Connection:
-        """Make the connection of a worker with itself."""
         made = cls(agent, LoopbackStream(agent))
         made.stream.connection = made
         made.info, made.lane, made.shares_main = agent.info, "calls", True
@@ -220,7 +218,7 @@ class Connection:
         assert handshake is not None
         deadline = time.monotonic() + 1.0
         try:
-            answer = handshake.on_message(frame.message, self.stream.certified_names())
+            answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
                 refusal = Refused(str(error), isinstance(error, IdentityTaken))
@@ -426,7 +424,6 @@ class Connection:
             self.fail_calls(f"{self.info.name} has shut down")
 
     def fail_calls(self, reason: str) -> None:
-        """End the calls of a connection that is gone."""
         for call in list(self.calls.values()):
             if self.calls.pop(call.call_id, None) is not None:
                 lost = self.peer.lost(reason, call) if self.peer is not None else None
@@ -526,5 +523,4 @@ class LoopbackStream:
         """Nothing is held back here."""
 
     def close(self) -> None:
-        """Refuse further frames."""
         self.is_closed = True

@@ -58,10 +58,7 @@ class Notices:
     def register(self, name: str, handler: Handler, kind: Any) -> None:
         """Call ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
-        Args:
-            name: What the notice is about.
-            handler: What it raises ends the connection.
-            kind: The type of its notes, as msgspec knows it. What is not of this type does not reach the handler.
+        What the handler raises ends the connection. A note that is not of the type `kind` does not reach it.
         """
         prepare(kind)
         self._kinds[f"~{name}"] = kind
@@ -90,14 +87,7 @@ class Notices:
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Send a notice; tensors are captured.
-
-        Args:
-            to: Name of the worker, not of this one.
-            name: What it is about.
-            note: Plain data or a msgspec struct.
-            tensors: Travel beside it.
-            deadline: In `time.monotonic` seconds.
+        """Send a notice to another worker, not to this one; tensors are captured.
 
         Raises:
             WorkerLost: The worker is gone.

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -158,7 +158,7 @@ class Peer:
                 frame = stream.receive(deadline)
                 # Asked for where it counts: behind a refusal the connection may have ended already.
                 is_challenge = isinstance(frame.message, Challenge)
-                answer = handshake.on_message(frame.message, stream.certified_names() if is_challenge else None)
+                answer = handshake.on_message(frame.message, stream.channel.certified_names() if is_challenge else None)
             assert handshake.peer is not None
             made = Connection.opened_here(self, stream, kind, handshake.peer)
             made.is_on_this_machine = not uri.startswith("tcp:")
@@ -202,7 +202,6 @@ class Peer:
         return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
 
     def close(self) -> None:
-        """End both lanes in good order."""
         for connection in list(self.lanes.values()):
             connection.say_goodbye("shutdown", _GOODBYE_S)
             connection.end(ConnectionClosed("shutdown"))
@@ -236,7 +235,6 @@ class PeerTable:
         raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
 
     def peer(self, name: str) -> Peer:
-        """Return the other worker of that name."""
         peer = self.by_name.get(name)
         if peer is None:
             self._agent.directory.find(name)
@@ -245,7 +243,6 @@ class PeerTable:
         return peer
 
     def lanes(self) -> list[Connection]:
-        """Return all open connections for calls and control."""
         return [lane for peer in self for lane in list(peer.lanes.values())]
 
     def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
@@ -271,11 +268,9 @@ class Membership:
         self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
 
     def is_current(self, address: WorkerAddress) -> bool:
-        """Return whether no newer incarnation of that worker has been seen."""
         return address.incarnation >= self.newest(address.info.name)
 
     def newest(self, name: str) -> int:
-        """Return the highest incarnation seen; 0 for none."""
         return self._newest.get(name, 0)
 
     def has_ended(self, name: str) -> bool:
@@ -283,7 +278,7 @@ class Membership:
         return self._ended.get(name, -1) >= self.newest(name)
 
     def num_ends(self, name: str) -> int:
-        """Return how many ends of a worker were told. A connection that was made before the last of them is part of it."""
+        # A connection that was made before the last of them is part of it.
         return self._num_ends.get(name, 0)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
@@ -304,10 +299,8 @@ class Membership:
     def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
         """Note a worker's end; return True the first time.
 
-        Args:
-            address: The worker.
-            num_ends: What `num_ends` was when the connection was made whose end tells; None if no connection does. The
-                worker may have been taken for dead and be back by the time that the last of its old connections ends.
+        `num_ends` is what it was when the connection was made whose end tells; None if no connection does. The worker may
+        have been taken for dead and be back by the time that the last of its old connections ends.
         """
         name = address.info.name
         if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
@@ -345,16 +338,12 @@ class Liveness:
         self._agent.reactor.expect(when)
 
     def sweep(self, now: float) -> float:
-        """End connections whose machine is gone, and reach for workers without a control lane.
-
-        Returns:
-            When to look again.
-        """
+        """End connections whose machine is gone, reach for workers without a control lane; return when to look again."""
         wanted, agent = _NEVER, self._agent
         for reader in [item.reader for item in agent.connections()]:
-            if reader.stream.can_vanish:
+            if reader.stream.channel.can_vanish:
                 wanted = now + _VANISHED_LOOK_S
-                if reader.stream.is_vanished():
+                if reader.stream.channel.is_vanished():
                     vanished = ConnectionLost("the other machine does not acknowledge anything")
                     agent.reactor.run_soon(partial(reader.end, vanished))
         for name, (when, address) in list(self._doubtful.items()):
@@ -389,42 +378,10 @@ class Liveness:
             self.connection_ended(address)
 
 
-class Directory(Protocol):
-    """Finds workers by name or rank.
-
-    Attributes:
-        is_fixed: Whether the workers are all known; otherwise they come and go.
-    """
-
-    @property
-    def is_fixed(self) -> bool: ...
-
-    def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker's address as known now.
-
-        Raises:
-            UnknownWorker: No such worker.
-        """
-
-    def refresh(self, name: str) -> WorkerAddress | None:
-        """Look again, because the worker did not answer; None if nothing new is known."""
-
-    def update(self, address: WorkerAddress) -> None:
-        """Note a worker that has shown who it is; from now on its name and its rank belong together.
-
-        Raises:
-            IdentityTaken: The name belongs to another rank, or the rank to another name.
-            AuthenticationFailed: All workers are known, and it is none of them.
-        """
-
-    def infos(self) -> list[WorkerInfo]:
-        """Return all known workers, by rank."""
-
-
 class StaticDirectory:
-    """Addresses that were known when the cluster was made, or of workers that have shown who they are."""
+    """Finds workers by name or rank: those known when the cluster was made, or that have shown who they are."""
 
-    is_fixed = True
+    is_fixed = True  # whether the workers are all known; otherwise they come and go
 
     def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
         self._is_complete = False
@@ -439,7 +396,6 @@ class StaticDirectory:
         self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank."""
         name = worker if isinstance(worker, str) else self._names.get(worker)
         found = self._by_name.get(name) if name is not None else None
         if found is None:
@@ -448,7 +404,7 @@ class StaticDirectory:
         return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Nothing new can be known here."""
+        """Look again, because the worker did not answer; None if nothing new is known."""
         return None
 
     def update(self, address: WorkerAddress) -> None:
@@ -466,19 +422,16 @@ class StaticDirectory:
             self._names[rank] = name
 
     def check(self, info: WorkerInfo) -> None:
-        """Compare a name and a rank with those that are bound."""
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
         if holder != info.name or (known is not None and known.info.id != info.id):
             other = self._by_name[holder].info if holder != info.name else known.info if known is not None else info
             raise IdentityTaken(not_unique_text(other, info))
 
     def infos(self) -> list[WorkerInfo]:
-        """Return all workers, by rank."""
         return sorted((address.info for address in list(self._by_name.values())), key=lambda info: info.id)
 
 
 def not_unique_text(one: WorkerInfo, other: WorkerInfo) -> str:
-    """Return what to say about two workers that have one name or one rank."""
     return (
         f"worker name or rank is not unique: {one.name} of rank {one.id} and {other.name} of rank {other.id}; "
         f"every rank needs a name of its own and every name a rank of its own"

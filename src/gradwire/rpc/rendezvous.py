@@ -95,10 +95,6 @@ class MeetingPoint:
         except (OSError, RuntimeError, ValueError):
             return None
 
-    def without_client(self) -> MeetingPoint:
-        """Return the point as it is kept after the meeting: a store that is served elsewhere is let go of."""
-        return self if self.port is None or self.is_served_here else dataclasses.replace(self, store=None)
-
     @property
     def facing_host(self) -> str:
         """This machine's address as seen from the meeting point."""
@@ -246,10 +242,6 @@ class StoreDirectory(StaticDirectory):
 
     What the store holds about a worker tells where to look for it. Its name and rank are bound when it has shown who it
     is, or when rank 0 says who has come: a file may hold what an earlier run has left there.
-
-    Args:
-        point: Where.
-        prefix: Of all keys.
     """
 
     def __init__(self, point: MeetingPoint, prefix: str) -> None:
@@ -263,7 +255,6 @@ class StoreDirectory(StaticDirectory):
     # -- before all have met -----------------------------------------------------------------------------------------
 
     def publish(self, agent: Agent) -> None:
-        """Make this worker known."""
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
         for other in (known, self._read(f"rank/{info.id}")):
@@ -316,7 +307,7 @@ class StoreDirectory(StaticDirectory):
             _interrupts.sleep(_LINGER_S)
 
     def check_store(self) -> None:
-        """Ask the store for anything."""
+        """Raise `MeetingPointLost` if the store does not answer."""
         try:
             self._point.store.check([f"{self._prefix}/token"])
         except RuntimeError as error:
@@ -328,7 +319,6 @@ class StoreDirectory(StaticDirectory):
         return known.incarnation if known is not None else 0
 
     def at_rank(self, rank: int) -> WorkerAddress | None:
-        """Return what the store holds about a rank."""
         return self._read(f"rank/{rank}")
 
     def hint(self, address: WorkerAddress) -> None:
@@ -339,7 +329,8 @@ class StoreDirectory(StaticDirectory):
 
     def settle(self) -> None:
         """Note that this worker is in: with a world size all are known, and the store is only asked about restarts."""
-        self._point = self._point.without_client()
+        if self._point.port is not None and not self._point.is_served_here:
+            self._point = dataclasses.replace(self._point, store=None)  # see `MeetingPoint.reopen`
         self._hints = {}
         if self.is_fixed:
             self.complete()
@@ -357,7 +348,6 @@ class StoreDirectory(StaticDirectory):
                     point.store.set(f"{self._prefix}/{key}", b"")
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank, from memory or from the store."""
         try:
             return super().find(worker)
         except UnknownWorker:
@@ -370,7 +360,6 @@ class StoreDirectory(StaticDirectory):
             return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Read the store again."""
         found = self._look_up(f"name/{name}")
         return found if found is not None and self._take_hint(found) else None
 
@@ -474,13 +463,7 @@ _Addresses = list[EncodedAddress]
 
 
 class Host:
-    """Rank 0: answers every worker with all addresses once all ranks are there.
-
-    Args:
-        agent: The worker of rank 0.
-        world_size: How many must come.
-        directory: Where they are published.
-    """
+    """Rank 0: answers every worker with all addresses once all ranks are there."""
 
     def __init__(self, agent: Agent, world_size: int, directory: StoreDirectory) -> None:
         self._agent = agent
@@ -492,7 +475,6 @@ class Host:
         agent.server.register_control("join", self._on_join, EncodedAddress, WorldSize)
 
     def join(self) -> InterruptibleFuture[Any]:
-        """Rank 0 joins itself."""
         return self._on_join(self._agent.info, encode_address(self._agent.address), self._world_size)
 
     def adopt(self, addresses: list[WorkerAddress]) -> None:
@@ -549,13 +531,7 @@ class Host:
 
 
 class Meeting:
-    """One worker's way into a fixed world.
-
-    Args:
-        agent: The worker, listening and published.
-        directory: Where the others are published.
-        point: Where they meet.
-    """
+    """How a worker that listens and is published gets into a fixed world."""
 
     def __init__(self, agent: Agent, directory: StoreDirectory, point: MeetingPoint) -> None:
         assert point.world_size is not None
@@ -648,7 +624,7 @@ class Meeting:
             raise DuplicateWorker(text) if is_taken else RendezvousFailed(text)
 
     def _has_way_to(self, leader: WorkerAddress) -> bool:
-        """Return whether both have a transport in common; beyond one machine that takes keys."""
+        # Beyond one machine a transport in common takes keys.
         try:
             registry.choose_uri(leader, self._agent.address.host, self._agent.transports)
         except ConnectFailed:
@@ -662,13 +638,11 @@ class Meeting:
                 self._check_obstacle()
 
     def _check_obstacle(self) -> None:
-        """Look now and then whether the world cannot become complete."""
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _OBSTACLE_LOOK_S
             self._directory.check_obstacle(self._agent.address.incarnation)
 
     def _take(self, answer: InterruptibleFuture[Any]) -> bool:
-        """Return whether the answer was the addresses of all workers."""
         try:
             met: list[bytes] = answer.wait()
             addresses = [decode_address(raw, self._agent.config.limits) for raw in met]

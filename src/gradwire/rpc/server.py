@@ -48,11 +48,7 @@ R = TypeVar("R")
 
 
 class Slots(Generic[R]):
-    """Decides which request may run now.
-
-    Args:
-        limit: Functions that run at once.
-    """
+    """Decides which request may run now: `limit` functions run at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -80,7 +76,7 @@ class Slots(Generic[R]):
         return len(self._held)
 
     def on_hold(self) -> None:
-        """Hold back requests of other workers: this one does not serve yet."""
+        # Requests of other workers are held back: this one does not serve yet.
         self.is_serving = False
 
     def on_serve(self) -> list[R]:
@@ -132,8 +128,7 @@ class Slots(Generic[R]):
     def on_stall(self, is_working: bool = False) -> list[R]:
         """Called now and then: requests to run beyond the limit if nothing has moved since the last look.
 
-        Args:
-            is_working: Whether a function that runs has used the processor; then it is at work and not waiting.
+        A function that has used the processor meanwhile (`is_working`) is at work and not waiting.
         """
         has_progressed = is_working or self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
@@ -164,12 +159,7 @@ Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
 
 
 class Server:
-    """Accepts connections and runs what arrives on them.
-
-    Args:
-        agent: The worker.
-        num_slots: User functions that run at once.
-    """
+    """Accepts connections and runs what arrives on them."""
 
     def __init__(self, agent: Agent, num_slots: int) -> None:
         self.agent = agent
@@ -190,11 +180,8 @@ class Server:
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
         """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
-        Args:
-            name: Of the operation.
-            handler: Must not block. It may return a `torch.futures.Future` to answer later.
-            kinds: The types of its arguments, as msgspec knows them, with their ranges and lengths. What is not of these
-                types does not reach the handler.
+        It must not block, and may return a `torch.futures.Future` to answer later. Arguments that are not of the types in
+        `kinds`, as msgspec knows them, with their ranges and lengths, do not reach it.
         """
         kind = tuple[kinds]  # type: ignore[valid-type]
         prepare(kind)
@@ -211,7 +198,6 @@ class Server:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def on_listener_ready(self, listener: Listener) -> None:
-        """Accept the workers that connect."""
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
@@ -253,16 +239,9 @@ class Server:
     def take_notices(
         self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handle notices of a worker in the calling thread, which waits for them.
+        """Handle notices of a worker in the calling thread, which waits for them; return whether anything came.
 
-        Args:
-            name: The worker's.
-            seconds: How long.
-            is_done: Whether the thread need not wait any longer.
-            is_wanted: Told the note of a notice, whether it may be handled here; the rest goes to service threads.
-
-        Returns:
-            Whether anything came.
+        `is_wanted` is told the note of a notice, whether it may be handled here; the rest goes to service threads.
         """
 
         def may_run_here(frame: Frame) -> bool:
@@ -336,7 +315,6 @@ class Server:
                 request = self.slots.on_finished()
 
     def hold_calls(self) -> None:
-        """Hold calls of other workers back until `start_serving`."""
         with self._lock:
             self.slots.on_hold()
 
@@ -457,7 +435,6 @@ class Server:
         return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
-        """Drop a call on its caller's behalf; return how far it got."""
         for incoming in list(self.incoming):
             if incoming.lane == "calls" and incoming.info == peer:
                 return incoming.cancel(call_id)
@@ -516,7 +493,6 @@ class Server:
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
 
     def control_lanes(self) -> list[Connection]:
-        """Return the control lanes that other workers have open to this one."""
         return [incoming for incoming in list(self.incoming) if incoming.lane == "control"]
 
     def has_unread_call_of(self, name: str) -> bool:
@@ -529,7 +505,6 @@ class Server:
         )
 
     def close(self) -> None:
-        """End every connection in good order."""
         for incoming in list(self.incoming):
             incoming.say_goodbye("shutdown", _GOODBYE_S)
             incoming.end(ConnectionClosed("shutdown"))

@@ -74,7 +74,6 @@ class BufferPool:
         self._settle()
 
     def statistics(self) -> PoolStatistics:
-        """Return what the pool holds now."""
         self._settle()
         with self._lock:
             return PoolStatistics(len(self._loans), len(self._idle), sum(map(len, self._idle)), self._num_created)

@@ -118,7 +118,6 @@ class Lease(msgspec.Struct, frozen=True):
         self.place.state.value = LENT
 
     def mark_filled(self) -> None:
-        """Tell the receiver that the bytes are there."""
         self.place.state.value = LENT
 
 
@@ -184,7 +183,6 @@ class LendingArena:
             return fd
 
     def cancel(self, lease: Lease) -> None:
-        """Take a slot back whose frame was not sent."""
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
             if slot not in self._lent.get(capacity, ()):  # closed meanwhile
@@ -203,7 +201,6 @@ class LendingArena:
             self._bytes_mapped = 0
 
     def statistics(self) -> ArenaStatistics:
-        """Return what the arena holds now."""
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
             num_slots = len(lent) + sum(map(len, self._free.values())) + len(self._offered)
@@ -339,7 +336,6 @@ class BorrowedSlots:
             slot.loan = None  # ends the circle of slot and loan
 
     def statistics(self) -> ArenaStatistics:
-        """Return what is mapped now."""
         with self._lock:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)

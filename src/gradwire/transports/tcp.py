@@ -179,9 +179,6 @@ class TcpTransport:
 
     Args:
         host: Address to bind; must be loopback without `keys`.
-        port: Port to bind; 0 takes a free one.
-        keys: This worker's certificate and key, and the cluster's authority.
-        options: Settings for its connections.
         advertised_host: What others connect to, when `host` is a wildcard.
     """
 

@@ -91,12 +91,7 @@ class UnixListener(SocketListener):
 
 
 class UnixTransport:
-    """Reaches workers on this machine.
-
-    Args:
-        folder: Private folder for this worker's own socket.
-        options: Settings for its connections.
-    """
+    """Reaches workers on this machine; this one's own socket lies in a private folder."""
 
     scheme = "unix"
 
