@@ -166,8 +166,6 @@ class Agent:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
             self.reactor.add(listener.fileno(), on_ready, armed=True)
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def ask(
         self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
     ) -> InterruptibleFuture[Any]:
@@ -200,8 +198,6 @@ class Agent:
     def _sweep(self, now: float) -> float:
         own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)
         return min(sweep(now) for sweep in (*own, *self.sweeps))
-
-    # -- who is there --------------------------------------------------------------------------------------------
 
     def worker_info(self, worker: To | None = None) -> WorkerInfo:
         """Return name and rank of a worker; of this one if none is named.
@@ -297,8 +293,6 @@ class Agent:
         incarnation = max(address.incarnation, self._membership.newest(name))
         self.on_worker_ended(msgspec.structs.replace(address, incarnation=incarnation), reason, was_orderly=False)
         peer.end_lanes(1 << 63, reason)
-
-    # -- end -----------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster.

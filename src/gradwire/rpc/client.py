@@ -67,8 +67,6 @@ class Client:
         self.num_made = 0
         self.completing: set[PendingCall] = set()
 
-    # -- making calls --------------------------------------------------------------------------------------------
-
     def call(
         self,
         to: To,
@@ -164,9 +162,9 @@ class Client:
             future.call = call
         self.num_made += 1
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
-        trip, is_sent = packed.trip, False
-        if trip is not None:
-            call.passage, trip.passage.call_id = trip.passage, call.call_id
+        transfer, is_sent = packed.transfer, False
+        if transfer is not None:
+            call.transfer_status, transfer.status.call_id = transfer.status, call.call_id
         try:
             if connection is None or len(connection.calls) >= connection.max_in_flight:
                 connection = self._connect(call)
@@ -179,9 +177,9 @@ class Client:
                 connection = self._connect(call)
             is_sent = True
         finally:
-            if trip is not None and not is_sent:
-                trip.passage.call_id = 0
-                trip.on_not_sent()
+            if transfer is not None and not is_sent:
+                transfer.status.call_id = 0
+                transfer.on_not_sent()
         if is_watched and connection.reader is not None:
             connection.reader.ensure_watched()
         return call
@@ -270,8 +268,6 @@ class Client:
         while not self._send(peer.lane("control", deadline), call, message, packed):
             pass
 
-    # -- waiting -------------------------------------------------------------------------------------------------
-
     def wait(self, call: PendingCall, deadline: float = _NEVER, is_released: bool = False) -> None:
         """Block until a call has ended, or the deadline is over; read its answer in this thread if no other does.
 
@@ -322,13 +318,11 @@ class Client:
         finally:
             call.waiters.remove(ended)
 
-    # -- ending --------------------------------------------------------------------------------------------------
-
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """End a call; only for the thread that took it out of its table."""
         call.value, call.error = value, error
-        if call.passage is not None:
-            call.passage.call_id = 0  # what it carries has arrived by now, or is not wanted there
+        if call.transfer_status is not None:
+            call.transfer_status.call_id = 0  # what it carries has arrived by now, or is not wanted there
         future = call.future
         if future is not None:
             self.completing.add(call)

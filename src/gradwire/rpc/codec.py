@@ -20,21 +20,21 @@ from gradwire.wire.messages import Call, Reply, read_note, read_plain
 from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
 from gradwire.wire.tensors import rebuild
 
-EVERYBODY = ""
+EVERY_WORKER = ""
 """Stands for the peer of a message to several workers at once."""
 
 
-class Carrier(Protocol):
+class TransferTracker(Protocol):
     """Puts things on messages that need to be tracked: references, for instance."""
 
-    def on_not_sent(self, cargo: dict[Any, Any]) -> None:
+    def on_not_sent(self, contents: dict[Any, Any]) -> None:
         """Take back what a message carried that will never arrive."""
 
-    def on_arrived(self, cargo: dict[Any, Any]) -> None:
+    def on_arrived(self, contents: dict[Any, Any]) -> None:
         """Note what a message carried that was unpacked."""
 
 
-class Passage:
+class TransferStatus:
     """What the sender of a message knows of it.
 
     Attributes:
@@ -47,52 +47,42 @@ class Passage:
         self.call_id = 0
 
 
-class Trip:
+class Transfer:
     """One message on its way.
 
     Attributes:
-        carrier: Of the worker that packs or unpacks; None if it has none.
+        tracker: Of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
-        cargo: What the carrier put on it, or took from it.
-        passage: Outlives the trip, and tells whether the cargo may still be under way.
+        contents: What the tracker put on it, or took from it.
+        status: Outlives the transfer, and tells whether the contents may still be under way.
     """
 
-    __slots__ = ("cargo", "carrier", "passage", "peer")
+    __slots__ = ("contents", "peer", "status", "tracker")
 
-    def __init__(self, carrier: Carrier | None, peer: str) -> None:
-        self.carrier = carrier
+    def __init__(self, tracker: TransferTracker | None, peer: str) -> None:
+        self.tracker = tracker
         self.peer = peer
-        self.cargo: dict[Any, Any] | None = None
-        self.passage = Passage()
+        self.contents: dict[Any, Any] | None = None
+        self.status = TransferStatus()
 
     def on_not_sent(self) -> None:
-        """Tell the carrier that the message will never arrive."""
-        cargo, self.cargo = self.cargo, None
-        if cargo and self.carrier is not None:
-            self.carrier.on_not_sent(cargo)
+        """Tell the tracker that the message will never arrive."""
+        contents, self.contents = self.contents, None
+        if contents and self.tracker is not None:
+            self.tracker.on_not_sent(contents)
 
     def on_arrived(self) -> None:
-        """Tell the carrier that the message was unpacked."""
-        if self.cargo and self.carrier is not None:
-            self.carrier.on_arrived(self.cargo)
+        """Tell the tracker that the message was unpacked."""
+        if self.contents and self.tracker is not None:
+            self.tracker.on_arrived(self.contents)
 
 
-class _Local(threading.local):
-    departing: Trip | None = None  # of the message that the current thread packs
-    arriving: Trip | None = None  # of the message that it unpacks
+class _Transfers(threading.local):
+    outgoing: Transfer | None = None  # of the message that the current thread packs
+    incoming: Transfer | None = None  # of the message that it unpacks
 
 
-current = _Local()
-
-
-def departing() -> Trip | None:
-    """Return the trip of the message that the current thread packs, if it does."""
-    return current.departing
-
-
-def arriving() -> Trip | None:
-    """Return the trip of the message that the current thread unpacks, if it does."""
-    return current.arriving
+transfers = _Transfers()
 
 
 class Codec:
@@ -102,9 +92,7 @@ class Codec:
         self._trust = trust
         self._limits = limits
         self._interceptors = interceptors  # told about every message; the list may grow later
-        self.carrier: Carrier | None = None
-
-    # -- calls ---------------------------------------------------------------------------------------------------
+        self.tracker: TransferTracker | None = None
 
     def pack_call(
         self,
@@ -164,8 +152,6 @@ class Codec:
             )
         return serialization.resolve_function(name) if name else None
 
-    # -- control operations: plain data at every trust level --------------------------------------------------------
-
     def pack_control(self, args: tuple[Any, ...]) -> Packed:
         return serialization.pack(args, "data", self._limits)
 
@@ -177,23 +163,21 @@ class Codec:
         args = serialization.unpack(message.codec, frame.body, values, "data", self._limits)
         return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]
 
-    # -- values --------------------------------------------------------------------------------------------------
-
     def pack(self, value: Any, to: str, shares_main: bool = False) -> Packed:
         """Pack a value for the worker of that name."""
         return pack_bare(value) or self._pack_other(value, to, shares_main)  # bare tensors need not know where they go
 
     def _pack_other(self, value: Any, to: str, shares_main: bool) -> Packed:
-        outer = current.departing
-        current.departing = trip = Trip(self.carrier, to)
+        outer = transfers.outgoing
+        transfers.outgoing = transfer = Transfer(self.tracker, to)
         try:
             packed = serialization.pack_other(value, self._trust, self._limits, shares_main)
         except Exception:
-            trip.on_not_sent()
+            transfer.on_not_sent()
             raise
         finally:
-            current.departing = outer
-        return packed if trip.cargo is None else msgspec.structs.replace(packed, trip=trip)
+            transfers.outgoing = outer
+        return packed if transfer.contents is None else msgspec.structs.replace(packed, transfer=transfer)
 
     def load(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> Any:
         """Return the value that a message brought: the result of a call of `function`, or its arguments."""
@@ -207,13 +191,13 @@ class Codec:
 
     def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
         """Return a value that came from the worker of that name."""
-        outer = current.arriving
-        current.arriving = trip = Trip(self.carrier, sender)
+        outer = transfers.incoming
+        transfers.incoming = transfer = Transfer(self.tracker, sender)
         try:
             return serialization.unpack(codec, body, values, self._trust, self._limits)
         finally:
-            current.arriving = outer
-            trip.on_arrived()
+            transfers.incoming = outer
+            transfer.on_arrived()
 
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
@@ -222,8 +206,6 @@ class Codec:
         for meta in message.tensors:
             values.append(rebuild(meta, buffers))
         return values
-
-    # -- notes of interceptors ---------------------------------------------------------------------------------------
 
     def attach_to_reply(
         self, notes: dict[str, Any], peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]

@@ -22,7 +22,7 @@ import torch
 
 from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
-from gradwire.rpc.codec import EVERYBODY
+from gradwire.rpc.codec import EVERY_WORKER
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.types import WorkerInfo
@@ -71,7 +71,7 @@ class Gathering:
         if agent.info.name not in group:
             raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
         began = time.monotonic()
-        packed = agent.codec.pack(value, EVERYBODY)
+        packed = agent.codec.pack(value, EVERY_WORKER)
         if time.monotonic() >= deadline:
             text = f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds, packing its value"
             raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
@@ -86,7 +86,8 @@ class Gathering:
         if sorted(answer) != group:
             raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
         return {
-            name: agent.codec.unpack(codec, body, tensors, EVERYBODY) for name, (codec, body, tensors) in answer.items()
+            name: agent.codec.unpack(codec, body, tensors, EVERY_WORKER)
+            for name, (codec, body, tensors) in answer.items()
         }
 
     def _collector(self, names: Sequence[str]) -> str:

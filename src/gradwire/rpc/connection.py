@@ -211,8 +211,6 @@ class Connection:
         self.reader.is_lingered_on = lane == "calls"
         self._num_ends = self.agent.on_connected(address)
 
-    # -- the handshake, where the other worker began it ------------------------------------------------------------
-
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
         assert handshake is not None
@@ -242,8 +240,6 @@ class Connection:
         except TransportError:
             self._is_welcome = False  # it gave up meanwhile, and is not dead for that
             raise
-
-    # -- answers to calls that were made here ------------------------------------------------------------------------
 
     def _on_answer(self, frame: Frame) -> None:
         message = frame.message
@@ -290,8 +286,6 @@ class Connection:
                         _interrupts.wait(self._room, min(left, _ROOM_LOOK_S))
         finally:
             self.num_waiting_for_room -= 1
-
-    # -- requests of the other worker --------------------------------------------------------------------------------
 
     def _on_request(self, frame: Frame) -> None:
         message = frame.message
@@ -353,8 +347,8 @@ class Connection:
         codec = self.agent.codec
         packed = codec.pack(value, self.info.name, self.shares_main)
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
-            if packed.trip is not None:
-                packed.trip.on_not_sent()
+            if packed.transfer is not None:
+                packed.transfer.on_not_sent()
             return
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
@@ -387,8 +381,8 @@ class Connection:
 
     def _fail_instead(self, request: Request, packed: Packed, error: Exception) -> None:
         """Send an error in place of a reply of which nothing was sent."""
-        if packed.trip is not None:
-            packed.trip.on_not_sent()
+        if packed.transfer is not None:
+            packed.transfer.on_not_sent()
         self.requests[request.call_id] = request
         self.fail(request, error)
 
@@ -409,8 +403,6 @@ class Connection:
         _log.info("%s could not send %s to %s: %s", self.agent.info.name, what, self.info.name, error)
         if self.stream.is_closed:  # half of it is out, and the descriptor's number may be another's soon
             self.end(ConnectionClosed("a message was cut off"))
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception) -> None:
         """Close the connection: what is under way on it fails. Idempotent."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from gradwire.errors import ConfigurationError
-from gradwire.rpc.codec import Passage
+from gradwire.rpc.codec import TransferStatus
 
 if TYPE_CHECKING:
     from gradwire.rpc.reader import Reader
@@ -45,7 +45,7 @@ class PendingCall(msgspec.Struct, eq=False):
         is_expiring: Its deadline has passed, and the callee was asked how far it got.
         waiters: Locks that serve as signals, one for each thread that waits; released when the call is done.
         table: The calls under way on its connection, this one included until it ends.
-        passage: Of what it carries, if another part wants to know whether that is under way.
+        transfer_status: Of what it carries, if another part wants to know whether that is under way.
     """
 
     call_id: int
@@ -62,7 +62,7 @@ class PendingCall(msgspec.Struct, eq=False):
     error: Exception | None = None
     waiters: list[Any] = []
     table: CallTable | None = None
-    passage: Passage | None = None
+    transfer_status: TransferStatus | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"

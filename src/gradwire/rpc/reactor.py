@@ -100,8 +100,6 @@ class Reactor:
             self._spawn()
         self.clock.thread.start()
 
-    # -- descriptors ---------------------------------------------------------------------------------------------
-
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
@@ -151,16 +149,12 @@ class Reactor:
             with contextlib.suppress(RuntimeError):  # a limit of the system
                 last.start()
 
-    # -- activity, as seen by the clock -----------------------------------------------------------------------------
-
     def expect(self, when: float) -> None:
         if when < self.clock.next_sweep:
             self.clock.expect(when)
 
     def busy_readers(self) -> list[Reader]:
         return [reader for reader in list(busy) if reader.reactor is self]
-
-    # -- threads -------------------------------------------------------------------------------------------------
 
     def is_service_thread(self) -> bool:
         return getattr(_local, "reactor", None) is self

@@ -121,8 +121,6 @@ class Reader:
                 self._armed = self._is_watched = True
                 self.reactor.arm(self._fd)
 
-    # -- in service threads ----------------------------------------------------------------------------------------
-
     def _on_ready(self) -> None:
         """Read and run until nothing is left or another thread took over."""
         with self._lock:
@@ -239,8 +237,6 @@ class Reader:
                 self._is_watched = True
                 self.reactor.disarm(self._fd)
 
-    # -- taking over ---------------------------------------------------------------------------------------------
-
     def take_over_if_stuck(self, before: float) -> None:
         """Pass the connection on when its holder has been inside one frame since before that time."""
         if 0.0 < self._busy_since < before:
@@ -272,8 +268,6 @@ class Reader:
         """Return whether the calling thread holds this connection and will handle another frame right after this one."""
         hold = current.hold
         return bool(self.inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
-
-    # -- in threads that wait --------------------------------------------------------------------------------------
 
     def read_until(
         self, goal: PendingCall | Until, deadline: float, handle: Callable[[Frame], None] | None = None
@@ -350,8 +344,6 @@ class Reader:
             self.on_frame(frame)
         except TransportError as error:
             self.end(error)
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception) -> None:
         """Stop reading and close the connection. Idempotent."""

@@ -252,8 +252,6 @@ class StoreDirectory(StaticDirectory):
         self._looking = threading.Lock()  # held while a thread asks the store
         self._hints: dict[str, WorkerAddress] = {}  # of workers that have not shown who they are, by name
 
-    # -- before all have met -----------------------------------------------------------------------------------------
-
     def publish(self, agent: Agent) -> None:
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
@@ -324,8 +322,6 @@ class StoreDirectory(StaticDirectory):
     def hint(self, address: WorkerAddress) -> None:
         """Remember where a worker may be that has not shown who it is."""
         self._hints[address.info.name] = address
-
-    # -- afterwards --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Note that this worker is in: with a world size all are known, and the store is only asked about restarts."""

@@ -195,8 +195,6 @@ class Server:
         """
         self._keeper = name, keep
 
-    # -- connections ---------------------------------------------------------------------------------------------
-
     def on_listener_ready(self, listener: Listener) -> None:
         try:
             self._accept_all(listener)
@@ -291,8 +289,6 @@ class Server:
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
         before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
-
-    # -- running -------------------------------------------------------------------------------------------------
 
     def accept(self, request: Request | None, has_slot: bool = False) -> None:
         """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
@@ -481,8 +477,6 @@ class Server:
                 "run",
             )
         return min(left, timeout_s) if timeout_s > 0 else left
-
-    # -- end -----------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

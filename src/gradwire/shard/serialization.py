@@ -205,7 +205,7 @@ def _reduce(func: Any, tensor: ShardedTensor, protocol: Any = None) -> Any:
         CannotSend: It is in a message, and belongs to a process group.
         PicklingError: It is over RPC workers, and not in a message.
     """
-    if codec.departing() is not None:
+    if codec.transfers.outgoing is not None:
         return _rebuild, (_pack(tensor),)
     backend = tensor._backend
     if not isinstance(backend, GroupBackend):

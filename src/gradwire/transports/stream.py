@@ -102,8 +102,6 @@ class StreamConnection:
     def fileno(self) -> int:
         return self.channel.fileno()
 
-    # -- sending -------------------------------------------------------------------------------------------------
-
     def send(
         self,
         message: Message,
@@ -256,8 +254,6 @@ class StreamConnection:
                 raise TimeoutError(f"{self.label} took no bytes")
         if self.is_closed:
             raise ConnectionLost(f"{self.label} ended")
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def read_nowait(self) -> list[Frame] | None:
         """Read what is there; return the frames it completed (maybe none), or None when nothing is there now.

@@ -73,14 +73,14 @@ class Packed(msgspec.Struct, frozen=True):
         codec: How `body` is encoded.
         body: The value without its tensors.
         tensors: The tensors, in the order in which `body` numbers them.
-        trip: For the layer that packs: what the value holds that must know whether it arrives; opaque here.
+        transfer: For the layer that packs: what the value holds that must know whether it arrives; opaque here.
         untracked: Tensors of the value that require grad, but that gradients cannot be sent back to.
     """
 
     codec: int
     body: bytes
     tensors: list[torch.Tensor]
-    trip: Any = None
+    transfer: Any = None
     untracked: list[torch.Tensor] = _NO_TENSORS
 
 
