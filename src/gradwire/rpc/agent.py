@@ -23,14 +23,7 @@ import msgspec
 
 from gradwire import _interrupts
 from gradwire.config import WorkerConfig
-from gradwire.errors import (
-    AuthenticationFailed,
-    DuplicateWorker,
-    GradwireError,
-    IdentityTaken,
-    InvalidName,
-    WorkerLost,
-)
+from gradwire.errors import AuthenticationFailed, DuplicateWorker, GradwireError, IdentityTaken, InvalidName, WorkerLost
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
@@ -141,12 +134,7 @@ class Agent:
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
-        """Begin to listen and to serve.
-
-        Raises:
-            ConfigurationError: An address cannot be bound.
-            DuplicateWorker: Another worker has the name or the rank.
-        """
+        """Begin to listen and to serve."""
         try:
             for transport in self.transports.values():
                 self._listeners.append(transport.listen(self.info.name))
@@ -216,12 +204,7 @@ class Agent:
         self.directory.update(address)
 
     def incarnation_of(self, name: str) -> int:
-        """Return the newest incarnation of a worker that was connected here, or is now.
-
-        Raises:
-            UnknownWorker: There is no such worker.
-            WorkerLost, RpcTimeout: It cannot be reached.
-        """
+        """Return the newest incarnation of a worker that was connected here, or is now; connect if there is none."""
         return self._membership.newest(name) or self.peers.address_of(name).incarnation
 
     def newest_incarnation(self, name: str) -> int:
@@ -402,7 +385,7 @@ def start_worker(
     after: int = 0,
     on_close: Callable[[], None] = lambda: None,
 ) -> Agent:
-    """Build a worker and starts it.
+    """Build a worker and start it.
 
     Args:
         info: Its name and rank.
@@ -416,26 +399,25 @@ def start_worker(
         ConfigurationError: A setting or address cannot be used; nothing is left running.
     """
     check_name(info.name, config.limits.name_bytes)
-    own_folder = SocketFolder() if folder is None else None
-
-    def clean_up() -> None:
-        if own_folder is not None:
-            own_folder.close()
-        on_close()
-
+    clean_up = contextlib.ExitStack()
+    clean_up.callback(on_close)
     try:
+        if folder is None:
+            own_folder = SocketFolder()
+            clean_up.callback(own_folder.close)
+            folder = own_folder.path
         trust: Trust = config.trust or ("data" if config.tls is not None else "code")
         incarnation = make_incarnation()
         if incarnation <= after:  # the clock was set back
             incarnation = after + _LIFE_NS
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
-        transports = registry.make_transports(config, trust, own_folder.path if own_folder is not None else folder)
-        agent = Agent(address, config, trust, directory, transports, clean_up)
+        transports = registry.make_transports(config, trust, folder)
+        agent = Agent(address, config, trust, directory, transports, clean_up.close)
         for attach in attachments:
             attach(agent)
         agent.start()
     except Exception:
-        clean_up()
+        clean_up.close()
         raise
     return agent
 

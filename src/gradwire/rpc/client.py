@@ -20,14 +20,7 @@ from signal import SIGINT, default_int_handler
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _interrupts
-from gradwire.errors import (
-    CallCancelled,
-    ConnectionClosed,
-    ConnectionLost,
-    DecodeError,
-    NotInitialized,
-    RpcTimeout,
-)
+from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
@@ -420,7 +413,6 @@ class Client:
         return on_lanes + len(self.loopback.calls) + len(self.completing)
 
     def close(self) -> None:
-        """End every connection in good order; what is still under way fails."""
         for peer in self._agent.peers:
             peer.close()
         self.loopback.end(ConnectionClosed("shutdown"))

@@ -65,7 +65,6 @@ class Gathering:
         agent.on_worker_lost(lambda address, reason: self._on_worker_lost(address.info.name, reason))
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-        """Return the value of every worker by name."""
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:

@@ -77,8 +77,6 @@ class Request(msgspec.Struct, eq=False):
     """One call being served.
 
     Attributes:
-        source: The connection that it came over.
-        call_id: Its number there.
         function: The function's name; a name for people if the function came in the body.
         frame: What came; None once it is unpacked.
         notes: What interceptors attached to it.
@@ -272,7 +270,6 @@ class Connection:
             self._room.set()
 
     def wait_for_room(self, call: PendingCall) -> None:
-        """Block until fewer calls are under way than may be."""
         goal = Until(lambda: len(self.calls) < self.max_in_flight)
         self.num_waiting_for_room += 1
         try:
@@ -478,7 +475,6 @@ class LoopbackStream:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.is_closed = False
-        self.bytes_sent = self.bytes_received = 0
 
     def send(
         self,
@@ -510,9 +506,6 @@ class LoopbackStream:
     def _deliver(self, frame: Frame) -> None:
         if not self.is_closed:
             self.connection._on_request(frame)
-
-    def flush(self, deadline: float | None = None) -> None:
-        """Nothing is held back here."""
 
     def close(self) -> None:
         self.is_closed = True

@@ -87,13 +87,7 @@ class Notices:
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Send a notice to another worker, not to this one; tensors are captured.
-
-        Raises:
-            WorkerLost: The worker is gone.
-            RpcTimeout: No room on the connection before the deadline.
-            CannotSend: A tensor cannot travel.
-        """
+        """Send a notice to another worker, not to this one; tensors are captured."""
         agent = self._agent
         limit = time.monotonic() + agent.config.rpc_timeout_s if deadline is None else deadline
         message = Call(NOTICE_ID, f"~{name}", 0.0, EMPTY, 0, (), {_NOTE: note})

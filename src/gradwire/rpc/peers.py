@@ -104,7 +104,7 @@ class Peer:
             for connection in lanes.values():
                 connection.reader.start()
             self.lanes.update(lanes)
-            self.agent.liveness.connections_opened()
+            self.agent.reactor.expect(time.monotonic() + _VANISHED_LOOK_S)  # for `Liveness`
             for connection in lanes.values():
                 if connection.reader.has_ended:  # before it was listed, so that it was not struck off
                     self.forget_lane(connection)
@@ -170,7 +170,6 @@ class Peer:
                 stream.close()
 
     def forget_lane(self, ended: Connection) -> None:
-        """Let the next call open another connection."""
         if self.lanes.get(ended.lane) is ended:
             self.lanes.pop(ended.lane, None)  # another thread may be here, too
 
@@ -222,7 +221,6 @@ class PeerTable:
         return iter(list(self.by_name.values()))
 
     def name_of(self, to: To) -> str:
-        """Return the name of a worker that is given by name, rank or `WorkerInfo`."""
         if isinstance(to, str):
             return to
         if isinstance(to, WorkerInfo):
@@ -274,7 +272,6 @@ class Membership:
         return self._newest.get(name, 0)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether the end of a worker's newest incarnation was noticed."""
         return self._ended.get(name, -1) >= self.newest(name)
 
     def num_ends(self, name: str) -> int:
@@ -322,10 +319,6 @@ class Liveness:
         self._agent = agent
         # Workers that may have no control lane, by name, and when to look; single operations only.
         self._doubtful: dict[str, tuple[float, WorkerAddress]] = {}
-
-    def connections_opened(self) -> None:
-        """Look at new connections soon; call it when they are listed."""
-        self._agent.reactor.expect(time.monotonic() + _VANISHED_LOOK_S)
 
     def connection_ended(self, address: WorkerAddress) -> None:
         """See to it that the worker has a control lane; call it when the connection is not listed any more."""
@@ -408,7 +401,7 @@ class StaticDirectory:
         return None
 
     def update(self, address: WorkerAddress) -> None:
-        """Bind name and rank, and remembers the address unless a newer incarnation is known."""
+        """Bind name and rank, and remember the address unless a newer incarnation is known."""
         name, rank = address.info.name, address.info.id
         with self._binding:
             self.check(address.info)

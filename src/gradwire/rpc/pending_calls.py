@@ -74,7 +74,6 @@ class PendingCall(msgspec.Struct, eq=False):
             waiter.release()
 
     def timeout_text(self, phase: str, now: float) -> str:
-        """Return what a timeout in that phase should say."""
         return (
             f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
             f"{now - self.started:.3g} s: "
@@ -92,7 +91,6 @@ class CallTable(dict[int, PendingCall]):
     reader: Reader | None = None
 
     def has_older_than(self, when: float) -> bool:
-        """Return whether a call is under way that was made before that time."""
         return any(call.started < when for call in list(self.values()))
 
     def expire(self, now: float) -> tuple[list[PendingCall], float]:

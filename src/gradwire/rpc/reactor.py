@@ -36,7 +36,6 @@ class GilMeter:
         self._num_samples = 0
 
     def sample(self) -> None:
-        """Take one sample; called by the clock, a few dozen times a second."""
         began = time.perf_counter()
         time.sleep(0)  # lets go of the lock and asks for it again
         self._total_s += time.perf_counter() - began
@@ -113,7 +112,6 @@ class Reactor:
                 raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
-        """Ask for the next event of this descriptor."""
         try:  # noqa: SIM105  (on the path of every call)
             self._epoll.modify(descriptor, _ARMED)
         except (OSError, ValueError):  # it was closed at the same moment

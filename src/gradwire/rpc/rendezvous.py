@@ -107,12 +107,6 @@ class MeetingPoint:
 
 
 def open_meeting_point(init_method: str, rank: int, world_size: int | None, timeout_s: float) -> MeetingPoint:
-    """Open the store that an init method names.
-
-    Raises:
-        ConfigurationError: The method, rank or world size makes no sense.
-        RendezvousFailed: The store cannot be reached in time.
-    """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
     if url.scheme == "env":

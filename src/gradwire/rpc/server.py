@@ -23,14 +23,7 @@ import torch
 
 from gradwire import _interrupts
 from gradwire._torch import TorchFuture
-from gradwire.errors import (
-    CallCancelled,
-    ConnectionClosed,
-    NotExposed,
-    ResourceExhausted,
-    RpcError,
-    RpcTimeout,
-)
+from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
@@ -258,7 +251,7 @@ class Server:
                 incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
-        """Close handshakes that take too long, and grants a slot when nothing moves; return when to look again."""
+        """Close handshakes that take too long, and grant a slot when nothing moves; return when to look again."""
         wanted = _NEVER
         for listener, until in list(self._paused.items()):
             if until <= now:
@@ -381,7 +374,6 @@ class Server:
         future.add_done_callback(answer)
 
     def run_control(self, request: Request) -> None:
-        """Run a control handler in the thread that read the request."""
         with self.answering():
             try:
                 handler = self._control.get(request.function)

@@ -19,16 +19,7 @@ from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
 from gradwire.wire.exceptions import clean
-from gradwire.wire.messages import (
-    PROTOCOL_VERSION,
-    Challenge,
-    Hello,
-    Lane,
-    Message,
-    Proof,
-    Refused,
-    Welcome,
-)
+from gradwire.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Lane, Message, Proof, Refused, Welcome
 
 _NONCE_BYTES = 16
 _MAX_REASON_BYTES = 2048
