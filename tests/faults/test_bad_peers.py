@@ -100,9 +100,9 @@ def test_one_byte_at_a_time_is_ended_too(agents: list[Agent]) -> None:
 def test_flood_of_half_open_connections_is_bounded(agents: list[Agent]) -> None:
     flood = [_raw(agents[1]) for _ in range(60)]
     try:
-        assert wait_until(lambda: sum(item.is_half_open for item in list(agents[1].server._incoming)) <= 8)
+        assert wait_until(lambda: sum(item.is_half_open for item in list(agents[1].server.incoming)) <= 8)
         assert agents[0].call("b", operator.add, (1, 2)) == 3  # those who are in stay in
-        assert wait_until(lambda: not any(item.is_half_open for item in list(agents[1].server._incoming)), 20.0)
+        assert wait_until(lambda: not any(item.is_half_open for item in list(agents[1].server.incoming)), 20.0)
     finally:
         for sock in flood:
             sock.close()

@@ -104,7 +104,7 @@ def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: list[str], tmp_path:
 
 _SEND_EVERYWHERE = """
 from gradwire.wire.messages import Goodbye
-for stream in [lane.stream for lane in agent.peers.lanes()] + agent.server.connections():
+for stream in [item.stream for item in agent.connections()]:
     stream.send(Goodbye("this does not arrive"))
 """
 

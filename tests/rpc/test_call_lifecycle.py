@@ -276,7 +276,7 @@ def test_the_caller_is_told_why_its_connection_was_closed(make_agents: MakeAgent
     a.on_worker_lost(lambda address, reason: lost.append(reason))
     pending = a.submit("b", handlers.wait_gate)
     assert handlers.entered.acquire(timeout=10)
-    peer = a.peers.known("b")
+    peer = a.peers.by_name.get("b")
     assert peer is not None
     control = peer.lanes["control"]
     write_raw(peer.lanes["calls"].stream, b"this is not a frame, whoever reads it" * 4)
@@ -361,7 +361,7 @@ def test_ctrl_c_gives_up_a_call_that_has_just_been_sent(
 def _check_given_up(pair: list[Agent], to: str) -> None:
     assert wait_until(lambda: pair[0].client.num_pending == 0)
     agent = pair["ab".index(to)]
-    sources = [agent.client.loopback] if to == "a" else list(agent.server._incoming)
+    sources = [agent.client.loopback] if to == "a" else list(agent.server.incoming)
     calls = lambda: [item for source in sources for item in source.requests.values()]  # noqa: E731
     assert wait_until(lambda: all(request.is_dropped for request in calls()))
     assert pair[0].call(to, handlers.echo, (1,)) == 1

@@ -105,7 +105,7 @@ def test_fields_that_are_not_what_they_must_be_change_nothing(
     answer = receive(control)
     assert isinstance(answer, Failure)
     assert len(answer.error.message) < 2000
-    assert not any(item.cancelled for item in agent.server._incoming)
+    assert not any(item.cancelled for item in agent.server.incoming)
     assert agent.gathering._rounds == []
     send_control(control, 2, "~cancel", 5)  # the connection goes on
     assert isinstance(receive(control), Reply)
@@ -122,7 +122,7 @@ def test_cancellations_are_forgotten(agent: Agent, control: StreamConnection, ca
     for number in range(1, 101):
         send_control(control, number, "~cancel", 1000 + number)
         assert isinstance(receive(control), Reply)
-    (there,) = [item for item in agent.server._incoming if item.lane == "calls" and item.info.name == "mallory"]
+    (there,) = [item for item in agent.server.incoming if item.lane == "calls" and item.info.name == "mallory"]
     assert len(there.cancelled) == agent.config.limits.calls_in_flight
 
 
@@ -132,7 +132,7 @@ def test_connections_of_one_worker_are_bounded(agent: Agent) -> None:
         for _ in range(12):
             made.append(connect(agent, "calls"))
             made.append(connect(agent, "control"))
-        wait_until(lambda: len([item for item in agent.server._incoming if item.info.name == "mallory"]) == 8, LIMIT_S)
+        wait_until(lambda: len([item for item in agent.server.incoming if item.info.name == "mallory"]) == 8, LIMIT_S)
         oldest = receive(made[0])
         assert isinstance(oldest, Goodbye)
         assert "connections" in oldest.reason

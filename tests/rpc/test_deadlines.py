@@ -185,7 +185,7 @@ def test_deadline_is_sent_as_what_is_left(pair: list[Agent]) -> None:
     """Clocks differ between machines, so no absolute time may travel."""
     future = pair[0].submit("b", handlers.wait_gate, (), None, 5.0)
     assert handlers.entered.acquire(timeout=10)
-    (request,) = [r for item in pair[1].server._incoming for r in item.requests.values() if item.lane == "calls"]
+    (request,) = [r for item in pair[1].server.incoming for r in item.requests.values() if item.lane == "calls"]
     assert 0 < request.deadline - time.monotonic() <= 5.0
     handlers.gate.set()
     assert future.wait() is True

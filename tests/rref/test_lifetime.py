@@ -16,7 +16,7 @@ from gradwire.cluster.api import Cluster
 from gradwire.errors import RpcError, RRefError
 from gradwire.rpc import RRef
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.codec import Passage
+from gradwire.rpc.codec import TransferStatus
 from gradwire.rref import context
 from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
@@ -196,7 +196,7 @@ def test_a_reference_that_comes_back_while_the_old_one_ends(make_agents: Callabl
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
     rref_id = rref._state.rref_id
-    fork_id, _ = known.fork_for(rref._state, "b", Passage())
+    fork_id, _ = known.fork_for(rref._state, "b", TransferStatus())
     state = known.receive(rref_id, fork_id, known.own, context.of(b).own, None)
     del rref
     known.take_dropped()
@@ -211,7 +211,7 @@ def test_two_that_come_back_at_once_are_counted_each(make_agents: Callable[..., 
     known, other = context.of(a), context.of(b).own
     rref = RRef._of(known, Owned(known.new_id()))
     rref._state.set([1])  # type: ignore[union-attr]
-    rref_id, (fork_id, _) = rref._state.rref_id, known.fork_for(rref._state, "b", Passage())
+    rref_id, (fork_id, _) = rref._state.rref_id, known.fork_for(rref._state, "b", TransferStatus())
     states = [known.receive(rref_id, fork_id, known.own, other, None) for _ in range(2)]
     first, second = (RRef._of(known, state) for state in states)
     del rref, second

@@ -26,7 +26,7 @@ MakeAgents = Callable[..., list[Agent]]
 
 def reset_connections(agent: Agent) -> None:
     """Ends all connections of a worker without a word, as a firewall would."""
-    streams = [lane.stream for lane in agent.peers.lanes()] + agent.server.connections()
+    streams = [item.stream for item in agent.connections()]
     for stream in streams:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(stream.fileno())) as twin:
             twin.shutdown(socket.SHUT_RDWR)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from gradwire.autograd._backward_state import PassSnapshot, WaitingSend
 from gradwire.autograd.context import DistAutogradContainer
-from gradwire.errors import AutogradError, GradwireError, UnknownWorker
+from gradwire.errors import AutogradError, UnknownWorker
 from gradwire.types import Id, Rank, WorkerInfo, creator_of
 from gradwire.wire.messages import prepare
 
@@ -198,22 +197,11 @@ class Prober:
         self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
     ) -> dict[int, Any]:
         """Ask workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
-        answers: dict[int, Any] = {}
-        pending: dict[int, torch.futures.Future[Any]] = {}
-        for rank in ranks:
-            name = self._name_of(rank)
-            answers[rank] = WorkerView(name, answered=False) if kind is WorkerView else kind(name)
-            if rank in self._lost:
-                continue
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            with contextlib.suppress(GradwireError):
-                self._agent.control(name, operation, args, limit_s, future.set_result, kind)
-                pending[rank] = future
-        for rank, future in pending.items():
-            call = future.wait()
-            if call.error is None:
-                answers[rank] = call.value
-        return answers
+        names = {rank: self._name_of(rank) for rank in ranks}
+        asked = [name for rank, name in names.items() if rank not in self._lost]
+        answers = self._agent.ask_all(asked, operation, args, limit_s, kind)
+        empty = partial(WorkerView, answered=False) if kind is WorkerView else kind
+        return {rank: answers[name] if name in answers else empty(name) for rank, name in names.items()}
 
 
 def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import queue
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-from gradwire import _interrupts
 from gradwire.cluster._worker_main import CALLS_SERVED
-from gradwire.errors import GradwireError
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.pending_calls import PendingCall
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,22 +115,4 @@ def ask_calls_served(agent: Agent, names: Sequence[str], timeout_s: float) -> di
 
     The question travels on the control lane: it does not count as a call, and a worker whose threads are all busy answers.
     """
-    deadline = time.monotonic() + timeout_s
-    answers: queue.SimpleQueue[tuple[str, PendingCall]] = queue.SimpleQueue()
-    num_asked = 0
-
-    def on_done(name: str, call: PendingCall) -> None:
-        answers.put((name, call))
-
-    for name in names:
-        left_s = max(0.01, deadline - time.monotonic())
-        with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
-            agent.control(name, CALLS_SERVED, (), left_s, partial(on_done, name), int)
-            num_asked += 1
-    served = {}
-    with contextlib.suppress(queue.Empty):
-        for _ in range(num_asked):
-            name, answer = _interrupts.get(answers, max(0.0, deadline - time.monotonic()))
-            if answer.error is None:
-                served[name] = answer.value
-    return served
+    return agent.ask_all(names, CALLS_SERVED, (), timeout_s, int)

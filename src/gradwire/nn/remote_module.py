@@ -385,8 +385,8 @@ class RemoteModule(nn.Module):
         return made
 
     def __reduce__(self) -> Any:
-        trip = codec.departing()
-        if trip is None or trip.carrier is None:
+        transfer = codec.transfers.outgoing
+        if transfer is None or transfer.tracker is None:
             raise RRefError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass it in "
                 "the arguments of a call. Its state_dict() can be saved, and init_from_module_rref makes another handle"

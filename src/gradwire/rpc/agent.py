@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,16 @@ import msgspec
 
 from gradwire import _interrupts
 from gradwire.config import WorkerConfig
-from gradwire.errors import (
-    AuthenticationFailed,
-    DuplicateWorker,
-    IdentityTaken,
-    InvalidName,
-    WorkerLost,
-)
+from gradwire.errors import AuthenticationFailed, DuplicateWorker, GradwireError, IdentityTaken, InvalidName, WorkerLost
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
+from gradwire.rpc.connection import Connection
 from gradwire.rpc.functions import CallId
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.interceptors import Interceptor
 from gradwire.rpc.oneway import Notices
-from gradwire.rpc.peers import Directory, Liveness, Membership, PeerTable, To
+from gradwire.rpc.peers import Liveness, Membership, PeerTable, StaticDirectory, To
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.server import Server
@@ -92,7 +87,7 @@ class Agent:
         address: WorkerAddress,
         config: WorkerConfig,
         trust: Trust,
-        directory: Directory,
+        directory: StaticDirectory,
         transports: dict[str, Transport],
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -136,16 +131,10 @@ class Agent:
 
     @property
     def identity(self) -> Identity:
-        """What this worker says of itself in handshakes."""
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
-        """Begin to listen and to serve.
-
-        Raises:
-            ConfigurationError: An address cannot be bound.
-            DuplicateWorker: Another worker has the name or the rank.
-        """
+        """Begin to listen and to serve."""
         try:
             for transport in self.transports.values():
                 self._listeners.append(transport.listen(self.info.name))
@@ -165,8 +154,6 @@ class Agent:
             on_ready = functools.partial(self.server.on_listener_ready, listener)
             self.reactor.add(listener.fileno(), on_ready, armed=True)
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def ask(
         self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
     ) -> InterruptibleFuture[Any]:
@@ -182,11 +169,23 @@ class Agent:
         self.client.control(to, operation, args, timeout_s, on_done, answer)
         return future
 
+    def ask_all(
+        self, names: Iterable[str], operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
+    ) -> dict[str, Any]:
+        """Ask several workers at once; return the answers by name of those that give a valid one within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        futures, answers = {}, {}
+        for name in names:
+            with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
+                futures[name] = self.ask(name, operation, args, max(0.01, deadline - time.monotonic()), answer)
+        for name, future in futures.items():
+            with contextlib.suppress(Exception):  # it raised, died or is late, or its answer is of another type
+                answers[name] = future.wait()
+        return answers
+
     def _sweep(self, now: float) -> float:
         own = (self.server.sweep, self.client.sweep, self.gathering.sweep, self.liveness.sweep)
         return min(sweep(now) for sweep in (*own, *self.sweeps))
-
-    # -- who is there --------------------------------------------------------------------------------------------
 
     def worker_info(self, worker: To | None = None) -> WorkerInfo:
         """Return name and rank of a worker; of this one if none is named.
@@ -199,23 +198,13 @@ class Agent:
         return self.directory.find(worker if isinstance(worker, str | int) else self.peers.name_of(worker)).info
 
     def admit(self, address: WorkerAddress) -> None:
-        """Let a worker in that has shown who it is.
-
-        Raises:
-            AuthenticationFailed: A newer incarnation of it has been seen.
-            IdentityTaken: Its name or its rank belongs to another worker.
-        """
+        """Let a worker in that has shown who it is."""
         if not self._membership.is_current(address):
             raise AuthenticationFailed("a newer incarnation of this worker is connected")
         self.directory.update(address)
 
     def incarnation_of(self, name: str) -> int:
-        """Return the newest incarnation of a worker that was connected here, or is now.
-
-        Raises:
-            UnknownWorker: There is no such worker.
-            WorkerLost, RpcTimeout: It cannot be reached.
-        """
+        """Return the newest incarnation of a worker that was connected here, or is now; connect if there is none."""
         return self._membership.newest(name) or self.peers.address_of(name).incarnation
 
     def newest_incarnation(self, name: str) -> int:
@@ -227,11 +216,7 @@ class Agent:
         return self._membership.has_ended(name)
 
     def on_connected(self, address: WorkerAddress) -> int:
-        """Note a connection with a worker; what an older incarnation of it does no longer counts.
-
-        Returns:
-            What the end of this connection has to be told with, as `num_ends`.
-        """
+        """Note a connection with a worker; return what its end has to be told with, as `num_ends`."""
         name, own = address.info.name, threading.get_ident()
         with self._told:
             # What is told of an earlier end comes before what is told of this connection.
@@ -248,14 +233,8 @@ class Agent:
     def on_worker_ended(
         self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
     ) -> None:
-        """Fail everything that waits for a worker that is gone, and tell the layers above, once.
-
-        Args:
-            address: The worker.
-            reason: How this was noticed.
-            was_orderly: Whether it has said goodbye.
-            num_ends: What `on_connected` returned for the connection whose end tells; None if no connection does.
-        """
+        """Fail everything that waits for a worker that is gone, and tell the layers above, once."""
+        # num_ends: what `on_connected` returned for the connection whose end tells; None if no connection does.
         name = address.info.name
         with self._told:
             if self.is_closed or not self._membership.on_ended(address, num_ends):
@@ -272,7 +251,7 @@ class Agent:
         name = address.info.name
         if not was_orderly:
             _log.info("%s lost worker %s: %s", self.info.name, name, reason)
-        peer = self.peers.known(name)
+        peer = self.peers.by_name.get(name)
         if peer is not None:
             if was_orderly:
                 peer.read_last_answers(address.incarnation, time.monotonic() + _LAST_ANSWERS_S)
@@ -297,8 +276,6 @@ class Agent:
         incarnation = max(address.incarnation, self._membership.newest(name))
         self.on_worker_ended(msgspec.structs.replace(address, incarnation=incarnation), reason, was_orderly=False)
         peer.end_lanes(1 << 63, reason)
-
-    # -- end -----------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster.
@@ -354,10 +331,13 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
         self.is_closed = True
-        streams = [lane.stream for lane in self.peers.lanes()] + self.server.connections()
-        for descriptor in [*(item.fileno() for item in streams), *(item.fileno() for item in self._listeners)]:
+        for descriptor in [item.fileno() for item in (*(item.stream for item in self.connections()), *self._listeners)]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+    def connections(self) -> list[Connection]:
+        """Return all connections, those that this worker opened and those of others."""
+        return self.peers.lanes() + list(self.server.incoming)
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Return whether the worker was closed within that time."""
@@ -370,9 +350,7 @@ class Agent:
 
     def statistics(self) -> AgentStatistics:
         """Return a snapshot of what this worker does."""
-        running, waiting, queued, num_incoming = self.server.numbers()
-        lanes = self.peers.lanes()
-        streams = [lane.stream for lane in lanes] + self.server.connections()
+        slots, streams = self.server.slots, [item.stream for item in self.connections()]
         return AgentStatistics(
             name=self.info.name,
             rank=self.info.id,
@@ -380,11 +358,11 @@ class Agent:
             num_calls_made=self.client.num_made,
             num_calls_served=self.server.num_served,
             num_pending=self.client.num_pending,
-            num_running=running,
-            num_waiting=waiting,
-            num_queued=queued,
+            num_running=slots.num_running,
+            num_waiting=slots.num_waiting,
+            num_queued=slots.num_queued + slots.num_held,
             num_threads=self.reactor.num_threads,
-            num_connections=len(lanes) + num_incoming,
+            num_connections=len(streams),
             bytes_sent=sum(stream.bytes_sent for stream in streams),
             bytes_received=sum(stream.bytes_received for stream in streams),
         )
@@ -401,13 +379,13 @@ before it may have given out as many as belong to that time."""
 def start_worker(
     info: WorkerInfo,
     config: WorkerConfig,
-    directory: Directory,
+    directory: StaticDirectory,
     *,
     folder: Path | None = None,
     after: int = 0,
     on_close: Callable[[], None] = lambda: None,
 ) -> Agent:
-    """Build a worker and starts it.
+    """Build a worker and start it.
 
     Args:
         info: Its name and rank.
@@ -421,26 +399,25 @@ def start_worker(
         ConfigurationError: A setting or address cannot be used; nothing is left running.
     """
     check_name(info.name, config.limits.name_bytes)
-    own_folder = SocketFolder() if folder is None else None
-
-    def clean_up() -> None:
-        if own_folder is not None:
-            own_folder.close()
-        on_close()
-
+    clean_up = contextlib.ExitStack()
+    clean_up.callback(on_close)
     try:
+        if folder is None:
+            own_folder = SocketFolder()
+            clean_up.callback(own_folder.close)
+            folder = own_folder.path
         trust: Trust = config.trust or ("data" if config.tls is not None else "code")
         incarnation = make_incarnation()
         if incarnation <= after:  # the clock was set back
             incarnation = after + _LIFE_NS
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
-        transports = registry.make_transports(config, trust, own_folder.path if own_folder is not None else folder)
-        agent = Agent(address, config, trust, directory, transports, clean_up)
+        transports = registry.make_transports(config, trust, folder)
+        agent = Agent(address, config, trust, directory, transports, clean_up.close)
         for attach in attachments:
             attach(agent)
         agent.start()
     except Exception:
-        clean_up()
+        clean_up.close()
         raise
     return agent
 
@@ -455,11 +432,7 @@ def _digest_of_main() -> str:
 
 
 def check_name(name: str, limit: int) -> None:
-    """Refuse names that would be confusing in messages, paths or logs.
-
-    Raises:
-        InvalidName: The name is empty, too long or has characters beyond letters, digits and ``-_:.``.
-    """
+    """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
         raise InvalidName("a worker's name must be non-empty")
     if len(name.encode()) > limit:

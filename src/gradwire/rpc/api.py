@@ -356,8 +356,7 @@ def _is_current_rpc_agent_set() -> bool:
     return _agent is not None
 
 
-def _get_current_rpc_agent() -> Agent:
-    return current_agent()
+_get_current_rpc_agent = current_agent
 
 
 @contextlib.contextmanager

@@ -20,14 +20,7 @@ from signal import SIGINT, default_int_handler
 from typing import TYPE_CHECKING, Any
 
 from gradwire import _interrupts
-from gradwire.errors import (
-    CallCancelled,
-    ConnectionClosed,
-    ConnectionLost,
-    DecodeError,
-    NotInitialized,
-    RpcTimeout,
-)
+from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
@@ -66,8 +59,6 @@ class Client:
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
         self.completing: set[PendingCall] = set()
-
-    # -- making calls --------------------------------------------------------------------------------------------
 
     def call(
         self,
@@ -133,19 +124,10 @@ class Client:
         """Start a call.
 
         Args:
-            to: Name, rank or `WorkerInfo` of the worker.
-            function: The function, or its exposed name.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            timeout_s: For the answer; None for the default, 0 for no limit.
-            future: Completed when the call ends.
             on_done: Runs in the thread that ends the call; must not wait for anything. Not called if this raises.
             notes: Travel with the call, beside those of the interceptors.
             is_watched: Whether the answer is read as soon as it is there; else by a thread that waits for it or for
                 another answer of that worker, or by the clock within a second or two.
-
-        Raises:
-            CannotSend, RpcTimeout, WorkerLost: As `submit`.
         """
         agent = self._agent
         if agent.is_closed:
@@ -173,9 +155,9 @@ class Client:
             future.call = call
         self.num_made += 1
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
-        trip, is_sent = packed.trip, False
-        if trip is not None:
-            call.passage, trip.passage.call_id = trip.passage, call.call_id
+        transfer, is_sent = packed.transfer, False
+        if transfer is not None:
+            call.transfer_status, transfer.status.call_id = transfer.status, call.call_id
         try:
             if connection is None or len(connection.calls) >= connection.max_in_flight:
                 connection = self._connect(call)
@@ -188,9 +170,9 @@ class Client:
                 connection = self._connect(call)
             is_sent = True
         finally:
-            if trip is not None and not is_sent:
-                trip.passage.call_id = 0
-                trip.on_not_sent()
+            if transfer is not None and not is_sent:
+                transfer.status.call_id = 0
+                transfer.on_not_sent()
         if is_watched and connection.reader is not None:
             connection.reader.ensure_watched()
         return call
@@ -256,18 +238,9 @@ class Client:
         on_done: Callable[[PendingCall], None],
         answer: Any = Any,
     ) -> None:
-        """Start a control operation on another worker; `on_done` runs when it has ended, however it did.
+        """Start a control operation on another worker; `on_done`, which must not wait, runs when it has ended.
 
-        Args:
-            to: Name of the worker.
-            operation: What `Server.register_control` knows there.
-            args: Plain data and tensors.
-            timeout_s: For the answer; 0 for no limit.
-            on_done: Told the call; must not wait for anything.
-            answer: What the answer is checked against: any type that msgspec knows.
-
-        Raises:
-            WorkerLost, RpcTimeout: It could not even be sent.
+        The arguments are plain data and tensors. The answer is checked against `answer`, a type that msgspec knows.
         """
 
         def check(call: PendingCall) -> None:
@@ -288,15 +261,11 @@ class Client:
         while not self._send(peer.lane("control", deadline), call, message, packed):
             pass
 
-    # -- waiting -------------------------------------------------------------------------------------------------
-
     def wait(self, call: PendingCall, deadline: float = _NEVER, is_released: bool = False) -> None:
         """Block until a call has ended, or the deadline is over; read its answer in this thread if no other does.
 
-        Args:
-            call: The call. It is given up if the function that waits for it here is.
-            deadline: In `time.monotonic` seconds.
-            is_released: Whether the thread has given up what it must not keep while it waits.
+        The call is given up if the function that waits for it here is. `is_released`: the thread has given up what it must
+        not keep while it waits.
         """
         if not is_released and (current.request is not None or current.hold is not None):
             with self._agent.server.waiting(), self._nested(call):
@@ -333,7 +302,6 @@ class Client:
             request.waits_for = outer
 
     def _wait_for_others(self, call: PendingCall, until: float) -> None:
-        """Sleep until the thread that reads the connection, or runs the callbacks, has ended the call."""
         ended = threading.Lock()  # released by the thread that finishes the call
         ended.acquire()
         call.waiters.append(ended)
@@ -343,13 +311,11 @@ class Client:
         finally:
             call.waiters.remove(ended)
 
-    # -- ending --------------------------------------------------------------------------------------------------
-
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """End a call; only for the thread that took it out of its table."""
         call.value, call.error = value, error
-        if call.passage is not None:
-            call.passage.call_id = 0  # what it carries has arrived by now, or is not wanted there
+        if call.transfer_status is not None:
+            call.transfer_status.call_id = 0  # what it carries has arrived by now, or is not wanted there
         future = call.future
         if future is not None:
             self.completing.add(call)
@@ -430,8 +396,6 @@ class Client:
         return wanted
 
     def _expire(self, call: PendingCall) -> None:
-        """Ask the callee how far a call got whose deadline has passed, then end the call."""
-
         def end(phase: str) -> None:
             if call.table is not None and call.table.pop(call.call_id, None) is not None:
                 now = time.monotonic()
@@ -449,7 +413,6 @@ class Client:
         return on_lanes + len(self.loopback.calls) + len(self.completing)
 
     def close(self) -> None:
-        """End every connection in good order; what is still under way fails."""
         for peer in self._agent.peers:
             peer.close()
         self.loopback.end(ConnectionClosed("shutdown"))

@@ -20,21 +20,21 @@ from gradwire.wire.messages import Call, Reply, read_note, read_plain
 from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
 from gradwire.wire.tensors import rebuild
 
-EVERYBODY = ""
+EVERY_WORKER = ""
 """Stands for the peer of a message to several workers at once."""
 
 
-class Carrier(Protocol):
+class TransferTracker(Protocol):
     """Puts things on messages that need to be tracked: references, for instance."""
 
-    def on_not_sent(self, cargo: dict[Any, Any]) -> None:
+    def on_not_sent(self, contents: dict[Any, Any]) -> None:
         """Take back what a message carried that will never arrive."""
 
-    def on_arrived(self, cargo: dict[Any, Any]) -> None:
+    def on_arrived(self, contents: dict[Any, Any]) -> None:
         """Note what a message carried that was unpacked."""
 
 
-class Passage:
+class TransferStatus:
     """What the sender of a message knows of it.
 
     Attributes:
@@ -47,70 +47,52 @@ class Passage:
         self.call_id = 0
 
 
-class Trip:
+class Transfer:
     """One message on its way.
 
     Attributes:
-        carrier: Of the worker that packs or unpacks; None if it has none.
+        tracker: Of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
-        cargo: What the carrier put on it, or took from it.
-        passage: Outlives the trip, and tells whether the cargo may still be under way.
+        contents: What the tracker put on it, or took from it.
+        status: Outlives the transfer, and tells whether the contents may still be under way.
     """
 
-    __slots__ = ("cargo", "carrier", "passage", "peer")
+    __slots__ = ("contents", "peer", "status", "tracker")
 
-    def __init__(self, carrier: Carrier | None, peer: str) -> None:
-        self.carrier = carrier
+    def __init__(self, tracker: TransferTracker | None, peer: str) -> None:
+        self.tracker = tracker
         self.peer = peer
-        self.cargo: dict[Any, Any] | None = None
-        self.passage = Passage()
+        self.contents: dict[Any, Any] | None = None
+        self.status = TransferStatus()
 
     def on_not_sent(self) -> None:
-        """Tell the carrier that the message will never arrive."""
-        cargo, self.cargo = self.cargo, None
-        if cargo and self.carrier is not None:
-            self.carrier.on_not_sent(cargo)
+        """Tell the tracker that the message will never arrive."""
+        contents, self.contents = self.contents, None
+        if contents and self.tracker is not None:
+            self.tracker.on_not_sent(contents)
 
     def on_arrived(self) -> None:
-        """Tell the carrier that the message was unpacked."""
-        if self.cargo and self.carrier is not None:
-            self.carrier.on_arrived(self.cargo)
+        """Tell the tracker that the message was unpacked."""
+        if self.contents and self.tracker is not None:
+            self.tracker.on_arrived(self.contents)
 
 
-class _Local(threading.local):
-    departing: Trip | None = None  # of the message that the current thread packs
-    arriving: Trip | None = None  # of the message that it unpacks
+class _Transfers(threading.local):
+    outgoing: Transfer | None = None  # of the message that the current thread packs
+    incoming: Transfer | None = None  # of the message that it unpacks
 
 
-current = _Local()
-
-
-def departing() -> Trip | None:
-    """Return the trip of the message that the current thread packs, if it does."""
-    return current.departing
-
-
-def arriving() -> Trip | None:
-    """Return the trip of the message that the current thread unpacks, if it does."""
-    return current.arriving
+transfers = _Transfers()
 
 
 class Codec:
-    """Packs and unpacks under one trust level.
-
-    Args:
-        trust: ``code`` or ``data``.
-        limits: What is accepted.
-        interceptors: Told about every message; the list may grow later.
-    """
+    """Packs and unpacks under one trust level."""
 
     def __init__(self, trust: Trust, limits: Limits, interceptors: list[Interceptor]) -> None:
         self._trust = trust
         self._limits = limits
-        self._interceptors = interceptors
-        self.carrier: Carrier | None = None
-
-    # -- calls ---------------------------------------------------------------------------------------------------
+        self._interceptors = interceptors  # told about every message; the list may grow later
+        self.tracker: TransferTracker | None = None
 
     def pack_call(
         self,
@@ -120,11 +102,7 @@ class Codec:
         to: str,
         shares_main: bool = False,
     ) -> tuple[str, Packed]:
-        """Return the function's name (empty when it is in the body) and the packed arguments.
-
-        Raises:
-            CannotSend: An argument or the function cannot travel.
-        """
+        """Return the function's name (empty when it is in the body) and the packed arguments."""
         if isinstance(function, str):
             name: str | None = function
             if len(function) > self._limits.name_bytes:
@@ -149,13 +127,7 @@ class Codec:
     def load_call(
         self, frame: Frame, message: Call, peer: WorkerInfo
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function and the arguments of a call that arrived.
-
-        Raises:
-            NotExposed: The function may not be called.
-            DecodeError: The body is not what it claims to be.
-            CannotSend: A tensor needs a device that is not here.
-        """
+        """Return the function and the arguments of a call that arrived."""
         # The function first: no arguments are decoded for a function that may not be called.
         function = self.find(message.function)
         value = self.load(frame, message, peer, message.function)
@@ -168,11 +140,7 @@ class Codec:
         return function, args, kwargs
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """Return the function of that name; None when the name is empty (it is in the body).
-
-        Raises:
-            NotExposed: It may not be called.
-        """
+        """Return the function of that name; None when the name is empty (it is in the body)."""
         function = functions.exposed.get(name)
         if function is None and name.startswith("gradwire."):
             function = functions.exposed_function(name)  # of a layer that is imported when it is first needed
@@ -184,53 +152,35 @@ class Codec:
             )
         return serialization.resolve_function(name) if name else None
 
-    # -- control operations: plain data at every trust level --------------------------------------------------------
-
     def pack_control(self, args: tuple[Any, ...]) -> Packed:
-        """Pack the arguments of a control operation."""
         return serialization.pack(args, "data", self._limits)
 
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
-        """Return the arguments of a control operation that arrived, checked against their type.
-
-        Raises:
-            DecodeError: They are not of that type, or notes came with them.
-        """
+        """Return the arguments of a control operation that arrived, checked against their type."""
         if message.notes:
             raise DecodeError(f"{message.function} came with notes, which belong to calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         args = serialization.unpack(message.codec, frame.body, values, "data", self._limits)
         return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]
 
-    # -- values --------------------------------------------------------------------------------------------------
-
     def pack(self, value: Any, to: str, shares_main: bool = False) -> Packed:
-        """Pack a value for the worker of that name.
-
-        Raises:
-            CannotSend: It cannot travel.
-        """
+        """Pack a value for the worker of that name."""
         return pack_bare(value) or self._pack_other(value, to, shares_main)  # bare tensors need not know where they go
 
     def _pack_other(self, value: Any, to: str, shares_main: bool) -> Packed:
-        outer = current.departing
-        current.departing = trip = Trip(self.carrier, to)
+        outer = transfers.outgoing
+        transfers.outgoing = transfer = Transfer(self.tracker, to)
         try:
             packed = serialization.pack_other(value, self._trust, self._limits, shares_main)
         except Exception:
-            trip.on_not_sent()
+            transfer.on_not_sent()
             raise
         finally:
-            current.departing = outer
-        return packed if trip.cargo is None else msgspec.structs.replace(packed, trip=trip)
+            transfers.outgoing = outer
+        return packed if transfer.contents is None else msgspec.structs.replace(packed, transfer=transfer)
 
     def load(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> Any:
-        """Return the value that a message brought: the result of a call of `function`, or its arguments.
-
-        Raises:
-            DecodeError: The body is not what it claims to be.
-            CannotSend: A tensor needs a device that is not here.
-        """
+        """Return the value that a message brought: the result of a call of `function`, or its arguments."""
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
@@ -241,24 +191,21 @@ class Codec:
 
     def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
         """Return a value that came from the worker of that name."""
-        outer = current.arriving
-        current.arriving = trip = Trip(self.carrier, sender)
+        outer = transfers.incoming
+        transfers.incoming = transfer = Transfer(self.tracker, sender)
         try:
             return serialization.unpack(codec, body, values, self._trust, self._limits)
         finally:
-            current.arriving = outer
-            trip.on_arrived()
+            transfers.incoming = outer
+            transfer.on_arrived()
 
     @staticmethod
     def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
-        """Return the tensors of a message that arrived."""
         values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
         for meta in message.tensors:
             values.append(rebuild(meta, buffers))
         return values
-
-    # -- notes of interceptors ---------------------------------------------------------------------------------------
 
     def attach_to_reply(
         self, notes: dict[str, Any], peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]
@@ -269,11 +216,7 @@ class Codec:
                 attach(notes, interceptor, Envelope("reply", peer, function, call_notes[interceptor.name]), packed)
 
     def _intercept(self, envelope: Envelope, notes: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`.
-
-        Raises:
-            DecodeError: A note is not of the type that its interceptor wants.
-        """
+        """Let the interceptors see a message that arrived. Their notes are read, once, and stay in `notes`."""
         for interceptor in self._interceptors:
             if interceptor.name in notes:
                 note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)
@@ -291,7 +234,6 @@ def attach(notes: dict[str, Any], interceptor: Interceptor, envelope: Envelope, 
 
 
 def describe_function(function: Any) -> str:
-    """Return what to call a function in messages to people."""
     if isinstance(function, str):
         return function
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

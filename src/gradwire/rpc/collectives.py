@@ -22,10 +22,10 @@ import torch
 
 from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
-from gradwire.rpc.codec import EVERYBODY
+from gradwire.rpc.codec import EVERY_WORKER
 from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
@@ -62,22 +62,15 @@ class Gathering:
         self._rounds: list[_Round] = []
         self._lost: dict[str, str] = {}
         agent.server.register_control("gather", self._on_gather, Group, Codec, bytes, list[torch.Tensor], Seconds)
-        agent.on_worker_lost(self._on_worker_lost)
+        agent.on_worker_lost(lambda address, reason: self._on_worker_lost(address.info.name, reason))
 
     def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-        """Return the value of every worker by name.
-
-        Raises:
-            ConfigurationError: This worker is not among the names.
-            RpcTimeout: A worker did not come in time; the message names it.
-            WorkerLost: One of them died.
-        """
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
             raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
         began = time.monotonic()
-        packed = agent.codec.pack(value, EVERYBODY)
+        packed = agent.codec.pack(value, EVERY_WORKER)
         if time.monotonic() >= deadline:
             text = f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds, packing its value"
             raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
@@ -92,7 +85,8 @@ class Gathering:
         if sorted(answer) != group:
             raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
         return {
-            name: agent.codec.unpack(codec, body, tensors, EVERYBODY) for name, (codec, body, tensors) in answer.items()
+            name: agent.codec.unpack(codec, body, tensors, EVERY_WORKER)
+            for name, (codec, body, tensors) in answer.items()
         }
 
     def _collector(self, names: Sequence[str]) -> str:
@@ -123,16 +117,11 @@ class Gathering:
             for _, waiting in gathering.answers.values():
                 waiting.set_result(gathering.entries)
         elif lost is not None:
-            self._on_worker_lost_name(*lost)
+            self._on_worker_lost(*lost)
         self._agent.reactor.expect(deadline)
         return answer
 
     def _check_group(self, worker: str, names: list[str]) -> None:
-        """Refuse a group that cannot gather here.
-
-        Raises:
-            ConfigurationError: The group is not one that its workers would name, or names unknown workers.
-        """
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
@@ -144,11 +133,7 @@ class Gathering:
                 raise ConfigurationError(f"{worker} cannot gather with unknown workers: {', '.join(sorted(unknown))}")
 
     def _check_room(self, worker: str, num_bytes: int) -> None:
-        """Bound what one worker can make this one keep; the caller holds the lock.
-
-        Raises:
-            LimitExceeded: It is in too many rounds, or has sent too much for them.
-        """
+        """Bound what one worker can make this one keep; the caller holds the lock."""
         held = [item.entries[worker] for item in self._rounds if worker in item.entries]
         limit = self._agent.config.limits.frame_bytes
         if len(held) >= _MAX_ROUNDS:
@@ -163,10 +148,7 @@ class Gathering:
         self._rounds.append(_Round(names))
         return self._rounds[-1]
 
-    def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
-        self._on_worker_lost_name(address.info.name, reason)
-
-    def _on_worker_lost_name(self, name: str, reason: str) -> None:
+    def _on_worker_lost(self, name: str, reason: str) -> None:
         failed: list[InterruptibleFuture[Any]] = []
         with self._lock:
             if self._agent.has_ended(name):  # who is back already counts: see `on_returned`
@@ -204,12 +186,7 @@ class Gathering:
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Return when every worker (or every named one) has called this and no call is under way anywhere.
-
-        Raises:
-            RpcTimeout: Not in time.
-            WorkerLost: A worker died.
-        """
+        """Return when every worker (or every named one) has called this and no call is under way anywhere."""
         agent, before = self._agent, None
         if not agent.directory.is_fixed:  # workers come and go: only this one's own calls matter
             self._wait_quiet(deadline)
@@ -226,7 +203,7 @@ class Gathering:
     def _see_off(self) -> None:
         """Wait until the other workers have left, so that the collector's answers reach all of them."""
         deadline = time.monotonic() + _SEE_OFF_S
-        while self._agent.server.has_visitors and time.monotonic() < deadline:
+        while self._agent.server.control_lanes() and time.monotonic() < deadline:
             _interrupts.sleep(0.002)
 
     def _wait_quiet(self, deadline: float) -> None:

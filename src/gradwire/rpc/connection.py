@@ -77,8 +77,6 @@ class Request(msgspec.Struct, eq=False):
     """One call being served.
 
     Attributes:
-        source: The connection that it came over.
-        call_id: Its number there.
         function: The function's name; a name for people if the function came in the body.
         frame: What came; None once it is unpacked.
         notes: What interceptors attached to it.
@@ -105,7 +103,6 @@ _NOTHING = contextlib.nullcontext()
 
 
 def current_request() -> Request | None:
-    """Return what the current thread is serving, if anything."""
     return current.request
 
 
@@ -196,7 +193,6 @@ class Connection:
 
     @classmethod
     def loopback(cls, agent: Agent) -> Connection:
-        """Make the connection of a worker with itself."""
         made = cls(agent, LoopbackStream(agent))
         made.stream.connection = made
         made.info, made.lane, made.shares_main = agent.info, "calls", True
@@ -213,14 +209,12 @@ class Connection:
         self.reader.is_lingered_on = lane == "calls"
         self._num_ends = self.agent.on_connected(address)
 
-    # -- the handshake, where the other worker began it ------------------------------------------------------------
-
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
         assert handshake is not None
         deadline = time.monotonic() + 1.0
         try:
-            answer = handshake.on_message(frame.message, self.stream.certified_names())
+            answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
                 refusal = Refused(str(error), isinstance(error, IdentityTaken))
@@ -244,8 +238,6 @@ class Connection:
         except TransportError:
             self._is_welcome = False  # it gave up meanwhile, and is not dead for that
             raise
-
-    # -- answers to calls that were made here ------------------------------------------------------------------------
 
     def _on_answer(self, frame: Frame) -> None:
         message = frame.message
@@ -278,11 +270,6 @@ class Connection:
             self._room.set()
 
     def wait_for_room(self, call: PendingCall) -> None:
-        """Block until fewer calls are under way than may be.
-
-        Raises:
-            RpcTimeout: They were not, before the call's deadline.
-        """
         goal = Until(lambda: len(self.calls) < self.max_in_flight)
         self.num_waiting_for_room += 1
         try:
@@ -296,8 +283,6 @@ class Connection:
                         _interrupts.wait(self._room, min(left, _ROOM_LOOK_S))
         finally:
             self.num_waiting_for_room -= 1
-
-    # -- requests of the other worker --------------------------------------------------------------------------------
 
     def _on_request(self, frame: Frame) -> None:
         message = frame.message
@@ -359,8 +344,8 @@ class Connection:
         codec = self.agent.codec
         packed = codec.pack(value, self.info.name, self.shares_main)
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
-            if packed.trip is not None:
-                packed.trip.on_not_sent()
+            if packed.transfer is not None:
+                packed.transfer.on_not_sent()
             return
         request.phase = "reply"
         message = Reply(request.call_id, packed.codec, len(packed.body))
@@ -393,8 +378,8 @@ class Connection:
 
     def _fail_instead(self, request: Request, packed: Packed, error: Exception) -> None:
         """Send an error in place of a reply of which nothing was sent."""
-        if packed.trip is not None:
-            packed.trip.on_not_sent()
+        if packed.transfer is not None:
+            packed.transfer.on_not_sent()
         self.requests[request.call_id] = request
         self.fail(request, error)
 
@@ -416,8 +401,6 @@ class Connection:
         if self.stream.is_closed:  # half of it is out, and the descriptor's number may be another's soon
             self.end(ConnectionClosed("a message was cut off"))
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
     def end(self, error: Exception) -> None:
         """Close the connection: what is under way on it fails. Idempotent."""
         if self.reader is not None:
@@ -430,7 +413,6 @@ class Connection:
             self.fail_calls(f"{self.info.name} has shut down")
 
     def fail_calls(self, reason: str) -> None:
-        """End the calls of a connection that is gone."""
         for call in list(self.calls.values()):
             if self.calls.pop(call.call_id, None) is not None:
                 lost = self.peer.lost(reason, call) if self.peer is not None else None
@@ -449,7 +431,7 @@ class Connection:
         if self.peer is not None:
             self.peer.forget_lane(self)
         else:
-            self.server.forget(self)
+            self.server.incoming.discard(self)
         self._drop_requests()
         if not self.lane:
             return
@@ -493,7 +475,6 @@ class LoopbackStream:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.is_closed = False
-        self.bytes_sent = self.bytes_received = 0
 
     def send(
         self,
@@ -502,12 +483,7 @@ class LoopbackStream:
         values: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Hand a frame over: calls to a service thread, answers in this one.
-
-        Raises:
-            CannotSend: A tensor could not travel to another worker either.
-            ConnectionClosed: The worker has shut down.
-        """
+        """Hand a frame over: calls to a service thread, answers in this one."""
         if self.is_closed:
             raise ConnectionClosed("this worker has shut down")
         buffers: list[bytearray] = []
@@ -531,9 +507,5 @@ class LoopbackStream:
         if not self.is_closed:
             self.connection._on_request(frame)
 
-    def flush(self, deadline: float | None = None) -> None:
-        """Nothing is held back here."""
-
     def close(self) -> None:
-        """Refuse further frames."""
         self.is_closed = True

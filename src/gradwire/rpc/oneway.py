@@ -58,10 +58,7 @@ class Notices:
     def register(self, name: str, handler: Handler, kind: Any) -> None:
         """Call ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
-        Args:
-            name: What the notice is about.
-            handler: What it raises ends the connection.
-            kind: The type of its notes, as msgspec knows it. What is not of this type does not reach the handler.
+        What the handler raises ends the connection. A note that is not of the type `kind` does not reach it.
         """
         prepare(kind)
         self._kinds[f"~{name}"] = kind
@@ -79,7 +76,7 @@ class Notices:
 
     def is_out_of_reach(self, to: str) -> bool:
         """Return whether a worker's end was noticed and it was not connected since; it may be back."""
-        peer = self._agent.peers.known(to)
+        peer = self._agent.peers.by_name.get(to)
         return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 
     def send(
@@ -90,20 +87,7 @@ class Notices:
         tensors: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
     ) -> None:
-        """Send a notice; tensors are captured.
-
-        Args:
-            to: Name of the worker, not of this one.
-            name: What it is about.
-            note: Plain data or a msgspec struct.
-            tensors: Travel beside it.
-            deadline: In `time.monotonic` seconds.
-
-        Raises:
-            WorkerLost: The worker is gone.
-            RpcTimeout: No room on the connection before the deadline.
-            CannotSend: A tensor cannot travel.
-        """
+        """Send a notice to another worker, not to this one; tensors are captured."""
         agent = self._agent
         limit = time.monotonic() + agent.config.rpc_timeout_s if deadline is None else deadline
         message = Call(NOTICE_ID, f"~{name}", 0.0, EMPTY, 0, (), {_NOTE: note})
@@ -141,11 +125,7 @@ class Notices:
         return note
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
-        """Handle a notice that arrived.
-
-        Raises:
-            DecodeError: It could not be handled. There is no answer to say so, so the connection must end: that is noticed.
-        """
+        """Handle a notice that arrived; what cannot be handled ends the connection, for there is no answer to say so."""
         message = frame.message
         assert isinstance(message, Call)
         try:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -70,13 +70,7 @@ class Peer:
         return f"<Peer {self.name} {'connected' if self.lanes else self.lost_reason or 'not connected'}>"
 
     def lane(self, kind: Lane, deadline: float) -> Connection:
-        """Return the open lane, connecting first if need be.
-
-        Raises:
-            RpcTimeout: No connection before the deadline.
-            WorkerLost: The worker does not answer.
-            AuthenticationFailed: What answers there is not a worker of this cluster.
-        """
+        """Return the open lane, connecting first if need be."""
         connection = self.lanes.get(kind)
         if connection is not None:
             return connection
@@ -110,7 +104,7 @@ class Peer:
             for connection in lanes.values():
                 connection.reader.start()
             self.lanes.update(lanes)
-            self.agent.liveness.connections_opened()
+            self.agent.reactor.expect(time.monotonic() + _VANISHED_LOOK_S)  # for `Liveness`
             for connection in lanes.values():
                 if connection.reader.has_ended:  # before it was listed, so that it was not struck off
                     self.forget_lane(connection)
@@ -164,7 +158,7 @@ class Peer:
                 frame = stream.receive(deadline)
                 # Asked for where it counts: behind a refusal the connection may have ended already.
                 is_challenge = isinstance(frame.message, Challenge)
-                answer = handshake.on_message(frame.message, stream.certified_names() if is_challenge else None)
+                answer = handshake.on_message(frame.message, stream.channel.certified_names() if is_challenge else None)
             assert handshake.peer is not None
             made = Connection.opened_here(self, stream, kind, handshake.peer)
             made.is_on_this_machine = not uri.startswith("tcp:")
@@ -176,7 +170,6 @@ class Peer:
                 stream.close()
 
     def forget_lane(self, ended: Connection) -> None:
-        """Let the next call open another connection."""
         if self.lanes.get(ended.lane) is ended:
             self.lanes.pop(ended.lane, None)  # another thread may be here, too
 
@@ -208,7 +201,6 @@ class Peer:
         return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
 
     def close(self) -> None:
-        """End both lanes in good order."""
         for connection in list(self.lanes.values()):
             connection.say_goodbye("shutdown", _GOODBYE_S)
             connection.end(ConnectionClosed("shutdown"))
@@ -229,11 +221,6 @@ class PeerTable:
         return iter(list(self.by_name.values()))
 
     def name_of(self, to: To) -> str:
-        """Return the name of a worker that is given by name, rank or `WorkerInfo`.
-
-        Raises:
-            UnknownWorker: No worker has that rank, or `to` is none of the three.
-        """
         if isinstance(to, str):
             return to
         if isinstance(to, WorkerInfo):
@@ -246,11 +233,6 @@ class PeerTable:
         raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
 
     def peer(self, name: str) -> Peer:
-        """Return the other worker of that name.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
         peer = self.by_name.get(name)
         if peer is None:
             self._agent.directory.find(name)
@@ -258,21 +240,11 @@ class PeerTable:
                 peer = self.by_name.setdefault(name, Peer(self._agent, name))
         return peer
 
-    def known(self, name: str) -> Peer | None:
-        """Return the other worker of that name, if anything was ever to be sent to it."""
-        return self.by_name.get(name)
-
     def lanes(self) -> list[Connection]:
-        """Return all open connections for calls and control."""
         return [lane for peer in self for lane in list(peer.lanes.values())]
 
     def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
-        """Return the address of the incarnation that is connected, or becomes so now.
-
-        Raises:
-            UnknownWorker: There is none of that name.
-            WorkerLost, RpcTimeout: It cannot be reached.
-        """
+        """Return the address of the incarnation that is connected, or becomes so now."""
         if name == self._agent.info.name:
             return self._agent.address
         peer = self.by_name.get(name) or self.peer(name)
@@ -281,8 +253,8 @@ class PeerTable:
 
     def is_connected(self, worker: int, incarnation: int) -> bool:
         """Return whether anything may still come from that worker."""
-        addresses = [lane.address for lane in self.lanes()] + self._agent.server.visitors()
-        return any(item.info.id == worker and item.incarnation == incarnation for item in addresses)
+        lanes = [*self.lanes(), *(item for item in list(self._agent.server.incoming) if item.lane)]
+        return any((lane.info.id, lane.address.incarnation) == (worker, incarnation) for lane in lanes)
 
 
 class Membership:
@@ -294,19 +266,16 @@ class Membership:
         self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
 
     def is_current(self, address: WorkerAddress) -> bool:
-        """Return whether no newer incarnation of that worker has been seen."""
         return address.incarnation >= self.newest(address.info.name)
 
     def newest(self, name: str) -> int:
-        """Return the highest incarnation seen; 0 for none."""
         return self._newest.get(name, 0)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether the end of a worker's newest incarnation was noticed."""
         return self._ended.get(name, -1) >= self.newest(name)
 
     def num_ends(self, name: str) -> int:
-        """Return how many ends of a worker were told. A connection that was made before the last of them is part of it."""
+        # A connection that was made before the last of them is part of it.
         return self._num_ends.get(name, 0)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
@@ -327,10 +296,8 @@ class Membership:
     def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
         """Note a worker's end; return True the first time.
 
-        Args:
-            address: The worker.
-            num_ends: What `num_ends` was when the connection was made whose end tells; None if no connection does. The
-                worker may have been taken for dead and be back by the time that the last of its old connections ends.
+        `num_ends` is what it was when the connection was made whose end tells; None if no connection does. The worker may
+        have been taken for dead and be back by the time that the last of its old connections ends.
         """
         name = address.info.name
         if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
@@ -353,10 +320,6 @@ class Liveness:
         # Workers that may have no control lane, by name, and when to look; single operations only.
         self._doubtful: dict[str, tuple[float, WorkerAddress]] = {}
 
-    def connections_opened(self) -> None:
-        """Look at new connections soon; call it when they are listed."""
-        self._agent.reactor.expect(time.monotonic() + _VANISHED_LOOK_S)
-
     def connection_ended(self, address: WorkerAddress) -> None:
         """See to it that the worker has a control lane; call it when the connection is not listed any more."""
         if self._agent.is_closed:
@@ -368,16 +331,12 @@ class Liveness:
         self._agent.reactor.expect(when)
 
     def sweep(self, now: float) -> float:
-        """End connections whose machine is gone, and reach for workers without a control lane.
-
-        Returns:
-            When to look again.
-        """
+        """End connections whose machine is gone, reach for workers without a control lane; return when to look again."""
         wanted, agent = _NEVER, self._agent
-        for reader in [*(lane.reader for lane in agent.peers.lanes()), *agent.server.readers()]:
-            if reader.stream.can_vanish:
+        for reader in [item.reader for item in agent.connections()]:
+            if reader.stream.channel.can_vanish:
                 wanted = now + _VANISHED_LOOK_S
-                if reader.stream.is_vanished():
+                if reader.stream.channel.is_vanished():
                     vanished = ConnectionLost("the other machine does not acknowledge anything")
                     agent.reactor.run_soon(partial(reader.end, vanished))
         for name, (when, address) in list(self._doubtful.items()):
@@ -391,9 +350,10 @@ class Liveness:
 
     def _is_settled(self, name: str) -> bool:
         """Return whether a worker has ended, or its end will be noticed."""
-        peer = self._agent.peers.known(name)
-        has_lane = peer is not None and "control" in peer.lanes
-        return has_lane or self._agent.has_ended(name) or self._agent.server.has_control_lane_of(name)
+        peer = self._agent.peers.by_name.get(name)
+        if self._agent.has_ended(name) or (peer is not None and "control" in peer.lanes):
+            return True
+        return any(lane.info.name == name for lane in self._agent.server.control_lanes())
 
     def _reach(self, address: WorkerAddress) -> None:
         """Open a control lane to a worker; the one that it had has ended, and it has not, as far as is known."""
@@ -411,42 +371,10 @@ class Liveness:
             self.connection_ended(address)
 
 
-class Directory(Protocol):
-    """Finds workers by name or rank.
-
-    Attributes:
-        is_fixed: Whether the workers are all known; otherwise they come and go.
-    """
-
-    @property
-    def is_fixed(self) -> bool: ...
-
-    def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker's address as known now.
-
-        Raises:
-            UnknownWorker: No such worker.
-        """
-
-    def refresh(self, name: str) -> WorkerAddress | None:
-        """Look again, because the worker did not answer; None if nothing new is known."""
-
-    def update(self, address: WorkerAddress) -> None:
-        """Note a worker that has shown who it is; from now on its name and its rank belong together.
-
-        Raises:
-            IdentityTaken: The name belongs to another rank, or the rank to another name.
-            AuthenticationFailed: All workers are known, and it is none of them.
-        """
-
-    def infos(self) -> list[WorkerInfo]:
-        """Return all known workers, by rank."""
-
-
 class StaticDirectory:
-    """Addresses that were known when the cluster was made, or of workers that have shown who they are."""
+    """Finds workers by name or rank: those known when the cluster was made, or that have shown who they are."""
 
-    is_fixed = True
+    is_fixed = True  # whether the workers are all known; otherwise they come and go
 
     def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
         self._is_complete = False
@@ -461,11 +389,6 @@ class StaticDirectory:
         self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
         name = worker if isinstance(worker, str) else self._names.get(worker)
         found = self._by_name.get(name) if name is not None else None
         if found is None:
@@ -474,16 +397,11 @@ class StaticDirectory:
         return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Nothing new can be known here."""
+        """Look again, because the worker did not answer; None if nothing new is known."""
         return None
 
     def update(self, address: WorkerAddress) -> None:
-        """Bind name and rank, and remembers the address unless a newer incarnation is known.
-
-        Raises:
-            IdentityTaken: Name or rank is bound otherwise.
-            AuthenticationFailed: All workers are known, and it is none of them.
-        """
+        """Bind name and rank, and remember the address unless a newer incarnation is known."""
         name, rank = address.info.name, address.info.id
         with self._binding:
             self.check(address.info)
@@ -497,23 +415,16 @@ class StaticDirectory:
             self._names[rank] = name
 
     def check(self, info: WorkerInfo) -> None:
-        """Compare a name and a rank with those that are bound.
-
-        Raises:
-            IdentityTaken: They do not belong together.
-        """
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
         if holder != info.name or (known is not None and known.info.id != info.id):
             other = self._by_name[holder].info if holder != info.name else known.info if known is not None else info
             raise IdentityTaken(not_unique_text(other, info))
 
     def infos(self) -> list[WorkerInfo]:
-        """Return all workers, by rank."""
         return sorted((address.info for address in list(self._by_name.values())), key=lambda info: info.id)
 
 
 def not_unique_text(one: WorkerInfo, other: WorkerInfo) -> str:
-    """Return what to say about two workers that have one name or one rank."""
     return (
         f"worker name or rank is not unique: {one.name} of rank {one.id} and {other.name} of rank {other.id}; "
         f"every rank needs a name of its own and every name a rank of its own"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from gradwire.errors import ConfigurationError
-from gradwire.rpc.codec import Passage
+from gradwire.rpc.codec import TransferStatus
 
 if TYPE_CHECKING:
     from gradwire.rpc.reader import Reader
@@ -45,7 +45,7 @@ class PendingCall(msgspec.Struct, eq=False):
         is_expiring: Its deadline has passed, and the callee was asked how far it got.
         waiters: Locks that serve as signals, one for each thread that waits; released when the call is done.
         table: The calls under way on its connection, this one included until it ends.
-        passage: Of what it carries, if another part wants to know whether that is under way.
+        transfer_status: Of what it carries, if another part wants to know whether that is under way.
     """
 
     call_id: int
@@ -62,7 +62,7 @@ class PendingCall(msgspec.Struct, eq=False):
     error: Exception | None = None
     waiters: list[Any] = []
     table: CallTable | None = None
-    passage: Passage | None = None
+    transfer_status: TransferStatus | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
@@ -74,7 +74,6 @@ class PendingCall(msgspec.Struct, eq=False):
             waiter.release()
 
     def timeout_text(self, phase: str, now: float) -> str:
-        """Return what a timeout in that phase should say."""
         return (
             f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
             f"{now - self.started:.3g} s: "
@@ -92,7 +91,6 @@ class CallTable(dict[int, PendingCall]):
     reader: Reader | None = None
 
     def has_older_than(self, when: float) -> bool:
-        """Return whether a call is under way that was made before that time."""
         return any(call.started < when for call in list(self.values()))
 
     def expire(self, now: float) -> tuple[list[PendingCall], float]:
@@ -113,11 +111,7 @@ new_call_id: Callable[[], int] = itertools.count(1).__next__  # atomic, and uniq
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return a timeout as calls carry it: 0 for none.
-
-    Raises:
-        ConfigurationError: It is negative or not a number.
-    """
+    """Return a timeout as calls carry it: 0 for none."""
     if timeout_s == _NO_DEADLINE:
         return 0.0
     if not timeout_s >= 0:

@@ -20,9 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gradwire.errors import ConnectionClosed
+
+if TYPE_CHECKING:
+    from gradwire.rpc.reader import Reader
 
 
 class GilMeter:
@@ -33,7 +36,6 @@ class GilMeter:
         self._num_samples = 0
 
     def sample(self) -> None:
-        """Take one sample; called by the clock, a few dozen times a second."""
         began = time.perf_counter()
         time.sleep(0)  # lets go of the lock and asks for it again
         self._total_s += time.perf_counter() - began
@@ -41,7 +43,6 @@ class GilMeter:
 
     @property
     def average_us(self) -> float:
-        """Mean of all samples, in microseconds."""
         return self._total_s / self._num_samples * 1e6 if self._num_samples else 0.0
 
 
@@ -58,17 +59,7 @@ _SAMPLE_S = 0.02
 _local = threading.local()  # .reactor: whose service thread this is
 
 
-class Watched(Protocol):
-    """Something the clock looks after while it is busy."""
-
-    @property
-    def reactor(self) -> Reactor: ...
-
-    def take_over_if_stuck(self, before: float) -> None:
-        """Pass the reading on if user code has been running since before that time."""
-
-
-busy: set[Watched] = set()
+busy: set[Reader] = set()
 """Readers of this process, of all its workers, that run what they read; changed by single operations only."""
 
 
@@ -103,21 +94,15 @@ class Reactor:
         self.clock = _Clock(self)
 
     def start(self) -> None:
-        """Start two service threads and the clock."""
         with self._lock:
             self._spawn()
             self._spawn()
         self.clock.thread.start()
 
-    # -- descriptors ---------------------------------------------------------------------------------------------
-
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
         One that is not armed is watched for its end.
-
-        Raises:
-            ConnectionClosed: `close` was called.
         """
         with self._registering:
             self._handlers[descriptor] = handler
@@ -127,7 +112,6 @@ class Reactor:
                 raise ConnectionClosed("this worker has shut down") from error
 
     def arm(self, descriptor: int) -> None:
-        """Ask for the next event of this descriptor."""
         try:  # noqa: SIM105  (on the path of every call)
             self._epoll.modify(descriptor, _ARMED)
         except (OSError, ValueError):  # it was closed at the same moment
@@ -143,9 +127,7 @@ class Reactor:
     def remove(self, descriptor: int, handler: Callable[[], None] | None = None) -> None:
         """Forget a descriptor; call it before closing.
 
-        Args:
-            descriptor: Its number.
-            handler: What it was added with, if it may be closed already: the number of another one then stays.
+        Give the handler that it was added with if it may be closed already: the number of another one then stays.
         """
         with self._registering:
             if handler is not None and self._handlers.get(descriptor, handler) != handler:
@@ -165,30 +147,22 @@ class Reactor:
             with contextlib.suppress(RuntimeError):  # a limit of the system
                 last.start()
 
-    # -- activity, as seen by the clock -----------------------------------------------------------------------------
-
     def expect(self, when: float) -> None:
-        """Sweep at that time at the latest."""
         if when < self.clock.next_sweep:
             self.clock.expect(when)
 
-    def busy_readers(self) -> list[Watched]:
-        """Return the readers of this worker that run something."""
-        return [watched for watched in list(busy) if watched.reactor is self]
-
-    # -- threads -------------------------------------------------------------------------------------------------
+    def busy_readers(self) -> list[Reader]:
+        return [reader for reader in list(busy) if reader.reactor is self]
 
     def is_service_thread(self) -> bool:
-        """Return whether the calling thread is one of these."""
         return getattr(_local, "reactor", None) is self
 
     def is_clock_thread(self) -> bool:
-        """Return whether the calling thread is the clock, in which no user code may run."""
+        # In the clock no user code may run.
         return threading.current_thread() is self.clock.thread
 
     @property
     def num_threads(self) -> int:
-        """Service threads alive now."""
         return len(self._threads)
 
     def _wake(self) -> None:
@@ -325,7 +299,6 @@ class _Clock:
             self._alarm.release()
 
     def expect(self, when: float) -> None:
-        """Sweep earlier than planned."""
         with self._lock:
             self._is_in_demand = True
             if self._is_sweeping:  # waking it would make it sweep once more for every call that is made meanwhile
@@ -368,8 +341,8 @@ class _Clock:
     def _look_after_busy(self, now: float) -> bool:
         readers = self._reactor.busy_readers()
         try:
-            for watched in readers:
-                watched.take_over_if_stuck(now - _TICK_S)
+            for reader in readers:
+                reader.take_over_if_stuck(now - _TICK_S)
         except Exception:
             _log.exception("%s: passing a connection on failed; please report this", self._reactor.name)
         return bool(readers)

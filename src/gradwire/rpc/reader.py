@@ -19,7 +19,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gradwire import _interrupts
 from gradwire.errors import ConnectionClosed, DecodeError, TransportError
@@ -30,6 +30,7 @@ from gradwire.wire.messages import Call, Goodbye, Reply
 
 if TYPE_CHECKING:
     from gradwire.rpc.connection import Request
+    from gradwire.rpc.pending_calls import PendingCall
 
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether another thread has ended the call
@@ -51,15 +52,8 @@ class _Current(threading.local):
 current = _Current()
 
 
-class Goal(Protocol):
-    """What a thread reads for."""
-
-    @property
-    def is_over(self) -> object: ...
-
-
 class Until:
-    """A goal that a function decides about."""
+    """A goal of `Reader.read_until` that a function decides about."""
 
     __slots__ = ("_is_over",)
 
@@ -72,11 +66,9 @@ class Until:
 
 
 class Reader:
-    """Reads one connection.
+    """Reads one connection; the threads of `reactor` do when no caller does.
 
     Args:
-        stream: What to read.
-        reactor: Its threads read when no caller does.
         on_frame: Handles a frame; may run user code.
         on_end: Told once that the connection ended, and why.
         wants_reading: Whether anything is expected; otherwise the connection is watched for its end alone. None: always.
@@ -86,7 +78,6 @@ class Reader:
         is_lingered_on: Whether a service thread may stay with the connection after a request.
         will_flush: A service thread is handling frames, and sends afterwards what was held back meanwhile.
         must_flush: Something may have been held back; set before sending it.
-        has_ended: Whether `end` was called.
     """
 
     def __init__(
@@ -119,7 +110,6 @@ class Reader:
         self.is_lingered_on = True
 
     def start(self) -> None:
-        """Begin to watch the connection."""
         self._armed = self._wants_reading is None or bool(self._wants_reading())
         self._is_watched = True
         self.reactor.add(self._fd, self._on_ready, armed=self._armed)
@@ -130,8 +120,6 @@ class Reader:
             if not (self._held or self._armed or self.has_ended):
                 self._armed = self._is_watched = True
                 self.reactor.arm(self._fd)
-
-    # -- in service threads ----------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
         """Read and run until nothing is left or another thread took over."""
@@ -249,8 +237,6 @@ class Reader:
                 self._is_watched = True
                 self.reactor.disarm(self._fd)
 
-    # -- taking over ---------------------------------------------------------------------------------------------
-
     def take_over_if_stuck(self, before: float) -> None:
         """Pass the connection on when its holder has been inside one frame since before that time."""
         if 0.0 < self._busy_since < before:
@@ -283,18 +269,13 @@ class Reader:
         hold = current.hold
         return bool(self.inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
 
-    # -- in threads that wait --------------------------------------------------------------------------------------
-
-    def read_until(self, goal: Goal, deadline: float, handle: Callable[[Frame], None] | None = None) -> bool:
+    def read_until(
+        self, goal: PendingCall | Until, deadline: float, handle: Callable[[Frame], None] | None = None
+    ) -> bool:
         """Read in the calling thread until the goal is reached, the deadline passes or the connection ends.
 
-        Args:
-            goal: Asked after every frame.
-            deadline: In `time.monotonic` seconds.
-            handle: Takes the frames in place of `on_frame`.
-
-        Returns:
-            False if another thread is reading already, so the caller must wait for it.
+        `handle` takes the frames in place of `on_frame`. Return False if another thread is reading already, so that the
+        caller must wait for it.
         """
         with self._lock:
             if self._held or self.has_ended:
@@ -327,14 +308,11 @@ class Reader:
             current.hold = outer
             self._give_up(epoch)
 
-    def serve_for(self, seconds: float, goal: Goal, may_run_here: Callable[[Frame], bool]) -> bool:
-        """Read and handle frames in the calling thread, which waits for what they will do, unless another one does.
+    def serve_for(self, seconds: float, goal: Until, may_run_here: Callable[[Frame], bool]) -> bool:
+        """Read and handle frames in the calling thread, which waits for what they will do; return whether anything came.
 
         Frames that may not be handled here go to a service thread. None of those stays with the connection after a
         request any more: it would be in the way.
-
-        Returns:
-            Whether anything came.
         """
         self.is_lingered_on = False
         num_handled = 0
@@ -366,8 +344,6 @@ class Reader:
             self.on_frame(frame)
         except TransportError as error:
             self.end(error)
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception) -> None:
         """Stop reading and close the connection. Idempotent."""

@@ -95,10 +95,6 @@ class MeetingPoint:
         except (OSError, RuntimeError, ValueError):
             return None
 
-    def without_client(self) -> MeetingPoint:
-        """Return the point as it is kept after the meeting: a store that is served elsewhere is let go of."""
-        return self if self.port is None or self.is_served_here else dataclasses.replace(self, store=None)
-
     @property
     def facing_host(self) -> str:
         """This machine's address as seen from the meeting point."""
@@ -111,12 +107,6 @@ class MeetingPoint:
 
 
 def open_meeting_point(init_method: str, rank: int, world_size: int | None, timeout_s: float) -> MeetingPoint:
-    """Open the store that an init method names.
-
-    Raises:
-        ConfigurationError: The method, rank or world size makes no sense.
-        RendezvousFailed: The store cannot be reached in time.
-    """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
     if url.scheme == "env":
@@ -207,11 +197,7 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def agree_on_token(point: MeetingPoint, prefix: str) -> bytes:
-    """Return one secret for all workers that meet there: the first one chooses it.
-
-    Raises:
-        MeetingPointLost: The store went away.
-    """
+    """Return one secret for all workers that meet there: the first one chooses it."""
     try:
         return bytes(point.store.compare_set(f"{prefix}/token", "", secrets.token_hex(32)))
     except RuntimeError as error:
@@ -250,10 +236,6 @@ class StoreDirectory(StaticDirectory):
 
     What the store holds about a worker tells where to look for it. Its name and rank are bound when it has shown who it
     is, or when rank 0 says who has come: a file may hold what an earlier run has left there.
-
-    Args:
-        point: Where.
-        prefix: Of all keys.
     """
 
     def __init__(self, point: MeetingPoint, prefix: str) -> None:
@@ -264,14 +246,7 @@ class StoreDirectory(StaticDirectory):
         self._looking = threading.Lock()  # held while a thread asks the store
         self._hints: dict[str, WorkerAddress] = {}  # of workers that have not shown who they are, by name
 
-    # -- before all have met -----------------------------------------------------------------------------------------
-
     def publish(self, agent: Agent) -> None:
-        """Make this worker known.
-
-        Raises:
-            DuplicateWorker: Another worker that answers has the same name or rank.
-        """
         store, info = self._point.store, agent.info
         known = self._read(f"name/{info.name}")
         for other in (known, self._read(f"rank/{info.id}")):
@@ -298,11 +273,7 @@ class StoreDirectory(StaticDirectory):
         return note
 
     def check_obstacle(self, since_ns: int) -> None:
-        """Look for such a note. One that is older than this worker, or that this process has read before, does not count.
-
-        Raises:
-            DuplicateWorker, RendezvousFailed: There is one.
-        """
+        """Look for such a note. One that is older than this worker, or that this process has read before, does not count."""
         store, key = self._point.store, f"{self._prefix}/obstacle"
         try:
             note = store.get(key).decode() if store.check([key]) else ""
@@ -328,11 +299,7 @@ class StoreDirectory(StaticDirectory):
             _interrupts.sleep(_LINGER_S)
 
     def check_store(self) -> None:
-        """Ask the store for anything.
-
-        Raises:
-            MeetingPointLost: It does not answer.
-        """
+        """Raise `MeetingPointLost` if the store does not answer."""
         try:
             self._point.store.check([f"{self._prefix}/token"])
         except RuntimeError as error:
@@ -344,18 +311,16 @@ class StoreDirectory(StaticDirectory):
         return known.incarnation if known is not None else 0
 
     def at_rank(self, rank: int) -> WorkerAddress | None:
-        """Return what the store holds about a rank."""
         return self._read(f"rank/{rank}")
 
     def hint(self, address: WorkerAddress) -> None:
         """Remember where a worker may be that has not shown who it is."""
         self._hints[address.info.name] = address
 
-    # -- afterwards --------------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """Note that this worker is in: with a world size all are known, and the store is only asked about restarts."""
-        self._point = self._point.without_client()
+        if self._point.port is not None and not self._point.is_served_here:
+            self._point = dataclasses.replace(self._point, store=None)  # see `MeetingPoint.reopen`
         self._hints = {}
         if self.is_fixed:
             self.complete()
@@ -373,11 +338,6 @@ class StoreDirectory(StaticDirectory):
                     point.store.set(f"{self._prefix}/{key}", b"")
 
     def find(self, worker: str | int) -> WorkerAddress:
-        """Return the worker of that name or rank, from memory or from the store.
-
-        Raises:
-            UnknownWorker: There is none.
-        """
         try:
             return super().find(worker)
         except UnknownWorker:
@@ -390,17 +350,11 @@ class StoreDirectory(StaticDirectory):
             return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Read the store again."""
         found = self._look_up(f"name/{name}")
         return found if found is not None and self._take_hint(found) else None
 
     def update(self, address: WorkerAddress) -> None:
-        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new.
-
-        Raises:
-            IdentityTaken: Name or rank is bound otherwise.
-            AuthenticationFailed: It does not belong to this world.
-        """
+        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new."""
         world_size = self._point.world_size
         if world_size is not None and address.info.id >= world_size:
             raise AuthenticationFailed(
@@ -499,13 +453,7 @@ _Addresses = list[EncodedAddress]
 
 
 class Host:
-    """Rank 0: answers every worker with all addresses once all ranks are there.
-
-    Args:
-        agent: The worker of rank 0.
-        world_size: How many must come.
-        directory: Where they are published.
-    """
+    """Rank 0: answers every worker with all addresses once all ranks are there."""
 
     def __init__(self, agent: Agent, world_size: int, directory: StoreDirectory) -> None:
         self._agent = agent
@@ -517,7 +465,6 @@ class Host:
         agent.server.register_control("join", self._on_join, EncodedAddress, WorldSize)
 
     def join(self) -> InterruptibleFuture[Any]:
-        """Rank 0 joins itself."""
         return self._on_join(self._agent.info, encode_address(self._agent.address), self._world_size)
 
     def adopt(self, addresses: list[WorkerAddress]) -> None:
@@ -574,13 +521,7 @@ class Host:
 
 
 class Meeting:
-    """One worker's way into a fixed world.
-
-    Args:
-        agent: The worker, listening and published.
-        directory: Where the others are published.
-        point: Where they meet.
-    """
+    """How a worker that listens and is published gets into a fixed world."""
 
     def __init__(self, agent: Agent, directory: StoreDirectory, point: MeetingPoint) -> None:
         assert point.world_size is not None
@@ -597,13 +538,7 @@ class Meeting:
         agent.server.register_control("met", lambda source: self._met)
 
     def join(self, deadline: float) -> None:
-        """Return when every rank is there.
-
-        Raises:
-            RendezvousFailed: A rank did not arrive in time, or was refused; says which, and why.
-            DuplicateWorker: Two workers have the same name or rank; all who wait are told.
-            ConfigurationError: World sizes contradict each other.
-        """
+        """Return when every rank is there."""
         own = self._host() if self._rank == 0 else None
         # Those who give up withdraw, so look who is there shortly before.
         look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
@@ -665,11 +600,7 @@ class Meeting:
         return answer
 
     def _on_failure(self, leader: WorkerAddress, error: GradwireError) -> None:
-        """Go on trying to reach rank 0, unless it is there and does not let this worker in.
-
-        Raises:
-            RendezvousFailed, DuplicateWorker: So it is; the others are told.
-        """
+        """Go on trying to reach rank 0, unless it is there and does not let this worker in."""
         if not isinstance(error, AuthenticationFailed) and self._has_way_to(leader):
             self._refused_by = 0
             return
@@ -683,7 +614,7 @@ class Meeting:
             raise DuplicateWorker(text) if is_taken else RendezvousFailed(text)
 
     def _has_way_to(self, leader: WorkerAddress) -> bool:
-        """Return whether both have a transport in common; beyond one machine that takes keys."""
+        # Beyond one machine a transport in common takes keys.
         try:
             registry.choose_uri(leader, self._agent.address.host, self._agent.transports)
         except ConnectFailed:
@@ -697,17 +628,11 @@ class Meeting:
                 self._check_obstacle()
 
     def _check_obstacle(self) -> None:
-        """Look now and then whether the world cannot become complete.
-
-        Raises:
-            DuplicateWorker, RendezvousFailed: It cannot.
-        """
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _OBSTACLE_LOOK_S
             self._directory.check_obstacle(self._agent.address.incarnation)
 
     def _take(self, answer: InterruptibleFuture[Any]) -> bool:
-        """Return whether the answer was the addresses of all workers."""
         try:
             met: list[bytes] = answer.wait()
             addresses = [decode_address(raw, self._agent.config.limits) for raw in met]

@@ -23,21 +23,13 @@ import torch
 
 from gradwire import _interrupts
 from gradwire._torch import TorchFuture
-from gradwire.errors import (
-    CallCancelled,
-    ConnectionClosed,
-    NotExposed,
-    ResourceExhausted,
-    RpcError,
-    RpcTimeout,
-)
+from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.reader import Reader, Until, current, release_hold
+from gradwire.rpc.reader import Until, current, release_hold
 from gradwire.transports.registry import Listener
-from gradwire.transports.stream import StreamConnection
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerInfo
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, prepare
 
@@ -49,36 +41,24 @@ R = TypeVar("R")
 
 
 class Slots(Generic[R]):
-    """Decides which request may run now.
-
-    Args:
-        limit: Functions that run at once.
-    """
+    """Decides which request may run now: `limit` functions run at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._num_running = 0
-        self._num_waiting = 0
+        self.num_running = 0
+        self.num_waiting = 0
         self._queue: collections.deque[R] = collections.deque()
         self._held: collections.deque[R] = collections.deque()  # empty while the worker serves
-        self._is_serving = True
+        self.is_serving = True
         self._num_finished = 0
         self._finished_at_last_look = -1
         self._num_granted = 1
 
     def __repr__(self) -> str:
         return (
-            f"<Slots {self._num_running}/{self._limit} running, {self._num_waiting} waiting, {len(self._queue)} queued"
-            f"{'' if self._is_serving else f', {len(self._held)} held back'}>"
+            f"<Slots {self.num_running}/{self._limit} running, {self.num_waiting} waiting, {len(self._queue)} queued"
+            f"{'' if self.is_serving else f', {len(self._held)} held back'}>"
         )
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
 
     @property
     def num_queued(self) -> int:
@@ -88,17 +68,13 @@ class Slots(Generic[R]):
     def num_held(self) -> int:
         return len(self._held)
 
-    @property
-    def is_serving(self) -> bool:
-        return self._is_serving
-
     def on_hold(self) -> None:
-        """Hold back requests of other workers: this one does not serve yet."""
-        self._is_serving = False
+        # Requests of other workers are held back: this one does not serve yet.
+        self.is_serving = False
 
     def on_serve(self) -> list[R]:
         """Serve from now on; return the requests to run at once."""
-        self._is_serving = True
+        self.is_serving = True
         self._queue.extend(self._held)
         self._held.clear()
         granted = []
@@ -108,31 +84,31 @@ class Slots(Generic[R]):
 
     def on_request(self, request: R, *, is_own: bool = False) -> bool:
         """Return whether a request may run now; else queue it, or hold it back unless it is the worker's own."""
-        if not (self._is_serving or is_own):
+        if not (self.is_serving or is_own):
             self._held.append(request)
             return False
-        if self._num_running < self._limit:
-            self._num_running += 1
+        if self.num_running < self._limit:
+            self.num_running += 1
             return True
         self._queue.append(request)
         return False
 
     def on_finished(self) -> R | None:
         """Return the request that gets the slot of a function that ended."""
-        self._num_running -= 1
+        self.num_running -= 1
         self._num_finished += 1
         return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
         """Return the request that gets the slot of a function that begins to wait for a call."""
-        self._num_running -= 1
-        self._num_waiting += 1
+        self.num_running -= 1
+        self.num_waiting += 1
         return self._next()
 
     def on_wait_over(self) -> None:
         """It goes on. It does not queue again, so for a moment more than `limit` may run."""
-        self._num_waiting -= 1
-        self._num_running += 1
+        self.num_waiting -= 1
+        self.num_running += 1
 
     def on_cancelled(self, request: R) -> bool:
         """Remove a request that is no longer wanted; return True if it was still queued or held back."""
@@ -145,8 +121,7 @@ class Slots(Generic[R]):
     def on_stall(self, is_working: bool = False) -> list[R]:
         """Called now and then: requests to run beyond the limit if nothing has moved since the last look.
 
-        Args:
-            is_working: Whether a function that runs has used the processor; then it is at work and not waiting.
+        A function that has used the processor meanwhile (`is_working`) is at work and not waiting.
         """
         has_progressed = is_working or self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
@@ -155,12 +130,12 @@ class Slots(Generic[R]):
             return []
         granted = [self._queue.popleft() for _ in range(min(self._num_granted, len(self._queue)))]
         self._num_granted *= 2
-        self._num_running += len(granted)
+        self.num_running += len(granted)
         return granted
 
     def _next(self) -> R | None:
-        if self._queue and self._num_running < self._limit:
-            self._num_running += 1
+        if self._queue and self.num_running < self._limit:
+            self.num_running += 1
             return self._queue.popleft()
         return None
 
@@ -177,18 +152,13 @@ Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
 
 
 class Server:
-    """Accepts connections and runs what arrives on them.
-
-    Args:
-        agent: The worker.
-        num_slots: User functions that run at once.
-    """
+    """Accepts connections and runs what arrives on them."""
 
     def __init__(self, agent: Agent, num_slots: int) -> None:
         self.agent = agent
-        self._lock = threading.Lock()  # guards _slots
-        self._slots: Slots[Request] = Slots(num_slots)
-        self._incoming: set[Connection] = set()
+        self._lock = threading.Lock()  # guards slots
+        self.slots: Slots[Request] = Slots(num_slots)
+        self.incoming: set[Connection] = set()  # opened by other workers; single operations only
         self._paused: dict[Listener, float] = {}  # until when to accept no connection, for lack of descriptors
         self._control: dict[str, Callable[..., Any]] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
@@ -203,11 +173,8 @@ class Server:
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
         """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
-        Args:
-            name: Of the operation.
-            handler: Must not block. It may return a `torch.futures.Future` to answer later.
-            kinds: The types of its arguments, as msgspec knows them, with their ranges and lengths. What is not of these
-                types does not reach the handler.
+        It must not block, and may return a `torch.futures.Future` to answer later. Arguments that are not of the types in
+        `kinds`, as msgspec knows them, with their ranges and lengths, do not reach it.
         """
         kind = tuple[kinds]  # type: ignore[valid-type]
         prepare(kind)
@@ -221,10 +188,7 @@ class Server:
         """
         self._keeper = name, keep
 
-    # -- connections ---------------------------------------------------------------------------------------------
-
     def on_listener_ready(self, listener: Listener) -> None:
-        """Accept the workers that connect."""
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
@@ -237,11 +201,11 @@ class Server:
     def _accept_all(self, listener: Listener) -> None:
         reactor = self.agent.reactor
         while (stream := listener.accept_nowait()) is not None:
-            half_open = [item for item in list(self._incoming) if item.is_half_open]
+            half_open = [item for item in list(self.incoming) if item.is_half_open]
             if len(half_open) >= self.agent.config.limits.half_open:  # a worker is through within milliseconds
                 min(half_open, key=lambda item: item.opened).end(ConnectionClosed("too many handshakes at once"))
             incoming = Connection.opened_there(self.agent, stream)
-            self._incoming.add(incoming)
+            self.incoming.add(incoming)
             try:
                 incoming.reader.start()
             except ConnectionClosed as error:  # this worker has just shut down
@@ -255,7 +219,7 @@ class Server:
     def make_room_for(self, newest: Connection) -> None:
         """End the oldest connections of a worker that has opened too many for the same purpose."""
         known = [
-            item for item in list(self._incoming) if item.lane == newest.lane and item.info.name == newest.info.name
+            item for item in list(self.incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
@@ -263,42 +227,31 @@ class Server:
             item.say_goodbye(reason)
             item.end(ConnectionClosed(reason))
 
-    def forget(self, incoming: Connection) -> None:
-        """Forget a connection that ended."""
-        self._incoming.discard(incoming)
-
     def take_notices(
         self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handle notices of a worker in the calling thread, which waits for them.
+        """Handle notices of a worker in the calling thread, which waits for them; return whether anything came.
 
-        Args:
-            name: The worker's.
-            seconds: How long.
-            is_done: Whether the thread need not wait any longer.
-            is_wanted: Told the note of a notice, whether it may be handled here; the rest goes to service threads.
-
-        Returns:
-            Whether anything came.
+        `is_wanted` is told the note of a notice, whether it may be handled here; the rest goes to service threads.
         """
 
         def may_run_here(frame: Frame) -> bool:
             note = self.agent.notices.read(frame)
             return note is not None and is_wanted(note)
 
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane == "calls" and incoming.info.name == name:
                 return bool(incoming.reader.serve_for(seconds, Until(is_done), may_run_here))
         return False
 
     def end_incoming(self, name: str, incarnation: int) -> None:
         """Close what an older incarnation of a worker had opened."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
                 incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
-        """Close handshakes that take too long, and grants a slot when nothing moves; return when to look again."""
+        """Close handshakes that take too long, and grant a slot when nothing moves; return when to look again."""
         wanted = _NEVER
         for listener, until in list(self._paused.items()):
             if until <= now:
@@ -306,20 +259,20 @@ class Server:
                 self.agent.reactor.arm(listener.fileno())
             else:
                 wanted = min(wanted, until)
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.is_half_open:
                 ends = incoming.opened + self.agent.config.limits.handshake_timeout_s
                 if ends <= now:
                     incoming.end(ConnectionClosed("the handshake took too long"))
                 else:
                     wanted = min(wanted, ends)
-        if self._slots.num_queued:
+        if self.slots.num_queued:
             wanted = min(wanted, now + _STALL_S)
             if now >= self._next_stall_check:
                 self._next_stall_check = now + _STALL_S
                 is_working = self._has_worked()
                 with self._lock:
-                    granted = self._slots.on_stall(is_working)
+                    granted = self.slots.on_stall(is_working)
                 for request in granted:
                     self._run_soon(request)
         return wanted
@@ -330,13 +283,11 @@ class Server:
         before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
 
-    # -- running -------------------------------------------------------------------------------------------------
-
     def accept(self, request: Request | None, has_slot: bool = False) -> None:
         """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
         if request is not None and not has_slot:
             with self._lock:  # a worker's own calls are never held back
-                may_run = self._slots.on_request(request, is_own=request.source.reader is None)
+                may_run = self.slots.on_request(request, is_own=request.source.reader is None)
             if not may_run:
                 self.agent.reactor.expect(time.monotonic() + _STALL_S)
                 return
@@ -350,17 +301,16 @@ class Server:
             else:
                 request.source.requests.pop(request.call_id, None)
             with self._lock:
-                request = self._slots.on_finished()
+                request = self.slots.on_finished()
 
     def hold_calls(self) -> None:
-        """Hold calls of other workers back until `start_serving`."""
         with self._lock:
-            self._slots.on_hold()
+            self.slots.on_hold()
 
     def start_serving(self) -> None:
         """Run the calls that were held back, and from now on those that come. May be called again."""
         with self._lock:
-            granted = self._slots.on_serve()
+            granted = self.slots.on_serve()
         for request in granted:
             self._run_soon(request)
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
@@ -424,7 +374,6 @@ class Server:
         future.add_done_callback(answer)
 
     def run_control(self, request: Request) -> None:
-        """Run a control handler in the thread that read the request."""
         with self.answering():
             try:
                 handler = self._control.get(request.function)
@@ -464,7 +413,7 @@ class Server:
         """Drop a request whose result is not wanted: it leaves the queue, or its result is not sent. Return its phase."""
         with self._lock:
             request.is_dropped = True
-            is_held = self._slots.on_cancelled(request) and not self._slots.is_serving
+            is_held = self.slots.on_cancelled(request) and not self.slots.is_serving
             phase = "held" if is_held else request.phase
         if phase in ("queue", "held"):
             request.frame = None
@@ -474,8 +423,7 @@ class Server:
         return phase
 
     def cancel(self, peer: WorkerInfo, call_id: int) -> str:
-        """Drop a call on its caller's behalf; return how far it got."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             if incoming.lane == "calls" and incoming.info == peer:
                 return incoming.cancel(call_id)
         return "send"
@@ -492,24 +440,19 @@ class Server:
         if held is not None:
             held.let_go()
         with self._lock:
-            successor = self._slots.on_wait()
+            successor = self.slots.on_wait()
         if successor is not None:
             self._run_soon(successor)
         try:
             yield
         finally:
             with self._lock:
-                self._slots.on_wait_over()
+                self.slots.on_wait_over()
             if held is not None:
                 held.take_back()
 
     def time_left(self, timeout_s: float) -> float:
-        """Return a timeout (0 for none), shortened to what the current request has left.
-
-        Raises:
-            RpcTimeout: Nothing is left.
-            CallCancelled: The caller has given up.
-        """
+        """Return a timeout (0 for none), shortened to what the current request has left."""
         request = current.request
         if request is None:
             return timeout_s
@@ -527,54 +470,28 @@ class Server:
             )
         return min(left, timeout_s) if timeout_s > 0 else left
 
-    # -- end -----------------------------------------------------------------------------------------------------
-
     @property
     def is_idle(self) -> bool:
         """Whether no function runs, waits or is queued, and no answer is owed."""
-        slots = self._slots
-        owed = sum(len(item.requests) for item in list(self._incoming) if item.lane == "calls")
+        slots = self.slots
+        owed = sum(len(item.requests) for item in list(self.incoming) if item.lane == "calls")
         # Looked at last: a request is taken off its list while its answer is being sent.
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
 
-    @property
-    def has_visitors(self) -> bool:
-        """Whether another worker still has a control lane open to this one."""
-        return any(incoming.lane == "control" for incoming in list(self._incoming))
-
-    def has_control_lane_of(self, name: str) -> bool:
-        """Return whether that worker has a control lane open to this one."""
-        return any(incoming.lane == "control" and incoming.info.name == name for incoming in list(self._incoming))
-
-    def visitors(self) -> list[WorkerAddress]:
-        """Return the workers that have a connection open to this one."""
-        return [incoming.address for incoming in list(self._incoming) if incoming.lane]
+    def control_lanes(self) -> list[Connection]:
+        return [incoming for incoming in list(self.incoming) if incoming.lane == "control"]
 
     def has_unread_call_of(self, name: str) -> bool:
         """Return whether a call of that worker lies here whose arguments are not unpacked yet."""
         return any(
             request.frame is not None
-            for incoming in list(self._incoming)
+            for incoming in list(self.incoming)
             if incoming.lane and incoming.info.name == name
             for request in list(incoming.requests.values())
         )
 
-    def numbers(self) -> tuple[int, int, int, int]:
-        """Return the numbers of functions running, waiting and queued, and of connections."""
-        slots = self._slots
-        return slots.num_running, slots.num_waiting, slots.num_queued + slots.num_held, len(self._incoming)
-
-    def readers(self) -> list[Reader]:
-        """Return the readers of what other workers opened."""
-        return [incoming.reader for incoming in list(self._incoming)]
-
-    def connections(self) -> list[StreamConnection]:
-        """Return the streams that other workers opened."""
-        return [incoming.stream for incoming in list(self._incoming)]
-
     def close(self) -> None:
-        """End every connection in good order."""
-        for incoming in list(self._incoming):
+        for incoming in list(self.incoming):
             incoming.say_goodbye("shutdown", _GOODBYE_S)
             incoming.end(ConnectionClosed("shutdown"))
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
-from gradwire.rpc.codec import EVERYBODY, arriving, departing
+from gradwire.rpc.codec import EVERY_WORKER, transfers
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rpc.peers import To
@@ -250,26 +250,26 @@ class RRef(Generic[T]):
 
     def _pack(self) -> tuple[Any, ...]:
         """Return what another worker needs to make a reference of its own."""
-        trip, state, known = departing(), self._state, self._known
-        if trip is None or trip.carrier is not known:
+        transfer, state, known = transfers.outgoing, self._state, self._known
+        if transfer is None or transfer.tracker is not known:
             raise RRefError(
                 "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
                 "pass it in the arguments or the result of a call, or pickle what to_here() returns"
             )
-        if trip.peer == EVERYBODY:
+        if transfer.peer == EVERY_WORKER:
             raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
-        if trip.cargo is None:
-            trip.cargo = {}
+        if transfer.contents is None:
+            transfer.contents = {}
         owner = state.owner_life if isinstance(state, UserFork) else known.own
-        if trip.peer == known.agent.info.name:
+        if transfer.peer == known.agent.info.name:
             if isinstance(state, Owned):
                 known.share(state)
-            trip.cargo[id(self)] = self  # stays alive while the message is in transit
+            transfer.contents[id(self)] = self  # stays alive while the message is in transit
             return state.rref_id, state.fork_id, owner, known.own, None
-        if id(self) not in trip.cargo:
-            trip.cargo[id(self)], maker = known.fork_for(state, trip.peer, trip.passage)
-            trip.cargo[-id(self)] = (self, maker)  # so that its id stays its own
-        return state.rref_id, trip.cargo[id(self)], owner, known.own, trip.cargo[-id(self)][1]
+        if id(self) not in transfer.contents:
+            transfer.contents[id(self)], maker = known.fork_for(state, transfer.peer, transfer.status)
+            transfer.contents[-id(self)] = (self, maker)  # so that its id stays its own
+        return state.rref_id, transfer.contents[id(self)], owner, known.own, transfer.contents[-id(self)][1]
 
     def _deadline(self, timeout: float) -> float:
         seconds = self._seconds(timeout)
@@ -381,20 +381,24 @@ def set_backward(run: Backward) -> None:
 
 def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
     """Make a reference that arrived in a message."""
-    trip = arriving()
-    if trip is None or trip.carrier is None:
+    transfer = transfers.incoming
+    if transfer is None or transfer.tracker is None:
         raise RRefError("a reference can only be unpickled when it came in a message of gradwire.rpc")
-    known: References = trip.carrier  # type: ignore[assignment]
+    known: References = transfer.tracker  # type: ignore[assignment]
     rref_id, fork_id, owner, sender, maker = fields
     is_valid = is_number(rref_id) and is_number(fork_id) and is_worker(owner) and is_worker(sender)
-    if not is_valid or not (maker is None or is_worker(maker)) or known.agent.worker_info(sender[0]).name != trip.peer:
+    if (
+        not is_valid
+        or not (maker is None or is_worker(maker))
+        or known.agent.worker_info(sender[0]).name != transfer.peer
+    ):
         raise ValueError("not a reference")
-    if trip.cargo is None:
-        trip.cargo = {}
+    if transfer.contents is None:
+        transfer.contents = {}
     key = (rref_id, fork_id)
-    if key not in trip.cargo:
-        trip.cargo[key] = RRef._of(known, known.receive(rref_id, fork_id, owner, sender, maker))
-    found: RRef[Any] = trip.cargo[key]
+    if key not in transfer.contents:
+        transfer.contents[key] = RRef._of(known, known.receive(rref_id, fork_id, owner, sender, maker))
+    found: RRef[Any] = transfer.contents[key]
     return found
 
 

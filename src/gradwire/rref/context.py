@@ -24,7 +24,7 @@ from gradwire import _interrupts
 from gradwire.errors import DecodeError, OwnerLost, RpcError, RpcTimeout, RRefError, TransportError, UnknownWorker
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
-from gradwire.rpc.codec import Passage
+from gradwire.rpc.codec import TransferStatus
 from gradwire.rpc.connection import current_request
 from gradwire.rpc.futures import copies_of
 from gradwire.rpc.pending_calls import PendingCall
@@ -135,7 +135,7 @@ class PeerKnowledge:
         if self._agent.server.has_unread_call_of(name):
             return True
         # It asks for what it sent long ago, so an answer can only be one to a call that is as old.
-        peer = self._agent.peers.known(name)
+        peer = self._agent.peers.by_name.get(name)
         lane = peer.lanes.get("calls") if peer is not None else None
         return lane is not None and lane.calls.has_older_than(time.monotonic() - _ASK_S / 2)
 
@@ -157,7 +157,7 @@ class PeerKnowledge:
         """Return whether a worker that is gone cannot come back: it was restarted, or its supervisor has seen its end."""
         with contextlib.suppress(UnknownWorker):
             name = self._agent.worker_info(worker[0]).name
-            peer = self._agent.peers.known(name)
+            peer = self._agent.peers.by_name.get(name)
             is_supervised = peer is not None and peer.lost_reason is not None
             return is_supervised or worker[1] < self._agent.newest_incarnation(name)
         return True
@@ -176,12 +176,12 @@ class PeerKnowledge:
 @dataclass(slots=True)
 class Transit:
     asked_at: float  # when it was sent, or when its receiver was last asked for it
-    passage: Passage | None = None  # of the message that it is in, if that is known
+    status: TransferStatus | None = None  # of the message that it is in, if that is known
 
     @property
     def is_in_call(self) -> bool:
         """Whether the call that carries it is in progress: it may still have to leave, or wait behind something large."""
-        return self.passage is not None and self.passage.call_id != 0
+        return self.status is not None and self.status.call_id != 0
 
 
 class References:
@@ -206,7 +206,7 @@ class References:
         self._is_drop_planned = False  # a flush is planned that looks at `_dropped`
         self._peers = PeerKnowledge(agent)
         self._timer = FlushTimer(agent, self._on_timer)
-        agent.codec.carrier = self
+        agent.codec.tracker = self
         agent.notices.register(_NOTICE, self._on_batch, Batch)
         agent.notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
@@ -376,7 +376,7 @@ class References:
 
     def watch(self, fork: UserFork) -> None:
         """Have the owner's answers read until the fork is done: no call may be waiting for them."""
-        peer = self.agent.peers.known(fork.owner.name)
+        peer = self.agent.peers.by_name.get(fork.owner.name)
         lane = peer.lanes.get("calls") if peer is not None else None
         if lane is not None and not fork.is_done:
             lane.reader.ensure_watched()
@@ -390,7 +390,7 @@ class References:
 
     # -- references in messages ----------------------------------------------------------------------------------------
 
-    def fork_for(self, state: Owned | UserFork, to: str, passage: Passage) -> tuple[int, Worker | None]:
+    def fork_for(self, state: Owned | UserFork, to: str, status: TransferStatus) -> tuple[int, Worker | None]:
         """Make the fork that a message to another worker carries; return its id, and the maker if the value is expected."""
         if isinstance(state, UserFork):
             state.check()
@@ -406,7 +406,7 @@ class References:
                 self._share(state)
             is_sent = self._ownership.sent(state.rref_id, parent, child, receiver)
             if is_sent:
-                self._transits[child] = Transit(time.monotonic(), passage)
+                self._transits[child] = Transit(time.monotonic(), status)
         if not is_sent:
             raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
         self._timer.plan(_ASK_S)
@@ -452,14 +452,14 @@ class References:
             self._ownership.needed_again(rref_id, fork_id)
         return state
 
-    def on_not_sent(self, cargo: dict[Any, Any]) -> None:
+    def on_not_sent(self, contents: dict[Any, Any]) -> None:
         with self._effects:
-            for child in cargo.values():
+            for child in contents.values():
                 if type(child) is int:
                     self._transits.pop(child, None)
                     self._apply(self._ownership.not_sent(child))
 
-    def on_arrived(self, cargo: dict[Any, Any]) -> None:
+    def on_arrived(self, contents: dict[Any, Any]) -> None:
         """A message with references was unpacked: have their owners asked to list them, which no code here waits for."""
         if self._outbox.has_urgent:  # in a service thread: a worker that does not read must not hold the caller up
             self.agent.reactor.run_soon(self._flush_urgent)

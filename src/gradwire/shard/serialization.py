@@ -174,7 +174,7 @@ ShardedTensor.ProcessGroupState = ProcessGroupState  # type: ignore[attr-defined
 @implements(torch.Tensor.__reduce_ex__)
 def _reduce(func: Any, tensor: ShardedTensor, protocol: Any = None) -> Any:
     """Prepare a tensor for a message or a pickle."""
-    if codec.departing() is not None:
+    if codec.transfers.outgoing is not None:
         return _rebuild, (_pack(tensor),)
     backend = tensor._backend
     if not isinstance(backend, GroupBackend):

@@ -50,11 +50,7 @@ class BufferPool:
         self._loans: dict[int, _PoolLoan] = {}  # single operations only, no lock
 
     def allocate(self, num_bytes: int) -> Any:
-        """Return a writable buffer of exactly `num_bytes`; what is in it is left from before.
-
-        Raises:
-            MemoryError: The system has no such memory.
-        """
+        """Return a writable buffer of exactly `num_bytes`; what is in it is left from before."""
         if num_bytes < self._smallest:
             return bytearray(num_bytes)
         capacity = round_up(num_bytes)
@@ -78,7 +74,6 @@ class BufferPool:
         self._settle()
 
     def statistics(self) -> PoolStatistics:
-        """Return what the pool holds now."""
         self._settle()
         with self._lock:
             return PoolStatistics(len(self._loans), len(self._idle), sum(map(len, self._idle)), self._num_created)

@@ -41,10 +41,6 @@ def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
         folder: Where the authority is.
         wanted: By the URI that a certificate is good for, where it goes.
         days: How long the certificates are valid, as far as the authority is.
-
-    Raises:
-        ConfigurationError: The folder is open to others, or holds half of an authority or an expired one.
-        OSError: A file cannot be written.
     """
     _make_folder(folder)
     authority = _load_authority(folder) or _make_authority(folder, days)
@@ -149,11 +145,7 @@ def _now() -> datetime.datetime:
 
 
 def check_files(keys: TlsKeys) -> None:
-    """Refuse files that would fail every handshake for an unclear reason, and say which and why.
-
-    Raises:
-        ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
-    """
+    """Refuse files that would fail every handshake for an unclear reason, and say which and why."""
     authorities = _read_certificates(keys.ca)
     certificate, key = _read_certificates(keys.certificate)[0], _read_key(keys.key)
     _check_pair(certificate, keys.certificate, key, keys.key)

@@ -19,16 +19,7 @@ from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
 from gradwire.wire.exceptions import clean
-from gradwire.wire.messages import (
-    PROTOCOL_VERSION,
-    Challenge,
-    Hello,
-    Lane,
-    Message,
-    Proof,
-    Refused,
-    Welcome,
-)
+from gradwire.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Lane, Message, Proof, Refused, Welcome
 
 _NONCE_BYTES = 16
 _MAX_REASON_BYTES = 2048
@@ -56,13 +47,9 @@ def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, non
 
 
 class CallerHandshake:
-    """The side that connects.
+    """The side that connects; `admit` is called with the listener once that has proved its identity.
 
-    Args:
-        identity: Of this worker.
-        to: The worker that it means to reach; incarnation 0 means any.
-        lane: What the connection is for.
-        admit: Called with the listener once that has proved its identity.
+    The incarnation 0 in `to`, the worker that it means to reach, means any.
     """
 
     def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane, admit: Admit = lambda address: None) -> None:
@@ -111,12 +98,7 @@ class CallerHandshake:
 
 
 class ListenerHandshake:
-    """The side that was connected to.
-
-    Args:
-        identity: Of this worker.
-        admit: Called with the caller once that has proved its identity.
-    """
+    """The side that was connected to; `admit` is called with the caller once that has proved its identity."""
 
     def __init__(self, identity: Identity, admit: Admit) -> None:
         self._identity = identity

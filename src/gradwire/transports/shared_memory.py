@@ -118,7 +118,6 @@ class Lease(msgspec.Struct, frozen=True):
         self.place.state.value = LENT
 
     def mark_filled(self) -> None:
-        """Tell the receiver that the bytes are there."""
         self.place.state.value = LENT
 
 
@@ -184,7 +183,6 @@ class LendingArena:
             return fd
 
     def cancel(self, lease: Lease) -> None:
-        """Take a slot back whose frame was not sent."""
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
             if slot not in self._lent.get(capacity, ()):  # closed meanwhile
@@ -203,7 +201,6 @@ class LendingArena:
             self._bytes_mapped = 0
 
     def statistics(self) -> ArenaStatistics:
-        """Return what the arena holds now."""
         with self._lock:
             lent = [slot for slots in self._lent.values() for slot in slots]
             num_slots = len(lent) + sum(map(len, self._free.values())) + len(self._offered)
@@ -289,9 +286,6 @@ class BorrowedSlots:
         """Map the slots whose descriptors arrived, and close these.
 
         A slot that cannot be mapped is left alone: its sender sees that, and goes on to use the socket.
-
-        Raises:
-            DecodeError: One of them is not a slot, or its number is in use.
         """
         try:
             with self._lock:
@@ -306,10 +300,6 @@ class BorrowedSlots:
         """Return the first `num_bytes` of a slot, writable; it goes back to its sender when the buffer is freed.
 
         Views of the buffer (tensors, memoryviews) keep it. It must not be used before `are_filled`.
-
-        Raises:
-            DecodeError: `ref` does not name a slot that may be borrowed now.
-            ConnectionClosed: `close` was called.
         """
         with self._lock:
             if self._is_closed:
@@ -326,11 +316,7 @@ class BorrowedSlots:
             return slot.borrow(num_bytes)
 
     def are_filled(self) -> bool:
-        """Return whether the bytes of all slots that were mapped so far are there.
-
-        Raises:
-            ConnectionClosed: `close` was called, so that this cannot be known any more.
-        """
+        """Return whether the bytes of all slots that were mapped so far are there."""
         unfilled = self.unfilled
         while unfilled and unfilled[-1].state.value != FILLING:
             unfilled.pop()
@@ -350,7 +336,6 @@ class BorrowedSlots:
             slot.loan = None  # ends the circle of slot and loan
 
     def statistics(self) -> ArenaStatistics:
-        """Return what is mapped now."""
         with self._lock:
             num_lent = sum(slot.loan is not None for slot in self._slots.values())
             return ArenaStatistics(len(self._slots), num_lent, self._bytes_mapped, self._num_created)
@@ -431,11 +416,7 @@ class Slot:
         return buffer
 
     def touch(self, num_bytes: int) -> None:
-        """Make the pages of the first bytes in one call, so that writing to them cannot fail (with a signal).
-
-        Raises:
-            OSError: There is no memory.
-        """
+        """Make the pages of the first bytes in one call, so that writing to them cannot fail (with a signal)."""
         code = advise(self.address - PAGE, PAGE + num_bytes, _MADV_POPULATE_WRITE)
         if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
             raise OSError(code, os.strerror(code))
@@ -474,11 +455,7 @@ def round_up(num_bytes: int) -> int:
 
 
 def make_slot(slot_id: int, capacity: int) -> tuple[Slot, int]:
-    """Make a slot of that number, on offer, and return its descriptor with it.
-
-    Raises:
-        OSError: No descriptor or no memory is left, or the system has no memfds.
-    """
+    """Make a slot of that number, on offer, and return its descriptor with it."""
     fd = make_memfd(slot_id, capacity)
     try:
         return Slot(slot_id, capacity, fd), fd
@@ -488,11 +465,7 @@ def make_slot(slot_id: int, capacity: int) -> tuple[Slot, int]:
 
 
 def make_memfd(slot_id: int, capacity: int) -> int:
-    """Make a memfd for a slot of that number that cannot be shrunk, grown or unsealed.
-
-    Raises:
-        OSError: No descriptor or no memory is left, or the system has no memfds.
-    """
+    """Make a memfd for a slot of that number that cannot be shrunk, grown or unsealed."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
     fd = os.memfd_create("gradwire", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
@@ -508,11 +481,7 @@ def make_memfd(slot_id: int, capacity: int) -> int:
 
 
 def check_memfd(fd: int) -> tuple[int, int]:
-    """Return number and capacity of a slot; refuse everything but a sealed memfd of this user.
-
-    Raises:
-        DecodeError: It is something else, or has a size that no slot has.
-    """
+    """Return number and capacity of a slot; refuse everything but a sealed memfd of this user."""
     # Seals come first: any other file system may stall in fstat. No other seals: read-only memory cannot be mapped.
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -533,11 +502,7 @@ def check_memfd(fd: int) -> tuple[int, int]:
 
 
 def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
-    """Map a file. Unlike `mmap.mmap`, keep no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
-
-    Raises:
-        OSError: There is no address space or no memory for it.
-    """
+    # Unlike `mmap.mmap`, this keeps no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:

@@ -34,7 +34,7 @@ from gradwire import _interrupts
 from gradwire.config import KIB, MIB, Limits
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, ResourceExhausted
 from gradwire.transports.buffer_pool import BufferPool
-from gradwire.transports.shared_memory import ArenaStatistics, BorrowedSlots, Lease, LendingArena
+from gradwire.transports.shared_memory import BorrowedSlots, Lease, LendingArena
 from gradwire.wire.framing import Frame, FrameDecoder, encode
 from gradwire.wire.messages import Message, TensorMeta
 from gradwire.wire.tensors import SHAREABLE_DTYPES, address_of, as_bytes, copy_into, describe
@@ -63,22 +63,20 @@ class StreamOptions:
 
 
 class StreamConnection:
-    """Frames over a `Channel`.
+    """Frames over a `Channel`, which moves the bytes.
 
     Args:
-        channel: Moves the bytes.
-        options: Shared settings.
         slots: Shared memory that the other side lends, where the channel passes descriptors; then this side lends too.
         label: What to call the connection in errors, e.g. ``unix:///.../w1.sock``.
     """
 
     def __init__(self, channel: Channel, options: StreamOptions, *, slots: BorrowedSlots | None, label: str) -> None:
         limits = options.limits
-        self._channel = channel
+        self.channel = channel
         self._hides_bytes = channel.hides_bytes
         self._limits = limits
         self._slots = slots
-        self._arena = LendingArena(limits.arena_bytes) if slots is not None else None
+        self.arena = LendingArena(limits.arena_bytes) if slots is not None else None
         self._shared_from: float = options.shared_memory_from if slots is not None else float("inf")
         self._shared_dtypes = options.shared_dtypes
         self.label = label
@@ -92,33 +90,17 @@ class StreamConnection:
         self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
         self._held_back: list[bytes] = []
         self._num_held_back = 0  # bytes
-        self._closed = False
+        self.is_closed = False
         self._unfilled: list[Frame] = []  # complete but for shared memory, which the other side is filling
         self._fill_deadline = 0.0
         self.bytes_sent = 0
         self.bytes_received = 0
 
     def __repr__(self) -> str:
-        return f"<StreamConnection {self.label} {'closed' if self._closed else 'open'}>"
+        return f"<StreamConnection {self.label} {'closed' if self.is_closed else 'open'}>"
 
     def fileno(self) -> int:
-        return self._channel.fileno()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def certified_names(self) -> frozenset[str] | None:
-        return self._channel.certified_names()
-
-    @property
-    def can_vanish(self) -> bool:
-        return self._channel.can_vanish
-
-    def is_vanished(self) -> bool:
-        return self._channel.is_vanished()
-
-    # -- sending -------------------------------------------------------------------------------------------------
+        return self.channel.fileno()
 
     def send(
         self,
@@ -128,13 +110,9 @@ class StreamConnection:
         deadline: float | None = None,
         hold_back: bool = False,
     ) -> None:
-        """Write one frame; return when all of it has been captured.
+        """Write one frame; return when all of it has been captured. The ``tensors`` of its header are set here.
 
         Args:
-            message: The header; its ``tensors`` are set here.
-            body: Encoded arguments.
-            values: Tensors, for a `Call` or `Reply`.
-            deadline: In `time.monotonic` seconds.
             hold_back: A small frame may wait for the next one or for `flush`, whichever comes first.
 
         Raises:
@@ -160,8 +138,8 @@ class StreamConnection:
                     metas.append(meta)
                     # Sparse tensors have no bytes of their own, and so stay out of shared memory.
                     if meta.num_bytes >= self._shared_from and meta.dtype in self._shared_dtypes:
-                        assert self._arena is not None
-                        shared = shared or _SharedParts(self._arena)
+                        assert self.arena is not None
+                        shared = shared or _SharedParts(self.arena)
                         if shared.place(meta, parts):
                             continue
                     for part in parts:
@@ -193,7 +171,7 @@ class StreamConnection:
     def _hold_back(self, buffers: list[Buffer]) -> bool:
         with self._write_lock:
             num_bytes = self._num_held_back + len(buffers[0])
-            if self._closed or len(buffers) > 1 or num_bytes > _JOIN_BELOW:
+            if self.is_closed or len(buffers) > 1 or num_bytes > _JOIN_BELOW:
                 return False  # if closed, writing it raises the error
             self._held_back.append(buffers[0])
             self._num_held_back = num_bytes
@@ -201,15 +179,10 @@ class StreamConnection:
 
     @property
     def has_held_back(self) -> bool:
-        """Whether frames wait for `flush`."""
         return bool(self._held_back)
 
     def flush(self, deadline: float | None = None) -> None:
-        """Write the frames that were held back.
-
-        Raises:
-            TimeoutError, ConnectionLost, ConnectionClosed: As `send`.
-        """
+        """Write the frames that were held back."""
         if self._held_back:
             self._write([], (), time.monotonic() + _FLUSH_S if deadline is None else deadline)
 
@@ -219,12 +192,12 @@ class StreamConnection:
         An exception of any kind in the middle of it, KeyboardInterrupt included, closes the connection: nothing sensible
         can follow half a frame. One before the first byte does not, and frames that were held back wait on.
         """
-        lock, channel = self._write_lock, self._channel
+        lock, channel = self._write_lock, self.channel
         if not lock.acquire(False):
             self._wait_for_turn(deadline)
         is_cut = False  # whether part of a frame may be out
         try:
-            if self._closed:
+            if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed here")
             if self._held_back:
                 buffers = [b"".join(self._held_back), *buffers]
@@ -244,7 +217,7 @@ class StreamConnection:
             is_cut = False
         except ConnectionLost:
             is_cut = False  # it has ended, and what came before its end can still be read
-            if self._closed:
+            if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None
             raise
         finally:
@@ -269,20 +242,18 @@ class StreamConnection:
             if not rest:
                 return
             rest[0] = rest[0][written:]
-            step = self._channel.write(rest, ())
+            step = self.channel.write(rest, ())
             if step is None:
                 self._wait_writable(deadline)
             written = step or 0
 
     def _wait_writable(self, deadline: float | None) -> None:
-        event = select.POLLIN if self._channel.write_waits_for_reading() else select.POLLOUT
-        while not _poll(self._channel.fileno(), event, 200):
+        event = select.POLLIN if self.channel.write_waits_for_reading() else select.POLLOUT
+        while not _poll(self.channel.fileno(), event, 200):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.label} took no bytes")
-        if self._closed:
+        if self.is_closed:
             raise ConnectionLost(f"{self.label} ended")
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def read_nowait(self) -> list[Frame] | None:
         """Read what is there; return the frames it completed (maybe none), or None when nothing is there now.
@@ -302,15 +273,15 @@ class StreamConnection:
             except AttributeError:
                 scratch = _scratch.buffer = memoryview(bytearray(_SCRATCH_BYTES))
         try:
-            num_bytes = self._channel.read_into(scratch if target is None else target)
+            num_bytes = self.channel.read_into(scratch if target is None else target)
         except ConnectionLost:
-            if self._closed:
+            if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed here") from None
             raise
         if num_bytes is None:
             return None
         if num_bytes == 0:
-            if self._closed:
+            if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed here")
             raise ConnectionLost(f"{self.label} was ended by the other side")
         self.bytes_received += num_bytes
@@ -337,8 +308,8 @@ class StreamConnection:
         """
         assert self._slots is not None
         # Asked first: what was filled before the end counts. Without an event to wait for, unread bytes do not hide it.
-        has_ended = _poll(self._channel.fileno(), 0, _SLEEP_MS)
-        if self._closed:
+        has_ended = _poll(self.channel.fileno(), 0, _SLEEP_MS)
+        if self.is_closed:
             raise ConnectionClosed(f"{self.label} was closed here")
         if self._slots.are_filled():
             frames, self._unfilled = self._unfilled, []
@@ -351,19 +322,14 @@ class StreamConnection:
 
     def has_hidden_bytes(self) -> bool:
         """Return whether something can be read that waiting for the descriptor would not show (TLS decrypts ahead)."""
-        return bool(self._unfilled) or (self._hides_bytes and self._channel.has_hidden_bytes())
+        return bool(self._unfilled) or (self._hides_bytes and self.channel.has_hidden_bytes())
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Return whether something can be read within that time (or the connection ended)."""
-        return _poll(self._channel.fileno(), select.POLLIN, timeout_s * 1000)
+        return _poll(self.channel.fileno(), select.POLLIN, timeout_s * 1000)
 
     def receive(self, deadline: float) -> Frame:
-        """Return the next frame, for the handshake of the side that connects.
-
-        Raises:
-            TimeoutError: Nothing came before the deadline.
-            ConnectionLost, ConnectionClosed, DecodeError: As `read_nowait`.
-        """
+        """Return the next frame, for the handshake of the side that connects."""
         while True:
             frames = self.read_nowait()
             if frames:
@@ -378,17 +344,13 @@ class StreamConnection:
 
     def close(self) -> None:
         """End the connection. Tensors that came through its shared memory stay valid. Idempotent."""
-        self._closed = True
-        self._channel.close()
+        self.is_closed = True
+        self.channel.close()
         self._unfilled = []
-        if self._arena is not None:
-            self._arena.close()
+        if self.arena is not None:
+            self.arena.close()
         if self._slots is not None:
             self._slots.close()
-
-    def arena_statistics(self) -> ArenaStatistics | None:
-        """Return what this side has lent to the other; None without shared memory."""
-        return self._arena.statistics() if self._arena is not None else None
 
 
 _COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
@@ -419,11 +381,7 @@ class _SharedParts:
         self._num_bytes = 0  # of all leases
 
     def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor]) -> bool:
-        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
-
-        Raises:
-            CannotSend: The tensor has no memory of its own.
-        """
+        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it."""
         lease = self._arena.lend(meta.num_bytes) if len(self._leases) < _MAX_LEASES else None
         if lease is None:
             descriptor = self._arena.offer(meta.num_bytes) if len(self.descriptors) < _MAX_DESCRIPTORS else None
@@ -448,7 +406,6 @@ class _SharedParts:
         return True
 
     def fill(self) -> None:
-        """Copy what was announced."""
         for lease, address in self._unfilled:
             lease.fill(address)
         self.is_filled = True
@@ -562,11 +519,7 @@ class SocketListener:
         return self._socket.fileno()
 
     def accept_socket(self) -> socket.socket | None:
-        """Return the next connected socket, or None when there is none now.
-
-        Raises:
-            ResourceExhausted: The process is out of descriptors or memory; try again later.
-        """
+        """Return the next connected socket, or None when there is none now."""
         try:
             return self._socket.accept()[0]
         except OSError as error:
@@ -591,11 +544,7 @@ def _num_bytes(buffer: Buffer) -> int:
 
 
 def check_exhausted(error: OSError) -> None:
-    """Tell a process that is out of descriptors from a peer that does not listen.
-
-    Raises:
-        ResourceExhausted: The process is out of descriptors or memory; try again later.
-    """
+    """Tell a process that is out of descriptors from a peer that does not listen."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
         raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
 

@@ -19,14 +19,7 @@ from gradwire import _interrupts
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost, TransportError
 from gradwire.transports import tls
-from gradwire.transports.stream import (
-    Buffer,
-    Channel,
-    SocketListener,
-    StreamConnection,
-    StreamOptions,
-    check_exhausted,
-)
+from gradwire.transports.stream import Buffer, Channel, SocketListener, StreamConnection, StreamOptions, check_exhausted
 
 _NUM_PROBES = 4
 _NUM_ATTEMPTS = 5  # with doubling pauses from 0.2 s on: about six seconds without an acknowledgement
@@ -179,9 +172,6 @@ class TcpTransport:
 
     Args:
         host: Address to bind; must be loopback without `keys`.
-        port: Port to bind; 0 takes a free one.
-        keys: This worker's certificate and key, and the cluster's authority.
-        options: Settings for its connections.
         advertised_host: What others connect to, when `host` is a wildcard.
     """
 

@@ -65,31 +65,19 @@ def keys_for(folder: str | Path, name: str = "worker") -> TlsKeys:
 
 
 def server_context(keys: TlsKeys) -> ssl.SSLContext:
-    """Make the context of a listener: the other side must show a certificate of the cluster.
-
-    Raises:
-        ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
-    """
+    """Make the context of a listener: the other side must show a certificate of the cluster."""
     context = _make_context(ssl.PROTOCOL_TLS_SERVER, keys)
     context.num_tickets = 0  # no resumption: every connection shows its certificate
     return context
 
 
 def client_context(keys: TlsKeys) -> ssl.SSLContext:
-    """Make the context of a caller. Host names are not compared, worker names are: see `certified_names`.
-
-    Raises:
-        ConfigurationError: A file is missing, open to others, expired, or does not belong to the others.
-    """
+    """Make the context of a caller. Host names are not compared, worker names are: see `certified_names`."""
     return _make_context(ssl.PROTOCOL_TLS_CLIENT, keys)
 
 
 def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
-    """Return the worker names that the other side's certificate is good for; ``"*"`` among them means all.
-
-    Raises:
-        AuthenticationFailed: The handshake is not over, or the certificate is not one that `make_keys` wrote.
-    """
+    """Return the worker names that the other side's certificate is good for; ``"*"`` among them means all."""
     try:
         certificate: dict[str, Any] = sock.getpeercert() or {}
         uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
@@ -102,11 +90,7 @@ def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
 
 
 def check_identity(names: Iterable[str], worker_name: str) -> None:
-    """Compare the names of a certificate (`certified_names`) with the name that its owner gives itself.
-
-    Raises:
-        AuthenticationFailed: It is for other workers.
-    """
+    """Compare the names of a certificate (`certified_names`) with the name that its owner gives itself."""
     allowed = frozenset(names)
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(

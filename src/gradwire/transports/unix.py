@@ -91,12 +91,7 @@ class UnixListener(SocketListener):
 
 
 class UnixTransport:
-    """Reaches workers on this machine.
-
-    Args:
-        folder: Private folder for this worker's own socket.
-        options: Settings for its connections.
-    """
+    """Reaches workers on this machine; this one's own socket lies in a private folder."""
 
     scheme = "unix"
 
@@ -142,11 +137,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that other users could enter.
-
-    Raises:
-        ConfigurationError: It is missing, not ours, or open to others.
-    """
+    """Refuse a folder that other users could enter."""
     try:
         status = folder.stat()
     except OSError as error:

@@ -70,7 +70,9 @@ class Packed(msgspec.Struct, frozen=True):
     codec: int
     body: bytes  # the value without its tensors
     tensors: list[torch.Tensor]  # in the order in which `body` numbers them
-    trip: Any = None  # for the layer that packs: what the value holds that must know whether it arrives; opaque here
+    transfer: Any = (
+        None  # for the layer that packs: what the value holds that must know whether it arrives; opaque here
+    )
     untracked: list[torch.Tensor] = _NO_TENSORS  # require grad, but gradients cannot be sent back to them
 
 

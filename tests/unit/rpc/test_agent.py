@@ -107,7 +107,7 @@ def test_no_thread_stays_with_a_control_lane(make_agents: MakeAgents) -> None:
     first, second = make_agents(2)
     assert first.call("b", threading.get_ident) > 0
     ours = {kind: lane.reader.is_lingered_on for kind, lane in first.peers.peer("b").lanes.items()}
-    theirs = {incoming.lane: incoming.reader.is_lingered_on for incoming in second.server._incoming}
+    theirs = {incoming.lane: incoming.reader.is_lingered_on for incoming in second.server.incoming}
     assert ours == theirs == {"calls": True, "control": False}
 
 
@@ -182,7 +182,7 @@ def test_cancellations_of_nothing_are_not_hoarded(make_agents: MakeAgents) -> No
     assert first.call("b", add, (1, 1)) == 2
     for call_id in range(10**6, 10**6 + 1000):
         second.server.cancel(first.info, call_id)
-    kept = [len(incoming.cancelled) for incoming in second.server._incoming]
+    kept = [len(incoming.cancelled) for incoming in second.server.incoming]
     assert max(kept) == 10
 
 
@@ -367,7 +367,7 @@ def test_a_goodbye_does_not_overtake_an_answer_on_another_connection(make_agents
     lane = b.peers.peer("a").lanes["control"]
     wait_until(lambda: lane.reader._armed, 10.0, "that no thread reads the connection")
     b.reactor.remove(lane.stream.fileno())  # no event tells b of what comes
-    (there,) = [item for item in a.server._incoming if item.lane == "control"]
+    (there,) = [item for item in a.server.incoming if item.lane == "control"]
     num_sent = there.stream.bytes_sent
     ended = ask(b, "a", "decide")
     wait_until(lambda: there.stream.bytes_sent > num_sent, 10.0, "that a has answered")
@@ -413,7 +413,7 @@ def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_rea
     b.server.register_control("nothing", lambda source: None)
     ended = ask(a, "b", "nothing")
     wait_until(lambda: ended, 10.0, "that a has a connection to b")
-    (there,) = [item for item in b.server._incoming if item.lane == "control"]
+    (there,) = [item for item in b.server.incoming if item.lane == "control"]
     handle, may_go, num_handled = there.reader.on_frame, threading.Event(), 0
 
     def handle_slowly(frame: Frame) -> None:
@@ -429,3 +429,22 @@ def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_rea
     a.close()
     wait_until(lambda: reasons, 10.0, "that b knows the end of a")
     assert reasons == ["it has shut down"]
+
+
+def test_asking_all_returns_the_valid_answers_by_worker_in_the_order_given(make_agents: MakeAgents) -> None:
+    a, b, c, d = make_agents(4)
+    c.server.register_control("number", lambda source, more: 7 + more, int)
+    b.server.register_control("number", lambda source, more: 8 + more, int)
+    d.server.register_control("number", lambda source, more: "seven", int)
+    assert list(a.ask_all(["c", "b"], "number", (1,), 10.0, int).items()) == [("c", 8), ("b", 9)]
+    assert a.ask_all(["unknown", "d", "c"], "number", (0,), 10.0, int) == {"c": 7}
+
+
+def test_one_deadline_counts_for_all_that_are_asked(make_agents: MakeAgents) -> None:
+    a, b, c = make_agents(3)
+    b.server.register_control("number", lambda source: torch.futures.Future())
+    c.server.register_control("number", lambda source: 7)
+    a.ask_all(["b", "c"], "number", (), 0.2, int)  # connects
+    began = time.monotonic()
+    assert a.ask_all(["b", "c"], "number", (), 0.2, int) == {"c": 7}
+    assert time.monotonic() - began < 5.0

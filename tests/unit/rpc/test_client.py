@@ -94,7 +94,7 @@ def test_an_interceptor_that_fails_on_a_reply_fails_the_call(make_agents: MakeAg
 def test_a_reply_that_cannot_be_read_fails_the_call(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_agents(2)
     assert a.call("b", operator.add, (1, 2)) == 3
-    (there,) = [item for item in b.server._incoming if item.lane == "calls"]
+    (there,) = [item for item in b.server.incoming if item.lane == "calls"]
     send, num_failed = there.stream.send, 0
 
     def fail_once(*args: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_call_that_is_passed_on_runs_once(make_agents: MakeAgents, interrupt: 
     """The main thread waits in backward, say, and reads for others: what it may not run goes to a service thread."""
     a, b = make_agents(2)
     assert a.call("b", note_run) == 1
-    (there,) = [item for item in b.server._incoming if item.lane == "calls"]
+    (there,) = [item for item in b.server.incoming if item.lane == "calls"]
     wait_until(lambda: not there.reader._held, 10.0, "that no service thread stays with the connection")
     interrupt(Reactor, "_wake", lambda reactor: reactor is b.reactor)
     made: list[Any] = []

@@ -39,7 +39,7 @@ def stand_still(reader: Reader) -> None:
 def ends_of(a: Any, b: Any) -> tuple[Connection, Connection]:
     """Both ends of the connection for the calls of one worker to the other."""
     assert a.call("b", operator.add, (1, 1)) == 2
-    (there,) = [item for item in b.server._incoming if item.lane == "calls"]
+    (there,) = [item for item in b.server.incoming if item.lane == "calls"]
     return a.peers.peer("b").lanes["calls"], there
 
 
@@ -68,7 +68,7 @@ def test_a_reply_that_is_cut_off_ends_its_connection_at_once(
     stand_still(lane.reader)
     monkeypatch.setattr(incoming, "_REPLY_S", 0.2)
     a.client.start("b", make_large, (), None, 0.0)
-    wait_until(lambda: there.stream.is_closed and there not in b.server._incoming, 10.0, "that it has ended")
+    wait_until(lambda: there.stream.is_closed and there not in b.server.incoming, 10.0, "that it has ended")
     assert there.reader.has_ended
     lane.reader._held = False
 
@@ -116,7 +116,7 @@ def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_age
     got: list[str] = []
     b.notices.register("x", lambda sender, note, tensors: got.append(sender.name), None)
     assert a.call("b", operator.add, (1, 1)) == 2
-    (there,) = [item for item in b.server._incoming if item.lane == "calls"]
+    (there,) = [item for item in b.server.incoming if item.lane == "calls"]
     wait_until(lambda: not there.reader._held, 10.0, "that no service thread stays with the connection")
     there.reader.on_frame = there._on_handshake
 
@@ -175,7 +175,7 @@ def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     if reason is not None:
         lane.stream.send(Goodbye(reason))
     lane.reader.end(ConnectionClosed("by a test"))
-    wait_until(lambda: not any(item.lane == "control" for item in list(b.server._incoming)), 20.0)
+    wait_until(lambda: not any(item.lane == "control" for item in list(b.server.incoming)), 20.0)
     if is_end:
         wait_until(lambda: lost == ["a"], 20.0)
         wait_until(

@@ -90,7 +90,7 @@ def send_bad_notice(lane: Connection) -> None:
 def wait_forgotten(a: Agent, b: Agent, kinds: tuple[str, ...]) -> None:
     """Wait until neither side has those lanes of the first worker to the second."""
     wait_until(lambda: not set(kinds) & set(a.peers.peer("b").lanes), 10.0, "that the caller knows")
-    wait_until(lambda: not {item.lane for item in b.server._incoming} & set(kinds), 10.0, "that the callee knows")
+    wait_until(lambda: not {item.lane for item in b.server.incoming} & set(kinds), 10.0, "that the callee knows")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -150,14 +150,14 @@ def test_frames_behind_it_keep_their_order(pair: ConnectionPair, copying: Copyin
 def test_the_slot_counts_as_lent_and_is_used_again(pair: ConnectionPair, copying: Copying) -> None:
     with Sender(lambda: send_call(pair.near, 1, b"", [numbers(256 * KIB)])):
         read_in_vain(pair.far)
-        assert pair.near.arena_statistics().num_lent == 1
+        assert pair.near.arena.statistics().num_lent == 1
         copying.may_go_on.set()
         receive_frames(pair.far, 1)
-    assert pair.near.arena_statistics().num_lent == 0
+    assert pair.near.arena.statistics().num_lent == 0
     for number in range(3):
         send_call(pair.near, number, b"", [numbers(256 * KIB, number)])
         assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB, number))
-    assert pair.near.arena_statistics().num_created == 1
+    assert pair.near.arena.statistics().num_created == 1
 
 
 # Mixed frames
@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_is_found_before_the_frame_leaves(pair: ConnectionPa
     with pytest.raises(LimitExceeded):
         send_call(pair.near, 1, b"", [numbers(64 * KIB)] * 5000)
     assert pair.near.bytes_sent == before
-    assert pair.near.arena_statistics().num_lent == 0
+    assert pair.near.arena.statistics().num_lent == 0
     send_call(pair.near, 2, b"", [numbers(256 * KIB)])
     assert torch.equal(receive_tensors(receive_frames(pair.far, 1)[0])[0], numbers(256 * KIB))
 
@@ -318,7 +318,7 @@ stream._SharedParts.fill = hit
 stream._ANNOUNCED_BYTES = 1 << 20
 near = UnixTransport(Path(sys.argv[1]).parent, StreamOptions()).connect("unix://" + sys.argv[1], time.monotonic() + 20)
 send_call(near, 0, b"", [torch.arange(65536, dtype=torch.int32)])
-while not any(slot.state.value == 0 for slot in near._arena._offered):
+while not any(slot.state.value == 0 for slot in near.arena._offered):
     time.sleep(0.001)
 send_call(near, 1, b"", [torch.arange(65536, dtype=torch.int32)])
 sys.stdin.read()
@@ -431,8 +431,8 @@ def cut_pair() -> Iterator[ConnectionPair]:
 
 
 def channel_of(connection: StreamConnection) -> CutChannel:
-    assert isinstance(connection._channel, CutChannel)
-    return connection._channel
+    assert isinstance(connection.channel, CutChannel)
+    return connection.channel
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 30])

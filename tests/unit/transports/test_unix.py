@@ -154,7 +154,7 @@ def test_descriptors_that_are_no_slots_are_closed(transport: UnixTransport) -> N
     read, write = os.pipe()
     far.decoder.accept = ANYTHING
     before = len(os.listdir("/proc/self/fd"))
-    near._channel.write([b"G"], [read] * 50)
+    near.channel.write([b"G"], [read] * 50)
     assert isinstance(end_of(far), DecodeError)
     far.close()
     near.close()
@@ -172,7 +172,7 @@ def test_large_tensors_leave_the_socket_alone(transport: UnixTransport) -> None:
         before = pair.near.bytes_sent
         send_call(pair.near, 2, b"", [torch.zeros(1 << 20)])
         assert pair.near.bytes_sent - before < 1000
-        arena = pair.near.arena_statistics()
+        arena = pair.near.arena.statistics()
         assert (arena.num_slots, arena.num_created) == (1, 1)
     listener.close()
 
@@ -212,7 +212,7 @@ def test_descriptors_that_the_kernel_does_not_pass_are_left_out(transport: UnixT
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)
 
-        channel: Any = pair.near._channel
+        channel: Any = pair.near.channel
         real, channel._socket = channel._socket, Refusing()
         with Sender(lambda: send_call(pair.near, 1, b"", [torch.ones(70_000)])):
             (frame,) = receive_frames(pair.far, 1)
