@@ -85,7 +85,7 @@ class Reader:
         inbox: Frames that were read and not handled yet.
         is_lingered_on: Whether a service thread may stay with the connection after a request.
         will_flush: A service thread is handling frames, and sends afterwards what was held back meanwhile.
-        must_flush: Something may have been held back; set before sending it.
+        must_flush: Something may have been held back; set after that.
         has_ended: Whether `end` was called.
     """
 
