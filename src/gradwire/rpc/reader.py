@@ -173,9 +173,9 @@ class Reader:
         except TimeoutError:
             self.end(ConnectionClosed("the other side does not read its replies"))
             return
-        except Exception as error:  # never leave a connection that no thread will read again
+        except BaseException as error:  # never leave a connection that no thread will read again
             _log.exception("handling a frame of %r failed; please report this", self.stream)
-            self.end(error)
+            self.end(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
             return
         finally:
             current.hold = None
