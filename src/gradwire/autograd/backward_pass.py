@@ -150,7 +150,7 @@ class BackwardPass:
         state: Decides.
         begun: What is to be done first; `take` returns it, too.
         gradients: Of leaves, as far as they are found.
-        totals: Leaves whose gradient is that of the context, earlier passes included.
+        totals: Leaves whose gradient includes that of the context, with what that was.
         last_answer: An answer to the root that waits for the report, to travel with it.
         last_peer: Whom the last message went to; the next may well come from there.
         error: Why it failed, on the root.
@@ -182,7 +182,7 @@ class BackwardPass:
         self._introduced: set[int] = set()
         self.last_peer: int | None = None
         self.gradients: GradientTable = {}
-        self.totals: set[torch.Tensor] = set()
+        self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self.last_answer: Answers | None = None
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
@@ -448,7 +448,7 @@ class BackwardPass:
         if self.root != self.own:
             self._arrived.clear()
             self.last_answer = None
-            self.gradients, self.totals = {}, set()
+            self.gradients, self.totals = {}, {}
         if self._moved is not None:
             self._moved.notify_all()
 
