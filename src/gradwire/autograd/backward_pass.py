@@ -151,7 +151,8 @@ class BackwardPass:
         self._introduced: set[int] = set()
         self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}  # of leaves, as far as they are found
-        self.totals: set[torch.Tensor] = set()  # leaves whose gradient is that of the context, earlier passes included
+        # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
+        self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self.last_answer: Answers | None = None  # to the root; waits for the report, to travel with it
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
@@ -371,7 +372,7 @@ class BackwardPass:
         if self.root != self.own:
             self._arrived.clear()
             self.last_answer = None
-            self.gradients, self.totals = {}, set()
+            self.gradients, self.totals = {}, {}
         self._wake()
 
     # -- waiting -------------------------------------------------------------------------------------------------------

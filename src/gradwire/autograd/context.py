@@ -231,8 +231,12 @@ class DistAutogradContext:
         with self._lock:
             if is_committed and current.roots.joins_context and not self.released and current.gradients:
                 joined = dict(self.gradients)
-                for leaf in current.totals:
-                    joined.pop(leaf, None)
+                for leaf, counted in current.totals.items():
+                    known = joined.pop(leaf, None)
+                    if known is not None and known is not counted:  # other passes were committed since
+                        joined[leaf] = known
+                        if counted is not None:
+                            add_gradient(joined, leaf, -counted, current.options.create_graph)
                 for leaf, gradient in current.gradients.items():
                     if leaf in joined:
                         add_gradient(joined, leaf, gradient, current.options.create_graph)

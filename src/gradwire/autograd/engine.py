@@ -279,7 +279,8 @@ class DistEngine:
             pass
         except BaseException as error:  # the user's hooks and functions may raise SystemExit, too
             self.fail(current, error, operation)
-            if isinstance(error, KeyboardInterrupt):
+            # In a service thread it comes from code of the user, and would end the reading of a connection.
+            if isinstance(error, KeyboardInterrupt) and not self._agent.reactor.is_service_thread():
                 raise
 
     def _perform_soon(self, current: BackwardPass, actions: Sequence[Action]) -> None:

@@ -199,19 +199,20 @@ def _has_hooks(node: Any) -> bool:
 
 def run_accumulators(
     table: GradientTable, of_context: GradientTable | None = None, is_recorded: bool = False
-) -> set[torch.Tensor]:
+) -> dict[torch.Tensor, torch.Tensor | None]:
     """Shows the totals of a pass to hooks, as ``.grad``, and takes what they make of them.
 
     A hook that sets ``.grad`` to None has consumed the gradient; one that changes or replaces it has changed it.
-    Changes the table. Returns the leaves whose gradient in it is that of the whole context, earlier passes included:
-    `DistributedDataParallel` averages those along, because they may have been made with its ``no_sync``.
+    Changes the table. Returns the leaves whose gradient in it is that of the whole context, earlier passes included, with
+    what that had for them: `DistributedDataParallel` averages those along, because they may have been made with its
+    ``no_sync``.
     """
     edges: dict[torch.Tensor, GradientEdge] = {}
     for leaf in table:
         if (post_accumulate_hooks(leaf) or _reduced or _has_node_hooks) and (edge := _find_accumulator(leaf)):
             edges[leaf] = edge
     if not edges:
-        return set()
+        return {}
     leaves = list(edges)
     reducers = [_reducer_of(leaf) for leaf in leaves]  # held: one that goes meanwhile takes its hooks along
     if any(reducer in _static for reducer in reducers):
@@ -219,14 +220,16 @@ def run_accumulators(
         raise AutogradError(
             "DistributedDataParallel(static_graph=True) does not work inside of a context; make it without static_graph"
         )
+    of_context = of_context or {}
+    totals = {leaf: of_context.get(leaf) for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
     claim = GradClaim(leaves)
     _acquire(claim)
     try:
         before = [leaf.grad for leaf in leaves]
         quiet = [hook for leaf in leaves for hook in _hooks_that_ran(leaf)]
         try:
-            for leaf, reducer in zip(leaves, reducers, strict=True):
-                known = of_context.get(leaf) if of_context and reducer is not None else None
+            for leaf in leaves:
+                known = totals.get(leaf)
                 leaf.grad = known if known is None else known.detach().clone()
             for hook, leaf in quiet:
                 hook.seen = table[leaf]
@@ -247,7 +250,7 @@ def run_accumulators(
             del table[leaf]
         else:  # a reducer goes on using the memory that it has put there
             table[leaf] = gradient if reducer is None else gradient.clone()
-    return {leaf for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
+    return totals
 
 
 @interruptible  # the engine runs hooks of the user

@@ -220,7 +220,7 @@ class Agent:
         name, own = address.info.name, threading.get_ident()
         with self._told:
             # What is told of an earlier end comes before what is told of this connection.
-            self._told.wait_for(lambda: self._telling.get(name, own) == own, _TELL_S)
+            _interrupts.wait_for(self._told, lambda: self._telling.get(name, own) == own, _TELL_S)
             older = self._membership.on_seen(address)
             num_ends = self._membership.num_ends(name)
         self.gathering.on_returned(address.info.name)

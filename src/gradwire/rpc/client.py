@@ -202,8 +202,8 @@ class Client:
         try:
             # Held back while a thread handles answers, which sends it afterwards: once for many calls.
             if call.future is not None and reader is not None and reader.will_flush:
-                reader.must_flush = True
                 connection.stream.send(message, packed.body, packed.tensors, deadline, True)
+                reader.must_flush = True  # only now: a flush that came before has not sent it
                 if not reader.will_flush:
                     connection.stream.flush(deadline)
             else:

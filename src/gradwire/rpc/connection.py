@@ -360,8 +360,8 @@ class Connection:
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
             if reader is not None and reader.inbox and reader.has_more():
-                reader.must_flush = True
                 stream.send(message, packed.body, packed.tensors, deadline, True)
+                reader.must_flush = True
                 if not reader.has_more():  # taken over meanwhile, maybe flushed before this reply
                     stream.flush()
             else:

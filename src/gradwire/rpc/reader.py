@@ -77,7 +77,7 @@ class Reader:
         inbox: Frames that were read and not handled yet.
         is_lingered_on: Whether a service thread may stay with the connection after a request.
         will_flush: A service thread is handling frames, and sends afterwards what was held back meanwhile.
-        must_flush: Something may have been held back; set before sending it.
+        must_flush: Something may have been held back; set after that.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class Reader:
         except TimeoutError:
             self.end(ConnectionClosed("the other side does not read its replies"))
             return
-        except Exception as error:  # never leave a connection that no thread will read again
+        except BaseException as error:  # never leave a connection that no thread will read again
             _log.exception("handling a frame of %r failed; please report this", self.stream)
-            self.end(error)
+            self.end(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
             return
         finally:
             current.hold = None

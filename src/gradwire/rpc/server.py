@@ -388,7 +388,7 @@ class Server:
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
-            except Exception as error:
+            except BaseException as error:  # it may set off callbacks of the user; the thread goes on reading
                 request.source.fail(request, error)
 
     @contextlib.contextmanager

@@ -155,13 +155,20 @@ def gather_objects(group: Any, value: Any) -> list[Any]:
     return found
 
 
-def all_or_none(group: Any, action: Callable[[], T]) -> list[T]:
+def rank_failed(rank: int, kind: str, text: str) -> Exception:
+    """Make the error that the other ranks raise, of the same type if that is an ordinary one."""
+    return _ORDINARY_ERRORS.get(kind, RuntimeError)(f"failed on rank {rank}; no rank was changed: {kind}: {text}")
+
+
+def all_or_none(
+    group: Any, action: Callable[[], T], failed: Callable[[int, str, str], Exception] = rank_failed
+) -> list[T]:
     """Call `action` on every rank and return all results, by rank; if it fails on one rank, raise on all of them.
 
     Every rank of the group must call it. Results are pickled.
 
-    `action` must leave nothing behind if it raises. The error of the other ranks has the same type if that is an ordinary
-    one.
+    `action` must leave nothing behind if it raises. `failed` makes the error of the other ranks, from the rank, the name of
+    the error's type and its text.
     """
     result, failure, told = None, None, None
     try:
@@ -173,9 +180,7 @@ def all_or_none(group: Any, action: Callable[[], T]) -> list[T]:
         raise failure
     for rank, (told, _) in enumerate(gathered):
         if told is not None:
-            kind, text = told
-            make = _ORDINARY_ERRORS.get(kind, RuntimeError)
-            raise make(f"failed on rank {rank}; no rank was changed: {kind}: {text}")
+            raise failed(rank, *told)
     return [result for _, result in gathered]
 
 

@@ -169,13 +169,17 @@ class StreamConnection:
                 shared.close()
 
     def _hold_back(self, buffers: list[Buffer]) -> bool:
-        with self._write_lock:
+        if not self._write_lock.acquire(False):
+            return False  # another thread writes: `_write` waits for the turn
+        try:
             num_bytes = self._num_held_back + len(buffers[0])
             if self.is_closed or len(buffers) > 1 or num_bytes > _JOIN_BELOW:
                 return False  # if closed, writing it raises the error
             self._held_back.append(buffers[0])
             self._num_held_back = num_bytes
             return True
+        finally:
+            self._write_lock.release()
 
     @property
     def has_held_back(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, Rele
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
 from gradwire.rpc.codec import Codec
+from gradwire.rpc.reader import Reader
 from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
 from gradwire.wire.messages import ErrorInfo
@@ -133,10 +135,36 @@ def exit_in_hook(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def raise_in_hook(x: torch.Tensor, kind: str) -> torch.Tensor:
+    def fail(_: torch.Tensor) -> None:
+        raise getattr(builtins, kind)
+
+    result = x * 2
+    result.register_hook(fail)  # type: ignore[no-untyped-call]
+    return result
+
+
 def exit_in_last_hook(x: torch.Tensor) -> torch.Tensor:
     leaf = torch.ones(3, requires_grad=True)
     leaf.register_post_accumulate_grad_hook(_exit)  # type: ignore[no-untyped-call]
     return x * leaf
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_interrupt_in_a_hook_leaves_the_connection_open(
+    trio: list[Agent], kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service thread runs the hook. What the hook raises belongs to the pass, and the thread goes on reading."""
+    monkeypatch.setattr(Reader, "take_over_if_stuck", lambda *_: None)  # as if the hook were quicker than the clock
+    lane = trio[0].peers.peer("b").lane("calls", time.monotonic() + QUICK_S)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", raise_in_hook, args=(x, kind.__name__)).sum()
+        with pytest.raises(BackwardFailed, match=kind.__name__):
+            ctx.backward(loss, timeout=LIMIT_S)
+        ctx.backward(rpc.rpc_sync("b", layer, args=(x,), timeout=QUICK_S).sum(), timeout=LIMIT_S)
+        assert torch.allclose(ctx.gradients()[x], expected(1)[0])
+    assert not lane.reader.has_ended
 
 
 @pytest.mark.parametrize("function", [exit_in_backward, exit_in_hook, exit_in_last_hook])

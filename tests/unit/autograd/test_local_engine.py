@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import local_engine as accumulators
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.context import DistAutogradContext
 from gradwire.autograd.local_engine import run_accumulators
 from gradwire.errors import AutogradError, BackwardFailed
 from gradwire.params import grads as lending
@@ -49,7 +51,7 @@ def test_hook_sees_the_gradient_and_grad_is_as_before() -> None:
     leaf = hooked_leaf(lambda param: seen.append(param.grad))
     leaf.grad = torch.full((2,), 7.0)
     table = {leaf: torch.ones(2), make_leaf(): torch.ones(2)}
-    assert run_accumulators(table) == set()
+    assert run_accumulators(table) == {}
     (first,) = seen
     assert first is not None
     assert first.tolist() == [1.0, 1.0]
@@ -253,6 +255,27 @@ def test_replicas_made_before_gradwire_was_imported_are_found(
     accumulators._find_reducers()
     assert accumulators._reducer_of(replica.module.weight) is replica.reducer
     assert replica.reducer in accumulators._static
+
+
+def test_pass_that_is_committed_between_the_hooks_and_the_commit_of_another_counts(
+    process_group: None, trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the reducer has averaged includes the gradients that the context had then, and no later ones."""
+    replica = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    weight, end_pass, begun = replica.module.weight, DistAutogradContext.end_pass, []
+    with gw.autograd.context() as ctx, replica.no_sync():
+        losses = [factor * replica(torch.ones(1, 2)).sum() for factor in (1.0, 2.0, 4.0)]
+
+        def run_another_first(self: DistAutogradContext, current: BackwardPass, is_committed: bool) -> None:
+            if not begun:
+                begun.append(current)
+                ctx.backward(losses[2])
+            end_pass(self, current, is_committed)
+
+        ctx.backward(losses[0])
+        monkeypatch.setattr(DistAutogradContext, "end_pass", run_another_first)
+        ctx.backward(losses[1])
+        assert torch.equal(ctx.gradients()[weight], torch.full((1, 2), 7.0))
 
 
 # -- one user of .grad at a time -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import torch
 
 from conftest import MakeAgents
 from gradwire.config import Limits, WorkerConfig
-from gradwire.errors import ConfigurationError, TransportError, WorkerLost
+from gradwire.errors import ConfigurationError, RemoteCallFailed, TransportError, WorkerLost
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import async_execution
@@ -314,6 +316,41 @@ def close_held(agent: Agent, held: HeldReplies) -> None:
         held.may_go.set()
         closer.join(20.0)
     assert not has_closed, "the worker has closed before it sent its answer"
+
+
+class Interrupted(dict[str, int]):
+    """A table with Ctrl-C on the first look."""
+
+    is_pressed = False
+
+    def get(self, *args: Any) -> Any:
+        if not self.is_pressed:
+            self.is_pressed = True
+            signal.raise_signal(signal.SIGINT)
+        return super().get(*args)
+
+
+def test_ctrl_c_ends_the_wait_until_an_earlier_end_is_told(make_agents: MakeAgents) -> None:
+    """The main thread connects to a worker while another thread still tells of the worker's end."""
+    a, b = make_agents(2)
+    a._telling = Interrupted(b=-1)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        a.on_connected(b.address)
+        threading.Event().wait(10.0)  # if it did not, it comes here
+    assert time.monotonic() - began < 2.5
+    a._telling = {}
+    assert a.call("b", max, (1, 2)) == 2
+
+
+def test_a_control_operation_that_exits_is_answered(make_agents: MakeAgents) -> None:
+    """It runs in the thread that reads: those that come after it must be answered, too."""
+    a, b = make_agents(2)
+    b.server.register_control("exit", lambda source: sys.exit(3))
+    b.server.register_control("decide", lambda source: 7)
+    with pytest.raises(RemoteCallFailed, match="SystemExit"):
+        a.ask("b", "exit", (), 5.0).wait()
+    assert a.ask("b", "decide", (), 5.0).wait() == 7
 
 
 def test_a_worker_that_closes_sends_the_answer_of_a_control_operation_first(

@@ -72,6 +72,38 @@ def test_a_call_on_a_connection_that_has_just_ended_is_sent_on_another(make_agen
     assert made[0].wait() == 3
 
 
+def test_a_call_that_is_held_back_while_others_are_sent_is_sent_too(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that sends what was held back may do so, and begin anew, just before one more call is held back."""
+    a, _b = make_agents(2)
+    assert a.call("b", operator.add, (1, 1)) == 2
+    lane = a.peers.peer("b").lanes["calls"]
+    reader, stream, hold_back = lane.reader, lane.stream, lane.stream._hold_back
+    wait_until(lambda: not reader._held, 10.0, "that no service thread stays with the connection")
+
+    def flush() -> None:
+        """Do as a service thread that has handled the answers it had."""
+        reader.will_flush = False
+        if reader.must_flush:
+            reader.must_flush = False
+            stream.flush()
+
+    def flush_first(buffers: list[Any]) -> bool:
+        flush()
+        reader.will_flush = True
+        return bool(hold_back(buffers))
+
+    monkeypatch.setattr(stream, "_hold_back", flush_first)
+    reader.will_flush = True
+    with reader._lock:  # as if that thread had the connection
+        reader._held = True
+    made = a.submit("b", operator.add, (1, 2), timeout_s=5.0)
+    flush()
+    reader._give_up(reader._epoch)
+    assert made.wait() == 3
+
+
 class FailsReplies(Interceptor):
     name = "fails"
     note_type = int

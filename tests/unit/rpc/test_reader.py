@@ -285,16 +285,19 @@ def test_garbage_ends_the_connection(setting: Setting) -> None:
     assert setting.here.is_closed
 
 
-def test_a_handler_that_fails_ends_the_connection(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_handler_that_fails_ends_the_connection(
+    setting: Setting, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     def fail(number: int) -> None:
-        raise KeyError("a bug of ours")
+        raise kind("a bug of ours")
 
     setting.on_frame = fail
     setting.reader.start()
     with caplog.at_level(logging.ERROR, "gradwire"):
         setting.send(1)
         wait_until(lambda: setting.ends, 10)
-    assert isinstance(setting.ends[0], KeyError)
+    assert "a bug of ours" in str(setting.ends[0])
     assert "please report this" in caplog.text
 
 

@@ -499,6 +499,24 @@ def test_a_thread_that_waits_for_its_turn_lets_ctrl_c_in(
     assert call_ids(receive_frames(cut_pair.far, 1)) == [2]
 
 
+def test_a_frame_to_be_held_back_waits_for_its_turn_no_longer_than_its_deadline(cut_pair: ConnectionPair) -> None:
+    """Another thread may write to a worker that does not read, without a deadline of its own."""
+    near, errors = cut_pair.near, []
+
+    def send() -> None:
+        try:
+            near.send(Goodbye("too late"), deadline=time.monotonic() + 0.1, hold_back=True)
+        except TimeoutError as error:
+            errors.append(error)
+
+    sender = threading.Thread(target=send)
+    with near._write_lock:
+        sender.start()
+        sender.join(5.0)
+        assert errors, "the thread still waits"
+    assert not near.is_closed
+
+
 # The path of a small message
 
 
