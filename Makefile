@@ -47,10 +47,10 @@ search: $(STAMP)
 
 EXPLORE_SECONDS ?= 1800
 explore: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m explore --seconds $(EXPLORE_SECONDS) $(if $(EXPLORE_SEED),--seed $(EXPLORE_SEED))
+	PYTHONPATH=tests:tests/integration $(BIN)/python -m explore --seconds $(EXPLORE_SECONDS) $(if $(EXPLORE_SEED),--seed $(EXPLORE_SEED))
 
 conformance: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)
+	PYTHONPATH=tests:tests/integration $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
@@ -58,12 +58,12 @@ bench: $(STAMP)
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/fuzz_wire.py --seconds $$(($(FUZZ_SECONDS) / 2))
-	PYTHONPATH=tests $(BIN)/python -m fuzz.fuzz_operations --seconds $$(($(FUZZ_SECONDS) / 2))
+	PYTHONPATH=tests:tests/integration $(BIN)/python -m fuzz.fuzz_operations --seconds $$(($(FUZZ_SECONDS) / 2))
 
 SOAK_PROGRAMS ?= 10000
 SOAK_SEED ?= 0
 soak: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m autograd.soak --programs $(SOAK_PROGRAMS) --seed $(SOAK_SEED)
+	PYTHONPATH=tests:tests/integration $(BIN)/python -m autograd.soak --programs $(SOAK_PROGRAMS) --seed $(SOAK_SEED)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """Look for what the fixed examples of the test suite do not show: new seeds, for a given time.
 
-    PYTHONPATH=tests python -m explore --seconds 1800
-    PYTHONPATH=tests python -m explore --seconds 1800 --seed 1234
+    PYTHONPATH=tests:tests/integration python -m explore --seconds 1800
+    PYTHONPATH=tests:tests/integration python -m explore --seconds 1800 --seed 1234
 
 Rounds of each kind take turns: properties (Hypothesis), the ownership of references, simulated backward passes, random
 programs on workers, random training programs, bad bytes. Each round is a process of its own and prints its seed. A round
@@ -75,12 +75,13 @@ def simulation(seed: int) -> Command:
 
 def programs(seed: int) -> Command:
     """Random programs with autograd, on workers and in one process."""
-    return Command(("-m", "autograd.soak", "--programs", "300", "--seed", str(seed)), {"PYTHONPATH": "tests"})
+    path = "tests:tests/integration"
+    return Command(("-m", "autograd.soak", "--programs", "300", "--seed", str(seed)), {"PYTHONPATH": path})
 
 
 def training(seed: int) -> Command:
     """Random training programs with optimizers, on workers and in one process."""
-    return _pytest(["tests/optim/test_random_programs.py"], GRADWIRE_TRAINING_SEEDS=f"{seed}-{seed + 11}")
+    return _pytest(["tests/integration/optim/test_random_programs.py"], GRADWIRE_TRAINING_SEEDS=f"{seed}-{seed + 11}")
 
 
 def wire(seed: int) -> Command:

@@ -1,6 +1,6 @@
 """Sends bad data to every operation of a worker until the time is over.
 
-    PYTHONPATH=tests python -m fuzz.fuzz_operations --seconds 60 [--seed N] [--here] [--known]
+    PYTHONPATH=tests:tests/integration python -m fuzz.fuzz_operations --seconds 60 [--seed N] [--here] [--known]
 
 A hostile worker that has shaken hands sends calls, control operations, notices and forged answers to a victim with
 ``trust="data"``: to everything in the victim's tables, so that what is new there is fuzzed, too. Ids are its own, those of

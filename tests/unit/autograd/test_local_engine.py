@@ -223,7 +223,7 @@ def test_a_pass_inside_a_hook_that_reaches_the_same_leaf_is_an_error(trio: list[
         ctx.backward((leaf * 2).sum(), timeout=10.0)
 
 
-# -- DistributedDataParallel; tests/autograd has some with other ranks -------------------------------------------------
+# -- DistributedDataParallel; tests/integration/autograd has some with other ranks -----------------------------------
 
 
 @pytest.fixture

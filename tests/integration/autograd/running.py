@@ -289,5 +289,5 @@ def check_program(seed: int, mode: str = "smart") -> str:
         problem = traceback.format_exc()
     if not problem:
         return ""
-    again = f"PYTHONPATH=tests .venv/bin/python -m autograd.soak --only {seed} --mode {mode}"
+    again = f"PYTHONPATH=tests:tests/integration .venv/bin/python -m autograd.soak --only {seed} --mode {mode}"
     return f"seed {seed}, mode {mode}: {problem}\nagain: {again}\n{describe(program)}\n"

@@ -1,7 +1,7 @@
 """Random programs on four workers until so many were right.
 
-    PYTHONPATH=tests python -m autograd.soak --programs 10000 --seed 0
-    PYTHONPATH=tests python -m autograd.soak --only 1234
+    PYTHONPATH=tests:tests/integration python -m autograd.soak --programs 10000 --seed 0
+    PYTHONPATH=tests:tests/integration python -m autograd.soak --only 1234
 
 Every seed is one program (`autograd.programs`). It runs on workers and in one process; the gradients must be the same. A
 program that fails is printed with its seed and the command that runs it again; the exit code is then 1. Some programs

@@ -1,4 +1,4 @@
-"""Agents in this process, and worker processes; both end with the test. Shared by `tests/rpc` and `tests/faults`."""
+"""Agents in this process, and worker processes; both end with the test. Used by `tests/faults`, too."""
 
 from __future__ import annotations
 
