@@ -147,6 +147,7 @@ class Connection:
         self.lane = ""
         self.peer: Peer | None = None
         self.calls = CallTable()
+        self.unpacking: set[int] = set()  # ids of calls whose answer is being unpacked; single operations only
         self.requests: dict[int, Request] = {}
         self.cancelled: dict[int, None] = {}
         self.last_call_id = 0
@@ -245,8 +246,10 @@ class Connection:
             self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
             return
         assert isinstance(message, Reply | Failure)
+        self.unpacking.add(message.call_id)  # first: it is here as long as it is in one of the two
         call = self.calls.pop(message.call_id, None)
         if call is None:
+            self.unpacking.discard(message.call_id)
             return  # cancelled or timed out here; the answer is late
         agent, value, error = self.agent, None, None
         if call.future is not None:
@@ -265,6 +268,7 @@ class Connection:
             error = problem
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
             error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
+        self.unpacking.discard(message.call_id)
         agent.client.finish(call, value, error)
         if self.num_waiting_for_room:
             self._room.set()

@@ -137,7 +137,9 @@ class PeerKnowledge:
         # It asks for what it sent long ago, so an answer can only be one to a call that is as old.
         peer = self._agent.peers.by_name.get(name)
         lane = peer.lanes.get("calls") if peer is not None else None
-        return lane is not None and lane.calls.has_older_than(time.monotonic() - _ASK_S / 2)
+        if lane is None:
+            return False
+        return bool(lane.unpacking) or lane.calls.has_older_than(time.monotonic() - _ASK_S / 2)
 
     def is_connected(self, worker: Worker) -> bool:
         """Return whether anything may still arrive from that worker."""
