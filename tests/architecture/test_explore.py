@@ -14,7 +14,7 @@ import explore
 from explore import Command
 
 TESTS = Path(explore.__file__).parent
-MEANT_TO_DIFFER = {"cluster/tasks.py"}  # workers that are forked must not have the same random numbers
+MEANT_TO_DIFFER = {"integration/cluster/tasks.py"}  # workers that are forked must not have the same random numbers
 
 
 def right(seed: int) -> Command:

@@ -323,12 +323,13 @@ class Server:
         outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
         current.request = self._executing[thread] = request
         try:
-            frame, request.frame = request.frame, None
+            frame = request.frame
             assert frame is not None
             assert isinstance(frame.message, Call)
             keeper = self._keeper if notes else None
             kept = notes.pop(keeper[0], None) if keeper is not None else None
             function, args, kwargs = self.agent.codec.load_call(frame, frame.message, source.info)
+            request.frame = None  # not before: see `has_unread_call_of`
             called = function
             if keeper is not None and kept is not None:
                 called = keeper[1](source.info, request.function, kept, function)
