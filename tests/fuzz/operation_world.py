@@ -131,7 +131,7 @@ def state_of(agent: Agent) -> dict[str, Any]:
         "passes": sum(len(item.passes) for item in contexts),
         "ended passes": sum(len(item.ended_passes) for item in contexts),
         "recorded messages": sum(len(item.exchanges) for item in contexts),
-        "released contexts": autograd.container.num_remembered,
+        "released contexts": len(autograd.container._released),
         "rounds of gatherings": len(agent.gathering._rounds),
         "values": numbers.num_values,
         "references": numbers.num_forks,

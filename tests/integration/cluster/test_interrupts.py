@@ -19,6 +19,7 @@ from gradwire.cluster._supervisor import Supervisor
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.local_launcher import LocalLauncher
 from gradwire.cluster.map import MapRun
+from gradwire.rpc.agent import Agent
 from gradwire.testing import wait_until
 
 Interrupt = Callable[[Any, str], None]
@@ -91,7 +92,7 @@ def test_status_is_given_up(interrupt: Interrupt) -> None:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)  # and does not answer any more
         wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that the worker stands still")
-        interrupt(_interrupts, "get")
+        interrupt(Agent, "ask_all")
         with _interrupts.installed(), pytest.raises(KeyboardInterrupt):
             cluster.status()
         os.kill(pid, signal.SIGCONT)

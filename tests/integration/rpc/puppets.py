@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2]
 SOURCES = TESTS.parent / "src"
 _START_S = 60.0
 _END_S = 60.0
@@ -57,7 +57,7 @@ def environment(folder: str) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     return {
         **inherited,
-        "PYTHONPATH": f"{SOURCES}:{TESTS}",
+        "PYTHONPATH": f"{SOURCES}:{TESTS}:{TESTS / 'integration'}",
         "TMPDIR": folder,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
