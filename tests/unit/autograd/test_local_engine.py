@@ -89,7 +89,9 @@ def test_hook_that_raises_leaves_grad_as_before() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         run_accumulators({leaf: torch.ones(2)})
     assert leaf.grad.tolist() == [7.0, 7.0]
-    assert GradClaim([leaf]).acquire(blocking=False)
+    claim = GradClaim([leaf])
+    assert claim.acquire(blocking=False)
+    claim.release()
 
 
 def test_hook_runs_once_with_the_total_of_the_pass(trio: list[Agent]) -> None:
