@@ -277,6 +277,21 @@ class Agent:
         self.on_worker_ended(msgspec.structs.replace(address, incarnation=incarnation), reason, was_orderly=False)
         peer.end_lanes(1 << 63, reason)
 
+    def welcome(self, address: WorkerAddress) -> None:
+        """Take a worker for a member because the process that supervises the cluster says so: a new one, or a new start."""
+        if address.info.name == self.info.name:
+            return
+        self.directory.add(address)
+        peer = self.peers.by_name.get(address.info.name)
+        if peer is not None and not self.has_ended_since(address):
+            peer.lost_reason = None
+
+    def has_ended_since(self, address: WorkerAddress) -> bool:
+        """Return whether the end of this incarnation, or of a later one, was told already."""
+        return self._membership.has_ended(address.info.name) and self._membership.newest(address.info.name) >= max(
+            1, address.incarnation
+        )
+
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster.
 

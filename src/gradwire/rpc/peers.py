@@ -414,6 +414,13 @@ class StaticDirectory:
                 self._by_name[name] = address
             self._names[rank] = name
 
+    def add(self, address: WorkerAddress) -> None:
+        """Let in one more worker, or a new start of one, although all were known."""
+        with self._binding:
+            self.check(address.info)
+            self._by_name[address.info.name] = address
+            self._names[address.info.id] = address.info.name
+
     def check(self, info: WorkerInfo) -> None:
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)
         if holder != info.name or (known is not None and known.info.id != info.id):
