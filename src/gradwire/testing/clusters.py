@@ -1,0 +1,415 @@
+"""The contract of clusters: what holds however the workers were started.
+
+    check_cluster("my_package.launchers:start")
+
+`start` names a function that takes the number of workers and the options that all clusters share (``imports=``), and returns
+a `gradwire.Cluster`. Each check is a program of its own, so that it can be interrupted and killed, as a driver may be:
+
+    <command> -m gradwire.testing.clusters <start> <check>
+
+Where another program starts the driver, as torchrun does, it is the `command`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import operator
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradwire as gw
+from gradwire.cluster import Cluster
+from gradwire.errors import AuthenticationFailed, GradwireError, WorkerLost, WorkerStartFailed
+from gradwire.testing.agents import wait_until
+
+__all__ = ["CLUSTER_CHECKS", "check_cluster"]
+
+NUM_WORKERS = 2
+_SERVE = "gradwire-contract-pids:"
+_GONE_S = 20.0
+_OTHER_VERSION = "0.0.0+other"
+
+Start = Callable[..., Cluster]
+
+
+def check_cluster(
+    start: str,
+    command: Sequence[str] = (sys.executable,),
+    checks: Sequence[str] | None = None,
+    timeout_s: float = 120.0,
+) -> None:
+    """Run the checks of the contract, and raise for the first that fails.
+
+    Args:
+        start: The function that starts the cluster, as ``"module:function"``.
+        command: What runs a Python module: an interpreter, or torchrun and its options.
+        checks: Some of `CLUSTER_CHECKS`; all of them if not given.
+        timeout_s: Seconds that one check may take.
+
+    Raises:
+        AssertionError: A check failed; the message has what its program printed.
+    """
+    for check in CLUSTER_CHECKS if checks is None else checks:
+        _Program([*command, "-m", __name__, start, check], timeout_s).run(_WATCHERS.get(check, _watch_success))
+
+
+class _Program:
+    """The driver of one check, in a process of its own."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        self._command = command
+        self._deadline = time.monotonic() + timeout_s
+        self._lines: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, watch: Callable[[_Program], None]) -> None:
+        with subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
+            self._process = process
+            reader = threading.Thread(target=self._read, name="gradwire-testing-output", daemon=True)
+            reader.start()
+            try:
+                watch(self)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                reader.join(5.0)
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with contextlib.suppress(ValueError):  # it was closed
+            for line in self._process.stdout:
+                self._lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self._lines)
+
+    def fail(self, text: str) -> AssertionError:
+        return AssertionError(f"{text}\n$ {' '.join(self._command)}\n{self.output}")
+
+    def wait_exit(self) -> int:
+        assert self._process is not None
+        try:
+            return self._process.wait(max(0.1, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise self.fail("the program of this check does not end") from None
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until it has printed a line in which the pattern is found."""
+        assert self._process is not None
+        found: list[re.Match[str]] = []
+
+        def look() -> bool:
+            found[:] = [match for line in list(self._lines) if (match := re.search(pattern, line))]
+            if not found and self._process is not None and self._process.poll() is not None:
+                raise self.fail(f"the program of this check ended before it printed {pattern!r}")
+            return bool(found)
+
+        try:
+            wait_until(look, max(0.1, self._deadline - time.monotonic()))
+        except TimeoutError:
+            raise self.fail(f"the program of this check does not print {pattern!r}") from None
+        return found[0]
+
+    def end_driver(self, signum: int) -> None:
+        """Wait until the cluster is up, send the driver a signal, and see to it that no worker stays."""
+        driver, *workers = (int(pid) for pid in self.wait_for(f"{_SERVE} ([0-9 ]+)")[1].split())
+        begun = {pid: _start_time(pid) for pid in workers}
+        assert all(begun.values()), f"not all of the workers {workers} are processes of this machine"
+        os.kill(driver, signum)
+        try:
+            wait_until(lambda: all(_start_time(pid) != start for pid, start in begun.items()), _GONE_S)
+        except TimeoutError:
+            left = [pid for pid, start in begun.items() if _start_time(pid) == start]
+            raise self.fail(f"workers are left {_GONE_S:g} s after the end of the driver: {left}") from None
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process began, which tells it from a later one with the same id; None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+# What the process that runs the checks looks at.
+
+
+def _watch_success(program: _Program) -> None:
+    if (code := program.wait_exit()) != 0:
+        raise program.fail(f"the program of this check exited with {code}")
+
+
+def _watch_output(program: _Program) -> None:
+    for rank in range(NUM_WORKERS):
+        name = program.wait_for(f"^workers: rank {rank} is (.*)$")[1]
+        program.wait_for(rf"{re.escape(name)}\b.*printed by rank {rank} on stdout")
+        program.wait_for(rf"{re.escape(name)}\b.*printed by rank {rank} on stderr")
+    _watch_success(program)
+
+
+def _watch_interrupt(program: _Program) -> None:
+    program.end_driver(signal.SIGINT)
+    if program.wait_exit() == 0:
+        raise program.fail("a program that was interrupted exited with 0")
+
+
+def _watch_kill(program: _Program) -> None:
+    program.end_driver(signal.SIGKILL)
+
+
+_WATCHERS = {
+    "output": _watch_output,
+    "ctrl_c": _watch_interrupt,
+    "driver_death": _watch_kill,
+}
+
+
+# What the driver of a check does.
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def _fail(text: str) -> None:
+    raise KeyError(text)
+
+
+def _print_both(rank: int) -> None:
+    print(f"printed by rank {rank} on stdout")
+    print(f"printed by rank {rank} on stderr", file=sys.stderr)
+
+
+def _wait_forever() -> None:
+    threading.Event().wait()
+
+
+def _double(x: gw.rpc.RRef[Tensor]) -> Tensor:
+    return x.to_here() * 2
+
+
+def check_calls(start: Start) -> None:
+    """Calls, futures, map; names and ranks."""
+    with start(NUM_WORKERS) as cluster:
+        workers = cluster.workers
+        assert len(workers) == NUM_WORKERS
+        assert [worker.rank for worker in workers] == sorted(worker.rank for worker in workers)
+        x, y = torch.rand(3, 4), torch.rand(3, 4)
+        for worker in workers:
+            assert torch.equal(worker.call(_add, x, y), x + y)
+            assert torch.equal(worker.submit(torch.mm, x, y.T).wait(), x @ y.T)
+            assert worker.call(gw.rpc.get_worker_info) == worker.info
+            big = torch.rand(1 << 20)
+            assert torch.equal(worker.call(torch.neg, big), -big)
+        assert cluster.map(abs, [-1, 2, -3]) == [1, 2, 3]
+        first, last = workers[0], workers[-1]
+        # From worker to worker, without the driver.
+        assert torch.equal(first.call(gw.rpc.rpc_sync, last.name, _add, (x, y)), x + y)
+        status = cluster.status()
+        assert [row.name for row in status] == [worker.name for worker in workers]
+        assert {row.state for row in status} == {"running"}
+        assert all(worker.name in cluster.describe() for worker in workers)
+
+
+def check_references(start: Start) -> None:
+    """Values that stay on a worker, used by another."""
+    with start(NUM_WORKERS) as cluster:
+        owner, user = cluster.workers[0], cluster.workers[-1]
+        reference = gw.rpc.remote(owner.name, torch.full, args=((2, 2), 21.0))
+        assert reference.owner() == owner.info
+        assert torch.equal(reference.to_here(), torch.full((2, 2), 21.0))
+        assert torch.equal(user.call(_double, reference), torch.full((2, 2), 42.0))
+
+
+def _compare_gradients(context_id: int, module: gw.rpc.RRef[nn.Module], expected: list[Tensor]) -> None:
+    gradients = gw.autograd.get_gradients(context_id)
+    for parameter, gradient in zip(module.local_value().parameters(), expected, strict=True):
+        torch.testing.assert_close(gradients[parameter], gradient)
+
+
+def _make_layer(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(4, 4)
+
+
+def _loss(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = torch.tanh(layer(x))
+    return x.square().sum()
+
+
+def check_autograd(start: Start) -> None:
+    """Gradients through a model that is split over the workers are those of one process."""
+    with start(NUM_WORKERS) as cluster:
+        remote = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
+        local = [_make_layer(worker.rank) for worker in cluster.workers]
+        x = torch.rand(8, 4, requires_grad=True)
+        _loss(local, x).backward()
+        with gw.autograd.context() as ctx:
+            ctx.backward(_loss(remote, x))
+            torch.testing.assert_close(gw.autograd.get_gradients(ctx)[x], x.grad)
+            for worker, there, here in zip(cluster.workers, remote, local, strict=True):
+                expected = [parameter.grad for parameter in here.parameters()]
+                worker.call(_compare_gradients, ctx.id, there.get_module_rref(), expected)
+
+
+def check_optimizer(start: Start) -> None:
+    """Steps of a distributed optimizer do what those of one process do."""
+    with start(NUM_WORKERS) as cluster:
+        remote = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
+        local = nn.ModuleList(_make_layer(worker.rank) for worker in cluster.workers)
+        x = torch.rand(8, 4)
+        ours = gw.optim.DistributedOptimizer(torch.optim.AdamW, remote, lr=0.05)
+        torchs = torch.optim.AdamW(local.parameters(), lr=0.05)
+        for _ in range(3):
+            torchs.zero_grad()
+            expected = _loss(list(local), x)
+            expected.backward()
+            torchs.step()
+            with gw.autograd.context() as ctx:
+                loss = _loss(remote, x)
+                ctx.backward(loss)
+                ours.step(ctx)
+            torch.testing.assert_close(loss, expected)
+
+
+def check_checkpoint(start: Start) -> None:
+    """What workers hold is saved by them, and loaded again."""
+    with start(NUM_WORKERS) as cluster, tempfile.TemporaryDirectory() as folder:
+        x = torch.rand(8, 4)
+        saved = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
+        gw.checkpoint.save(folder, {"layers": saved, "step": 7})
+        loaded = [worker.module(_make_layer, 99) for worker in cluster.workers]
+        assert gw.checkpoint.load(folder, {"layers": loaded}) == {"step": 7}
+        assert torch.equal(_loss(loaded, x), _loss(saved, x))
+
+
+def check_exceptions(start: Start) -> None:
+    """An exception comes back as its own type, with where it was raised."""
+    with start(NUM_WORKERS) as cluster:
+        for worker in cluster.workers:
+            with _raises(KeyError, "lost property", worker.name):
+                worker.call(_fail, "lost property")
+            assert worker.call(abs, -1) == 1
+
+
+def check_output(start: Start) -> None:
+    """What workers print appears here, with their names."""
+    with start(NUM_WORKERS) as cluster:
+        for worker in cluster.workers:
+            print(f"workers: rank {worker.rank} is {worker.name}", flush=True)
+            worker.call(_print_both, worker.rank)
+
+
+def check_failed_start(start: Start) -> None:
+    """A worker that cannot start is an error with its traceback, and leaves nothing behind."""
+    with _raises(WorkerStartFailed, "ModuleNotFoundError", "gradwire_has_no_such_module"):
+        start(NUM_WORKERS, imports=("gradwire_has_no_such_module",))
+    assert Cluster.current() is None
+
+
+def check_worker_death(start: Start) -> None:
+    """The death of a worker fails the calls to it, and only those."""
+    with start(NUM_WORKERS) as cluster:
+        first, last = cluster.workers[0], cluster.workers[-1]
+        future = first.submit(_wait_forever)
+        begun = time.monotonic()
+        with contextlib.suppress(GradwireError):
+            first.call(os.kill, first.call(os.getpid), signal.SIGKILL)
+        with _raises(WorkerLost, first.name):
+            future.wait()
+        assert time.monotonic() - begun < 10
+        with _raises(WorkerLost, first.name):
+            last.call(gw.rpc.rpc_sync, first.name, abs, (-1,))
+        assert last.call(abs, -2) == 2
+        wait_until(lambda: not first.is_alive, 10.0)
+
+
+def check_other_version(start: Start) -> None:
+    """A worker of another version is refused, and the error has both."""
+    with _raises((WorkerStartFailed, AuthenticationFailed, WorkerLost), _OTHER_VERSION, gw.__version__):
+        with start(NUM_WORKERS, imports=("gradwire.testing._other_version",)) as cluster:
+            cluster.workers[0].call(abs, -1)
+
+
+def _serve(start: Start) -> None:
+    with start(NUM_WORKERS) as cluster:
+        futures = [worker.submit(_wait_forever) for worker in cluster.workers]
+        pids = [os.getpid(), *(worker.call(os.getpid) for worker in cluster.workers)]
+        print(_SERVE, *pids, flush=True)
+        for future in futures:
+            future.wait()
+
+
+def check_ctrl_c(start: Start) -> None:
+    """Ctrl-C in the driver ends all workers."""
+    _serve(start)
+
+
+def check_driver_death(start: Start) -> None:
+    """The death of the driver ends all workers."""
+    _serve(start)
+
+
+@contextlib.contextmanager
+def _raises(kind: type[Exception] | tuple[type[Exception], ...], *texts: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        missing = [text for text in texts if text not in notes]
+        assert not missing, f"the error does not say {missing}: {notes}"
+    else:
+        raise AssertionError(f"{kind} was not raised")
+
+
+_CHECKS: dict[str, Callable[[Start], None]] = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_calls,
+        check_references,
+        check_autograd,
+        check_optimizer,
+        check_checkpoint,
+        check_exceptions,
+        check_output,
+        check_failed_start,
+        check_worker_death,
+        check_other_version,
+        check_ctrl_c,
+        check_driver_death,
+    )
+}
+CLUSTER_CHECKS = tuple(_CHECKS)
+"""The names of all checks."""
+
+
+def main(argv: Sequence[str]) -> None:
+    start, check = argv
+    module, _, function = start.partition(":")
+    found: Any = operator.attrgetter(function)(importlib.import_module(module))
+    _CHECKS[check](found)
+
+
+if __name__ == "__main__":
+    # Under its own name: what it defines travels by name to workers, which do not have this program.
+    importlib.import_module("gradwire.testing.clusters").main(sys.argv[1:])
