@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire import Cluster
 from gradwire.testing import CLUSTER_CHECKS, check_cluster
 
 

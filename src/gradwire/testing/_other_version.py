@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-import gradwire
+from gradwire import versions
 
-gradwire.__version__ = "0.0.0+other"
+versions.GRADWIRE_VERSION = "0.0.0+other"
