@@ -189,7 +189,7 @@ class RemoteLauncher(Launcher):
         deadline = time.monotonic() + timeout_s
         members = self._enrol(specs, on_lost, deadline, timeout_s)
         try:
-            self._each(members, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
+            self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
             with self._changed:
                 self._members.update({member.spec.info.name: member for member in members})
             self._introduce_all(members, deadline)
@@ -218,7 +218,7 @@ class RemoteLauncher(Launcher):
         if new:
             processes += self._launch(len(new), deadline, None)
         ask = partial(self._ask_introduction, deadline=deadline, timeout_s=timeout_s)
-        introductions = self._each(processes, ask)
+        introductions = self._each(processes, deadline, ask)
         self._check_versions(processes, introductions, specs[0].config)
         kept = list(range(len(again)))
         order = kept + [len(again) + index for index in enrolment.order_of(introductions[len(again) :])]
@@ -282,7 +282,7 @@ class RemoteLauncher(Launcher):
         for member in members:
             self._agent.welcome(member.address)
             self._printer.add(member.spec.info)
-        self._each(members, partial(self._connect, deadline=deadline))
+        self._each(members, deadline, partial(self._connect, deadline=deadline))
         names = [member.spec.info.name for member in members]
         others = [item for item in self._running() if item.spec.info.name not in names]
         everyone = [self._agent.address, *(item.address for item in (*members, *others))]
@@ -336,13 +336,13 @@ class RemoteLauncher(Launcher):
             if member.handle.state.is_over:
                 raise WorkerStartFailed(f"{member} ended before it was ready: {member.handle.exit_reason}")
 
-    def _each(self, items: Sequence[_T], function: Callable[[_T], _R]) -> list[_R]:
+    def _each(self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R]) -> list[_R]:
         """Call a function for each item, many at once; return the results in order, or raise the first error at once.
 
-        After an error the other calls go on by themselves: they end at their deadline, or when their process is killed.
+        The function keeps the deadline. After an error the other calls end there, or when their process is killed.
         """
         results: dict[int, _R] = {}
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
         waiting = list(enumerate(items))[::-1]
         done = threading.Condition()  # guards the three above
 
@@ -354,7 +354,7 @@ class RemoteLauncher(Launcher):
                     index, item = waiting.pop()
                 try:
                     result = function(item)
-                except BaseException as error:
+                except Exception as error:
                     with done:
                         errors.append(error)
                         done.notify_all()
@@ -366,9 +366,13 @@ class RemoteLauncher(Launcher):
         for _ in range(min(len(items), _EXCHANGES_AT_ONCE)):
             threading.Thread(target=run, name="gradwire-driver-enrolment", daemon=True).start()
         with done:
-            _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items))
+            left = max(0.0, deadline - time.monotonic()) + _STOP_S
+            _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items), left)
         if errors:
             raise errors[0]
+        if len(results) < len(items):
+            late = ", ".join(str(item) for index, item in enumerate(items) if index not in results)
+            raise WorkerStartFailed(f"the scheduler did not keep the deadline for {late}")
         return [results[index] for index in range(len(items))]
 
     # Watching

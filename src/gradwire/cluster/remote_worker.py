@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -99,7 +101,7 @@ class RemoteWorker:
                 question = enrolment.decode_question(message)
                 answer = self._introduce(question) if isinstance(question, Introduce) else self._join(question)
                 return enrolment.encode(answer)
-            except BaseException as error:  # an import may raise anything, SystemExit among others
+            except (Exception, SystemExit) as error:  # an import may do anything
                 text = "".join(traceback.format_exception(error))
                 if isinstance(error, GradwireError):  # it says all there is to say
                     text = f"{error}\n"
@@ -191,7 +193,7 @@ class RemoteWorker:
         def on_dial(source: WorkerInfo, names: list[str], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
             check(source)
             answer: InterruptibleFuture[dict[str, str]] = InterruptibleFuture()
-            threading.Thread(target=_dial, args=(agent, names, timeout_s, answer), daemon=True).start()
+            _start_thread(_dial, agent, names, timeout_s, answer)
             return answer
 
         def on_connected(name: str) -> None:
@@ -202,7 +204,7 @@ class RemoteWorker:
         def on_lost(name: str, reason: str) -> None:
             if name == driver:
                 self._expect_driver(_RETURN_S, reason)
-                threading.Thread(target=self._reach_driver, args=(agent, driver), daemon=True).start()
+                _start_thread(self._reach_driver, agent, driver)
 
         follow_driver(agent, driver)
         serve_usage(agent)
@@ -248,6 +250,10 @@ class RemoteWorker:
         if agent is not None:
             agent.close()
             set_current_agent(None)
+
+
+def _start_thread(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name="gradwire-connect", daemon=True).start()
 
 
 def _is_refusal(error: BaseException | None) -> bool:
