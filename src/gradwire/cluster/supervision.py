@@ -200,7 +200,8 @@ class Supervision:
 
     def next_due(self) -> float:
         """Return when `tick` is to be called at the latest."""
-        due = min((member.due for member in self._members.values()), default=_NEVER)
+        waiting = (member.due for member in self._members.values() if member.phase is Phase.WAITING)
+        due = min(waiting, default=_NEVER)
         if self._last_tick is None and self._options.interval_s < _NEVER:
             return 0.0
         is_asking = any(member.phase.has_process for member in self._members.values())
