@@ -214,9 +214,7 @@ class Agent:
     def _outdated(self, address: WorkerAddress) -> AuthenticationFailed:
         name, reason = address.info.name, self._membership.lost_reason(address.info.name)
         if reason is not None:
-            return AuthenticationFailed(
-                f"this incarnation of worker {name} does not belong to the cluster any more: {reason}"
-            )
+            return AuthenticationFailed(f"this incarnation of worker {name} was given up: {reason}")
         return AuthenticationFailed(f"a newer incarnation of worker {name} is known")
 
     def incarnation_of(self, name: str) -> int:
