@@ -31,6 +31,7 @@ LAST_LINES = {
     "remote_calls.py": r"remote_calls: \d+ calls answered, no worker left behind",
     "sharded_mlp.py": r"sharded_mlp: 30 losses fell from 0\.\d+ to 0\.\d+, the same up to rounding",
     "split_model.py": r"split_model: 40 losses fell from 0\.976 to 0\.0\d\d, the same bit for bit",
+    "survives_kills.py": r"survives_kills: 5 kills, 40 losses are the same bit for bit: True",
     "torch_style.py": r"torch_style: the sum is \[30\.0, 36\.0\], expected \[30\.0, 36\.0\]",
     "two_hosts_tls.py": r"two_hosts_tls: both workers ended with \[0, 0\]",
 }
