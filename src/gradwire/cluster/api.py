@@ -20,7 +20,7 @@ from gradwire.cluster.driver import CLUSTER, MAX_WORKERS, check_count, check_nam
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
 from gradwire.cluster.map import MapRun
-from gradwire.cluster.monitor import MembershipEvent, Monitor
+from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
 from gradwire.cluster.supervision import Restart, SupervisionOptions
 from gradwire.cluster.worker import Worker
@@ -146,12 +146,11 @@ class Cluster:
                 trust=trust,
                 limits=_DEFAULTS.limits if limits is None else limits,
             ),
-            supervision=SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts),
-            on_restart=on_restart,
         )
+        supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         if replace and (old := cls.current()) is not None:
             old.close(grace=0)
-        return cls(*start_local(options))
+        return cls(*start_local(options, supervision, on_restart))
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -266,17 +265,21 @@ class Cluster:
         watched = self._monitor.options
         silence = f" or has not answered for {watched.silence_s:g} s" if watched.silence_s < float("inf") else ""
         restarts = f", at most {watched.max_restarts} times a minute" if watched.restart == "on-loss" else ""
-        roles: dict[str, list[str]] = {}
-        for worker in self.workers:
-            roles.setdefault(worker.role, []).append(worker.name)
         lines = [
             f"{self!r} of driver process {self._owner_pid} on {socket.gethostname()}",
             f"Python {platform.python_version()}, torch {torch.__version__}, gradwire {GRADWIRE_VERSION}",
             f'a worker is lost when its process ends{silence}; restart="{watched.restart}"{restarts}',
-            *(f"role {role}: {', '.join(names)}" for role, names in roles.items() if len(roles) > 1),
             self._monitor.launcher.describe(),
+            *map(self._describe_member, self._monitor.members()),
         ]
         return "\n".join(lines)
+
+    def _describe_member(self, member: Member) -> str:
+        handle, info = member.handle, member.spec.info
+        where = f" ({handle.place})" if handle.place else ""
+        at = f", listens at {', '.join(handle.address.uris)}" if handle.address is not None else ""
+        process = f"process {handle.pid} on {handle.host}{where}{at}"
+        return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
 
     def status(self) -> ClusterStatus:
         """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
@@ -311,8 +314,7 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        # The resources end what is left if Ctrl-C ends one of the waits; the threads of the monitor end after that.
-        with _interrupts.installed(), contextlib.closing(self._monitor), self._resources:
+        with _interrupts.installed(), self._resources:  # the latter ends what is left if Ctrl-C ends one of the waits
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

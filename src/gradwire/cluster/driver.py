@@ -7,19 +7,14 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gradwire.cluster.launcher import WorkerSpec
-from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.config import WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for
 from gradwire.types import WorkerAddress, WorkerInfo
-
-if TYPE_CHECKING:
-    from gradwire.cluster.worker import Worker
 
 CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
 DRIVER = "driver"
@@ -41,8 +36,6 @@ class ClusterOptions:
     environment: Mapping[str, str] | None = None
     imports: Sequence[str] = ()
     config: WorkerConfig = field(default_factory=WorkerConfig)
-    supervision: SupervisionOptions = field(default_factory=SupervisionOptions)
-    on_restart: Callable[[Worker], object] | None = None
     token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:

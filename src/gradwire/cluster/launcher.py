@@ -48,24 +48,16 @@ class WorkerHandle:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.pid: int | None = None
+        self.address: WorkerAddress | None = None  # known once it listens
+        self.host = ""  # name of its machine, for people
+        self.place: str | None = None  # what the scheduler calls the place that it runs in
         self.state = WorkerState.STARTING
         self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
-        self.address: WorkerAddress | None = None  # once it listens
-        self.host = ""  # name of its machine; empty for this one
-        self.place: str | None = None  # where a scheduler put it, for people
         self._started_at = time.monotonic()
         self._ended_at: float | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerHandle {self.info.name} pid={self.pid} {self.state.value}>"
-
-    def describe(self) -> str:
-        """Return one line for people: what it is, where it runs, where it listens, how it is."""
-        where = " ".join(text for text in (self.host, self.place and f"({self.place})") if text)
-        listens = f", listens at {', '.join(self.address.uris)}" if self.address is not None else ""
-        ended = f": {self.exit_reason}" if self.exit_reason else ""
-        at = f" on {where}" if where else ""
-        return f"{self.info.name}: rank {self.info.id}, process {self.pid}{at}{listens}, {self.state.value}{ended}"
 
     @property
     def uptime_s(self) -> float:
@@ -123,7 +115,7 @@ class Launcher(Protocol):
         """
 
     def describe(self) -> str:
-        """Return exactly what was started, for people."""
+        """Return what was started, and how, in lines for people; without secrets."""
 
     def close(self) -> None:
         """End every worker at once and free everything. May be called again."""

@@ -36,7 +36,9 @@ from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
 from gradwire.cluster.driver import ClusterOptions, check_no_other
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
-from gradwire.cluster.monitor import Monitor, start_members
+from gradwire.cluster.monitor import Monitor
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
 from gradwire.errors import WorkerStartFailed
 from gradwire.rpc.api import set_current_agent
@@ -61,11 +63,16 @@ class LocalOptions(ClusterOptions):
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
-def start_local(options: LocalOptions) -> tuple[Monitor, contextlib.ExitStack]:
+def start_local(
+    options: LocalOptions,
+    supervision: SupervisionOptions = SupervisionOptions(),  # noqa: B008  (frozen)
+    on_restart: Callable[[Worker], object] | None = None,
+) -> tuple[Monitor, contextlib.ExitStack]:
     """Start everything, or nothing; closing the stack ends all of it at once."""
     check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
+        last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
@@ -81,7 +88,10 @@ def start_local(options: LocalOptions) -> tuple[Monitor, contextlib.ExitStack]:
         resources.callback(agent.shutdown, graceful=False)
         set_current_agent(agent)
         specs = [options.spec(info, config, tuple(members)) for info in infos]
-        monitor = start_members(agent, launcher, options, specs, deadline, resources)
+        monitor = Monitor(agent, launcher, supervision, on_restart, options.start_timeout_s)
+        last.callback(monitor.close)
+        resources.callback(monitor.stop)
+        monitor.start(specs, max(0.0, deadline - time.monotonic()))
         return monitor, resources.pop_all()
 
 
@@ -148,9 +158,8 @@ class LocalLauncher(Launcher):
         return False
 
     def describe(self) -> str:
-        workers = "".join(f"\n  {worker.handle.describe()}" for worker in self._workers)
         return (
-            f"processes on this machine, forked by process {self._fork_server.pid}; sockets in {self.folder}{workers}"
+            f"processes of this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
         )
 
     def close(self) -> None:

@@ -400,7 +400,7 @@ def test_workers_are_added_and_removed() -> None:
         assert fourth.name == "trainer3"
         text = cluster.describe()
         assert all(
-            word in text for word in ("trainer3: rank 7", f"process {fourth.pid}", "role ps: ps0", torch.__version__)
+            word in text for word in ("trainer3: rank 7", f"process {fourth.pid}", "ps0: rank 0, ps", torch.__version__)
         )
 
 
