@@ -122,10 +122,14 @@ def test_calls_fail_at_once_while_a_worker_is_restarted(
     assert time.monotonic() - began < 1.0
     wait_until(lambda: cluster.status()[0].state == "restarting")
     assert not first.is_alive
-    with pytest.raises(WorkerLost, match=r"killed by SIGKILL; it is being restarted, and Cluster.wait_for_workers\(\)"):
-        first.call(os.getpid)
-    with pytest.raises(WorkerLost, match="being restarted"):
-        second.call(ask_pid, "worker0")
+
+    def says_so(call: Callable[[], object]) -> bool:  # at first only that the connection has ended
+        with pytest.raises(WorkerLost, match="worker0") as caught:
+            call()
+        return "killed by SIGKILL; it is being restarted, and Cluster.wait_for_workers()" in str(caught.value)
+
+    wait_until(lambda: says_so(lambda: first.call(os.getpid)))
+    wait_until(lambda: says_so(lambda: second.call(ask_pid, "worker0")))
     assert cluster.wait_for_workers(1) == (second,)
     with pytest.raises(RpcTimeout, match=r"1 of 2 workers serve after 0.05 s; worker0: killed by SIGKILL; it is being"):
         cluster.wait_for_workers(2, timeout=0.05)
