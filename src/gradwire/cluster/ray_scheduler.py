@@ -131,11 +131,12 @@ class ActorState:
 class GradwireWorker:
     """The actor. Its methods run in threads of Ray, never in the main thread; no process is forked here."""
 
-    def __init__(self, local_index: int) -> None:
-        self._worker = RemoteWorker(local_index)
+    def __init__(self, address: str | None, local_index: int) -> None:
+        self._worker = RemoteWorker(address=address, local_index=local_index)
         self._lock = threading.Lock()  # guards _is_serving
         self._is_serving = False
         self._has_ended = threading.Event()
+        self._lost_reason: str | None = None
 
     def state(self) -> ActorState:
         return ActorState(os.getpid(), _ray.requires_token(), ray.get_runtime_context().get_accelerator_ids())
@@ -143,20 +144,21 @@ class GradwireWorker:
     def handle(self, message: bytes) -> bytes:
         return self._worker.handle(message)
 
-    def serve(self) -> None:
-        """Return when the driver lets the worker go: Ray tells the driver when a call ends because the process did.
+    def serve(self) -> str | None:
+        """Return when the driver lets the worker go, or with a reason when the driver is lost.
 
-        It may be called again, after the driver lost sight of the first call.
+        The call lasts as long as the worker, so that Ray reports the end of the process as the end of the call. It may be
+        made again, after Ray has lost sight of the first one.
         """
         with self._lock:
             is_first, self._is_serving = not self._is_serving, True
-        if not is_first:
-            self._has_ended.wait()  # no deadline: it lasts as long as the worker
-            return
-        try:
-            self._worker.serve()
-        finally:
-            self._has_ended.set()
+        if is_first:
+            try:
+                self._lost_reason = self._worker.serve()
+            finally:
+                self._has_ended.set()
+        self._has_ended.wait()  # no deadline: it lasts as long as the worker
+        return self._lost_reason
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -166,11 +168,11 @@ class GradwireWorker:
 class RayProcess(RemoteProcess):
     """One actor, in one bundle of a placement group."""
 
-    def __init__(self, actor: Any, group: Any, bundle_index: int, node: Node) -> None:
+    def __init__(self, actor: Any, group: Any, bundle_index: int, node: Node, local_index: int) -> None:
         self.actor = actor
         self.group = group
         self.bundle_index = bundle_index
-        self.node = node
+        self.local_index = local_index
         self.place = f"Ray node {node.address} ({node.node_id[:8]}), bundle {bundle_index}"
         self.state: ActorState | None = None
         self.service = actor.serve.remote()  # ends when the worker does
@@ -207,11 +209,15 @@ class RayProcess(RemoteProcess):
         with contextlib.suppress(RayError, ValueError):  # it is gone, or its Ray is
             ray.kill(self.actor, no_restart=True)
 
+    def holds(self, other: RayProcess) -> bool:
+        """Whether both have the same bundle."""
+        return self.group == other.group and self.bundle_index == other.bundle_index
+
     def on_service_ended(self) -> bool:
         """Note how the worker ended; return False if it may come back, and has to be watched anew."""
         try:
-            ray.get(self.service)
-            self._end = "left when it was asked to"
+            lost = ray.get(self.service)
+            self._end = "left" if lost is None else f"ended because {lost}"
         except ActorUnavailableError:
             return False
         except RayError as error:
@@ -427,16 +433,20 @@ class RayScheduler(Scheduler):
         return {index: nodes.get(node_id, Node(node_id, "unknown", {}, {})) for index, node_id in where.items()}
 
     def _replace(self, old: RayProcess, deadline: float) -> Sequence[RemoteProcess]:
-        old.kill()
+        with self._lock:
+            holders = [process for process in (old, *self._processes) if process.holds(old)]
+        for process in holders:  # also one that was started there and did not become a worker
+            process.kill()
         self._wait_placed(old.group, [old.bundle_index], deadline)
         node = self._places(old.group)[old.bundle_index]
-        return self._start_actors([(old.group, old.bundle_index, node, old.bundle_index)], deadline)
+        return self._start_actors([(old.group, old.bundle_index, node, old.local_index)], deadline)
 
     def _start_actors(self, places: Sequence[tuple[Any, int, Node, int]], deadline: float) -> Sequence[RayProcess]:
         with contextlib.ExitStack() as undo:
             processes = []
             for group, index, node, local_index in places:
-                processes.append(RayProcess(self._make_actor(group, index, local_index), group, index, node))
+                actor = self._make_actor(group, index, node, local_index)
+                processes.append(RayProcess(actor, group, index, node, local_index))
                 undo.callback(processes[-1].kill)
             self._wait_running(processes, deadline)
             self._check_authentication([process.state.requires_token for process in processes if process.state])
@@ -444,13 +454,14 @@ class RayScheduler(Scheduler):
             undo.pop_all()
             return processes
 
-    def _make_actor(self, group: Any, index: int, local_index: int) -> Any:
+    def _make_actor(self, group: Any, index: int, node: Node, local_index: int) -> Any:
         options = self._options.actor_options()
         if self._options.runtime_env and not self._has_connected:
             options["runtime_env"] = dict(self._options.runtime_env)  # else it was given to ray.init
+        address = None if self._starts_ray else node.address  # what the node was told, and not a guess
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         try:
-            return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(local_index)
+            return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(address, local_index)
         except (ValueError, TypeError) as error:
             raise ConfigurationError(f"Ray does not take these options of an actor: {error}") from error
 
@@ -513,5 +524,6 @@ def _nodes() -> list[Node]:
 
 
 def _own_address() -> str:
-    address: str = ray.util.get_node_ip_address()
-    return address
+    """Return the address that Ray has for this machine: what `ray start` was told, where it was."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((node.address for node in _nodes() if node.node_id == own), ray.util.get_node_ip_address())
