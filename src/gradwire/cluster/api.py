@@ -269,13 +269,13 @@ class Cluster:
         Args:
             n: How many.
             resources: What Ray reserves for each worker, ``{"CPU": 1}`` if not given. Ray counts; it does not enforce.
-            strategy: How Ray chooses nodes: ``"SPREAD"``, ``"PACK"``, ``"STRICT_SPREAD"`` (each worker on a node of its own) or
-                ``"STRICT_PACK"`` (all on one node).
+            strategy: How Ray chooses nodes: ``"SPREAD"``, ``"PACK"``, ``"STRICT_SPREAD"`` (each worker on a node of its own)
+                or ``"STRICT_PACK"`` (all on one node).
             roles: Roles with how many workers each has, which gives them their names: ``{"ps": 2, "trainer": 6}``.
             names: Their names; ``worker0``, ``worker1`` ... if not given.
             address: ``"auto"`` or ``"host:port"`` joins a running Ray cluster. Without it, the one in ``RAY_ADDRESS`` is
-                joined, as in a submitted job; or else Ray is started on this machine, and stopped when the cluster is closed.
-                If this process has called ``ray.init`` already, that connection is used and left open.
+                joined, as in a submitted job; or else Ray is started on this machine, and stopped with the cluster. If this
+                process has called ``ray.init`` already, that connection is used and left open.
             runtime_env: Ray's description of what workers need installed or copied.
             port_range: First and last port that workers and driver may listen on; any free one if not given.
             interface: Network interface that they listen on, such as ``"ib0"``; Ray's own address if not given.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire import rpc
+from gradwire import Cluster, rpc
 from gradwire.testing import wait_until
 
 
@@ -119,3 +119,8 @@ def show_bar(path: str) -> None:
         sys.stderr.flush()
     wait_until(Path(path).exists)
     sys.stderr.write("\r100%\n")
+
+
+def start_local_cluster() -> None:
+    """Tries what only a driver may do."""
+    Cluster.local(1).close()

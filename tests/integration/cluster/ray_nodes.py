@@ -1,0 +1,39 @@
+"""Ray clusters of several nodes on this machine, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster as RayNodes
+
+SMALL: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False}
+# Ray takes half a minute to miss a node that is gone without a word; tests do not wait for that.
+QUICK = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
+
+
+@contextlib.contextmanager
+def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
+    """Ray with so many processors on each node; this process is connected to the first one."""
+    handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    nodes = RayNodes(initialize_head=True, head_node_args={**SMALL, "num_cpus": num_cpus[0], "_system_config": QUICK})
+    try:
+        for number in num_cpus[1:]:
+            nodes.add_node(num_cpus=number, **SMALL)
+        ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+        os.environ.clear()
+        os.environ.update(environment)
