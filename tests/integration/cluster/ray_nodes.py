@@ -21,6 +21,12 @@ QUICK = {
 }
 
 
+@ray.remote(num_cpus=0)
+class _First:
+    def answer(self) -> None:
+        return None
+
+
 @contextlib.contextmanager
 def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
     """Ray with so many processors on each node; this process is connected to the first one."""
@@ -30,6 +36,7 @@ def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
         for number in num_cpus[1:]:
             nodes.add_node(num_cpus=number, **SMALL)
         ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+        ray.get(_First.remote().answer.remote())  # Ray opens connections to a driver that has actors, and keeps them
         yield nodes
     finally:
         ray.shutdown()
