@@ -33,7 +33,7 @@ from gradwire.cluster.scheduler import RemoteProcess, Scheduler
 from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
-from gradwire.errors import GradwireError, WorkerStartFailed
+from gradwire.errors import AuthenticationFailed, GradwireError, WorkerStartFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -272,14 +272,19 @@ class RemoteLauncher(Launcher):
             start_timeout_s=timeout_s,
         )
         name = spec.info.name
+        try:
+            certificate = self._authority.sign(request, uri_of_worker(name))
+            sealed = seal(enrolment.encode(settings), request, name.encode())
+        except AuthenticationFailed as error:
+            raise WorkerStartFailed(f"{member} cannot be given a certificate: {error}") from error
         message = enrolment.encode(
             Assign(
                 name=name,
                 rank=spec.info.id,
-                certificate=self._authority.sign(request, uri_of_worker(name)),
+                certificate=certificate,
                 authority=self._authority.certificate,
                 driver=self._agent.address,
-                sealed_settings=seal(enrolment.encode(settings), request, name.encode()),
+                sealed_settings=sealed,
             )
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)
@@ -390,7 +395,7 @@ class RemoteLauncher(Launcher):
         if errors:
             raise errors[0]
         if len(results) < len(items):
-            late = ", ".join(str(item) for index, item in enumerate(items) if index not in results)
+            late = ", ".join(getattr(item, "place", str(item)) for i, item in enumerate(items) if i not in results)
             raise WorkerStartFailed(f"the scheduler did not keep the deadline for {late}")
         return [results[index] for index in range(len(items))]
 
@@ -543,7 +548,7 @@ def _exchange(
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:g} s; raise start_timeout, or look at what its process does.{detail}"
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout, or look at what its process does.{detail}"
         ) from error
     except GradwireError as error:
         raise WorkerStartFailed(
