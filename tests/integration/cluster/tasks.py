@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire import Cluster, rpc
-from gradwire import autograd, rpc
+from gradwire import Cluster, autograd, rpc
 from gradwire.testing import wait_until
 
 
