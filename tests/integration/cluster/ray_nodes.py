@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster as RayNodes
 
+from gradwire.testing import LeakCheck, wait_until
+
+_OTHERS = ("thread pytest_timeout", "process raylet")  # what the tests themselves start and end
 SMALL: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False}
 # Ray takes half a minute to miss a node that is gone without a word; tests do not wait for that.
 QUICK = {
@@ -44,3 +48,18 @@ def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
         signal.signal(signal.SIGTERM, handler)
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def no_leaks() -> Iterator[LeakCheck]:
+    """Fails if something of gradwire is left at the end; begins when Ray has its connections."""
+    check = LeakCheck()
+
+    def left() -> list[str]:
+        return [leak for leak in check.leaks() if not leak.startswith(_OTHERS)]
+
+    yield check
+    gc.collect()
+    with contextlib.suppress(TimeoutError):  # the assertion says what is left
+        wait_until(lambda: not left(), 20.0)
+    assert left() == []

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 import gradwire
 from cluster import tasks
 from cluster.processes import children_of, is_there
-from cluster.ray_nodes import ray_nodes
+from cluster.ray_nodes import no_leaks, ray_nodes
 from gradwire.cluster import _ray, ray_scheduler
 from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.placement import Node
@@ -46,8 +46,8 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def leak_check(_own_temporary_folder: None, nodes: RayNodes) -> Iterator[LeakCheck]:
-    """Once for the file, and without what Ray itself keeps: the program's connection to it stays."""
-    with LeakCheck(timeout_s=20.0) as check:
+    """Once for the file, because a test uses the connections of the one before it."""
+    with no_leaks() as check:
         yield check
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -13,7 +14,7 @@ from ray.cluster_utils import Cluster as RayNodes
 from torch import nn
 
 import gradwire
-from cluster.ray_nodes import SMALL, ray_nodes
+from cluster.ray_nodes import SMALL, no_leaks, ray_nodes
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.testing import LeakCheck, wait_until
 
@@ -28,8 +29,8 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def leak_check(_own_temporary_folder: None, nodes: RayNodes) -> Iterator[LeakCheck]:
-    """Once for the file, and without what Ray itself keeps: the program's connection to it stays."""
-    with LeakCheck(timeout_s=20.0) as check:
+    """Once for the file, because a test uses the connections of the one before it."""
+    with no_leaks() as check:
         yield check
 
 
@@ -51,30 +52,23 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 def train(cluster: gradwire.Cluster, folder: Path, before_step: Callable[[int], object]) -> list[float]:
     """Losses of a run that saves after each step, and goes on from there when workers are lost."""
     losses: list[float] = []
-
-    def place() -> tuple[nn.Sequential, Any, dict[str, Any]]:
-        model = nn.Sequential(*(worker.module(make_stage, worker.rank) for worker in cluster.workers))
-        optimizer = gradwire.optim.DistributedOptimizer(torch.optim.SGD, list(model), lr=0.1, momentum=0.9)
-        return model, optimizer, {"model": list(model), "optimizer": optimizer}
-
-    def one_step() -> None:
-        before_step(len(losses))
-        with gradwire.autograd.context() as ctx:
-            loss = loss_of(model, len(losses))
-            ctx.backward(loss)
-            optimizer.step(ctx)
-        gradwire.checkpoint.save(folder, {**state, "losses": [*losses, loss.item()]})
-        losses.append(loss.item())
-
-    model, optimizer, state = place()
-    gradwire.checkpoint.save(folder, {**state, "losses": losses})
     while len(losses) < NUM_STEPS:
         try:
-            one_step()
+            model = [worker.module(make_stage, worker.rank) for worker in cluster.workers]
+            optimizer = gradwire.optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+            state = {"model": model, "optimizer": optimizer}
+            losses = gradwire.checkpoint.load(folder, state)["losses"] if folder.exists() else []
+            while len(losses) < NUM_STEPS:
+                before_step(len(losses))
+                with gradwire.autograd.context() as ctx:
+                    loss = loss_of(nn.Sequential(*model), len(losses))
+                    ctx.backward(loss)
+                    optimizer.step(ctx)
+                losses.append(loss.item())
+                gradwire.checkpoint.save(folder, {**state, "losses": losses})
         except GradwireError:
+            losses = []
             cluster.wait_for_workers(timeout=60.0)  # raises WorkerLost where none comes back
-            model, optimizer, state = place()
-            losses = gradwire.checkpoint.load(folder, state)["losses"]
     return losses
 
 
@@ -92,11 +86,13 @@ def train_alone() -> list[float]:
 
 
 def remove_node(nodes: RayNodes, cluster: gradwire.Cluster) -> str:
-    """Removes the node that is not the first one, without a word to Ray; returns the worker that was on it."""
+    """Ends all of the node that is not the first one, without a word to Ray; returns the worker that was on it."""
     (node,) = nodes.worker_nodes
-    (name,) = [worker.name for worker in cluster.workers if worker.call(node_id) == node.node_id]
+    (worker,) = [worker for worker in cluster.workers if worker.call(node_id) == node.node_id]
     nodes.remove_node(node, allow_graceful=False)
-    return name
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)  # processes of a machine end together; Ray's would take seconds to notice
+    return worker.name
 
 
 def node_id() -> str:
