@@ -41,6 +41,7 @@ _SLICE_S = 0.1  # how long a wait goes on before it looks for Ctrl-C
 _POLL_S = 0.05
 _REARM_S = 1.0
 _JOIN_S = 5.0
+_MODE_S = 10.0
 _MAX_REASON_CHARS = 400
 
 
@@ -448,7 +449,11 @@ class RayScheduler(Scheduler):
                 actor = self._make_actor(group, index, node, local_index)
                 processes.append(RayProcess(actor, group, index, node, local_index))
                 undo.callback(processes[-1].kill)
-            self._wait_running(processes, deadline)
+            try:
+                self._wait_running(processes, deadline)
+            except WorkerStartFailed as error:
+                _check_same_mode(error)
+                raise
             self._check_authentication([process.state.requires_token for process in processes if process.state])
             self._watch(processes)
             undo.pop_all()
@@ -507,6 +512,26 @@ class RayScheduler(Scheduler):
                         blind[watched[ref]] = time.monotonic() + _REARM_S
             except (RayError, ConnectionError, RuntimeError):  # the program has disconnected from Ray
                 return
+
+
+def _check_same_mode(failure: WorkerStartFailed) -> None:
+    """Say so if an actor cannot start because the driver asks for a token and the cluster has none to show."""
+
+    def requires_token() -> bool:  # inside of this function, so that its code travels and no node needs gradwire for it
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+        return bool(is_token_auth_enabled())
+
+    if not _ray.requires_token():
+        return
+    with contextlib.suppress(RayError, ImportError):
+        answer = ray.remote(num_cpus=0, max_retries=0)(requires_token).remote()
+        if not ray.get(answer, timeout=_MODE_S):
+            raise ConfigurationError(
+                "this process has RAY_AUTH_MODE=token, and this Ray cluster has no token authentication, so that it cannot "
+                "tell the process about actors. Start the cluster with RAY_AUTH_MODE=token on every node (`ray get-auth-token "
+                "--generate` makes a token)"
+            ) from failure
 
 
 def _remove(group: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +37,7 @@ class _First:
 def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
     """Ray with so many processors on each node; this process is connected to the first one."""
     handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    os.environ["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="gwr-", dir="/tmp")  # short: sockets have short paths
     nodes = RayNodes(initialize_head=True, head_node_args={**SMALL, "num_cpus": num_cpus[0], "_system_config": QUICK})
     try:
         for number in num_cpus[1:]:
@@ -48,6 +51,7 @@ def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
         signal.signal(signal.SIGTERM, handler)
         os.environ.clear()
         os.environ.update(environment)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -62,4 +66,4 @@ def no_leaks() -> Iterator[LeakCheck]:
     gc.collect()
     with contextlib.suppress(TimeoutError):  # the assertion says what is left
         wait_until(lambda: not left(), 20.0)
-    assert left() == []
+    assert not (found := left()), f"left behind: {found}"
