@@ -529,8 +529,8 @@ def _check_same_mode(failure: WorkerStartFailed) -> None:
         if not ray.get(answer, timeout=_MODE_S):
             raise ConfigurationError(
                 "this process has RAY_AUTH_MODE=token, and this Ray cluster has no token authentication, so that it cannot "
-                "tell the process about actors. Start the cluster with RAY_AUTH_MODE=token on every node (`ray get-auth-token "
-                "--generate` makes a token)"
+                "tell the process about actors. Start the cluster with RAY_AUTH_MODE=token on every node (`ray "
+                "get-auth-token --generate` makes a token)"
             ) from failure
 
 

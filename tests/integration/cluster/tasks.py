@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire import Cluster, autograd, rpc
+from gradwire import autograd, rpc
 from gradwire.testing import wait_until
 
 
@@ -122,9 +123,24 @@ def show_bar(path: str) -> None:
     sys.stderr.write("\r100%\n")
 
 
-def start_local_cluster() -> None:
-    """Tries what only a driver may do."""
-    Cluster.local(1).close()
+def wait_for_ever() -> None:
+    threading.Event().wait(600.0)
+
+
+def add_slowly(number: int) -> int:
+    threading.Event().wait(0.2)
+    return number + 1
+
+
+def call_and_mark(name: str, path: str) -> str:
+    """Lets this worker call another one, which makes a file and waits until it is gone."""
+    return rpc.rpc_sync(name, mark_and_wait, args=(path,))
+
+
+def mark_and_wait(path: str) -> str:
+    Path(path).touch()
+    wait_until(lambda: not Path(path).exists(), 60.0)
+    return "too late"
 
 
 def make_weight(value: torch.Tensor) -> torch.Tensor:
@@ -173,3 +189,7 @@ def remember(text: str) -> str:
 
 def recall() -> str:
     return _remembered[-1]
+
+
+def print_at_exit(text: str) -> None:
+    atexit.register(print, text)

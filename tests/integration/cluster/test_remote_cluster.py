@@ -27,7 +27,7 @@ from gradwire.optim import DistributedOptimizer
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-from gradwire.testing import wait_until
+from gradwire.testing import LeakCheck, wait_until
 from gradwire.transports.certificates import Authority, ProcessKey
 from gradwire.transports.tls import uri_of_worker
 from gradwire.types import WorkerInfo
@@ -35,9 +35,16 @@ from gradwire.types import WorkerInfo
 TOKEN = bytes(range(200, 232))
 
 
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Connections of the cluster come and go with the tests, which share it: see `scheduler`."""
+
+
 @pytest.fixture(scope="module")
-def scheduler() -> ProcessScheduler:
-    return ProcessScheduler([Machine(host="node10"), Machine(host="node9")])
+def scheduler(_own_temporary_folder: None) -> Iterator[ProcessScheduler]:
+    check = LeakCheck(timeout_s=15.0)
+    yield ProcessScheduler([Machine(host="node10"), Machine(host="node9")])
+    check.check()
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +309,12 @@ def test_cut_connection_comes_back_and_nothing_is_lost(cluster: Cluster) -> None
     pid = worker.call(os.getpid)
     kept = worker.call(tasks.remember, "a value")
     agent = rpc.current_agent()
+    cuts: list[str] = []
+    agent.on_worker_lost(lambda address, reason: cuts.append(address.info.name))
     for lane in list(agent.peers.by_name["ps0"].lanes.values()):
         lane.stream.channel._socket.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: agent.newest_incarnation("ps0") > 0 and not agent.has_ended("ps0"), 10.0, "that ps0 is back")
+    wait_until(lambda: "ps0" in cuts, 10.0, "that the cut is noticed")
+    wait_until(lambda: not agent.has_ended("ps0"), 10.0, "that ps0 is back")
     wait_until(lambda: launcher._members["ps0"].cut_at is None, 10.0, "that its return is noticed")
     assert worker.call(os.getpid) == pid
     assert worker.call(tasks.recall) == kept == "a value"
