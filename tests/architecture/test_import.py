@@ -141,6 +141,11 @@ def test_compat_brings_nothing_but_itself() -> None:
     assert loaded(found, (*HEAVY, *others)) == []
 
 
+def test_schedulers_are_imported_when_they_are_used() -> None:
+    found = run("import json, gradwire; gradwire.Cluster.ray\nprint(json.dumps(sorted(sys.modules)))")
+    assert [name for name in found if name.split(".")[0] in ("ray", "submitit")] == []
+
+
 def test_packages_are_imported_when_they_are_used(outcome: dict[str, Any]) -> None:
     assert outcome["used"] == ["gradwire.cluster.api", *DEFERRED]
     assert outcome["names"] == ["gradwire.nn.remote_module", "gradwire.rref.api", "gradwire.rref.api"]

@@ -21,11 +21,12 @@ from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
+from gradwire.cluster.placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
 from gradwire.cluster.supervision import Restart, SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, WorkerConfig
-from gradwire.errors import NotInitialized, UnknownWorker, WorkerLost
+from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
 from gradwire.types import Trust
 
@@ -156,6 +157,110 @@ class Cluster:
     def workers(self) -> tuple[Worker, ...]:
         """The workers that belong to the cluster now, in the order of their ranks; those that are lost included."""
         return tuple(member.worker for member in self._monitor.members())
+
+    @classmethod
+    def ray(
+        cls,
+        n: int,
+        *,
+        resources: Mapping[str, float] | None = None,
+        strategy: Strategy = "SPREAD",
+        roles: Mapping[str, int] | None = None,
+        names: Sequence[str] | None = None,
+        address: str | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        port_range: tuple[int, int] | None = None,
+        interface: str | None = None,
+        start_timeout_s: float = 300.0,
+        allow_unauthenticated: bool = False,
+        num_worker_threads: int = _DEFAULTS.num_worker_threads,
+        rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
+        threads_per_worker: int = 1,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        trust: Trust = "code",
+        limits: Limits | None = None,
+        restart: Restart = "never",
+        on_restart: Callable[[Worker], object] | None = None,
+        lost_after: float | None = None,
+        max_restarts: int = 10,
+    ) -> Cluster:
+        """Start workers on a Ray cluster, one in each actor. ``docs/clusters.md`` says more.
+
+        Ray chooses the nodes, starts the processes and tells when one ends. Calls and tensors do not go through Ray: workers
+        connect to each other with TLS, with keys that they make themselves and the driver signs.
+
+        Args:
+            n: How many.
+            resources: What Ray reserves for each worker, ``{"CPU": 1}`` if not given. Ray counts; it does not enforce.
+            strategy: How Ray chooses nodes: ``"SPREAD"``, ``"PACK"``, ``"STRICT_SPREAD"`` (each worker on a node of its own)
+                or ``"STRICT_PACK"`` (all on one node).
+            roles: Roles with how many workers each has, which gives them their names: ``{"ps": 2, "trainer": 6}``.
+            names: Their names; ``worker0``, ``worker1`` ... if not given.
+            address: ``"auto"`` or ``"host:port"`` joins a running Ray cluster. Without it, the one in ``RAY_ADDRESS`` is
+                joined, as in a submitted job; or else Ray is started on this machine, and stopped with the cluster. If this
+                process has called ``ray.init`` already, that connection is used and left open.
+            runtime_env: Ray's description of what workers need installed or copied.
+            port_range: First and last port that workers and driver may listen on; any free one if not given.
+            interface: Network interface that they listen on, such as ``"ib0"``; Ray's own address if not given.
+            start_timeout_s: Seconds that all of this may take, the start of Ray and of a `runtime_env` included.
+            allow_unauthenticated: Accept a Ray cluster of several machines that does not ask for a token.
+            num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
+            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
+            threads_per_worker: Threads of one torch operation.
+            env: Environment variables for the workers, on top of those that Ray gives them.
+            imports: Modules that every worker imports before it serves anything.
+            trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
+                exposed, by modules named in `imports`.
+            limits: What members accept from each other.
+            restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new actor that holds
+                nothing: in the same place, or where Ray moves the place to if the node is gone.
+            on_restart: Called with each worker that was started again, to rebuild what it held; as in `local`.
+            lost_after: Seconds without an answer after which a worker counts as lost; as in `local`.
+            max_restarts: How often one worker is started again within a minute; as in `local`.
+
+        Raises:
+            ConfigurationError: An option is wrong, Ray is not installed, its cluster cannot be used, or a cluster is open
+                already.
+            WorkerStartFailed: Ray has no room for the workers, or one did not get ready; says what is missing.
+        """
+        try:
+            from gradwire.cluster.ray_scheduler import RayOptions, RayScheduler
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise ConfigurationError(
+                "Cluster.ray needs Ray, which is not installed: pip install 'gradwire[ray]'"
+            ) from error
+        from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
+
+        options = RemoteOptions(
+            num_workers=n,
+            names=names,
+            roles=roles,
+            threads_per_worker=threads_per_worker,
+            start_timeout_s=start_timeout_s,
+            environment=env,
+            imports=imports,
+            interface=interface,
+            config=WorkerConfig(
+                num_worker_threads=num_worker_threads,
+                rpc_timeout_s=rpc_timeout,
+                trust=trust,
+                limits=_DEFAULTS.limits if limits is None else limits,
+                bind_port=port_range or 0,
+            ),
+        )
+        ray_options = RayOptions(
+            resources=resources or {"CPU": 1},
+            strategy=strategy,
+            address=address,
+            runtime_env=runtime_env,
+            port_range=port_range,
+            allow_unauthenticated=allow_unauthenticated,
+        )
+        supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
+        return cls(*start_remote(RayScheduler(ray_options, n), options, supervision, on_restart))
 
     def __repr__(self) -> str:
         living = sum(worker.is_alive for worker in self.workers)

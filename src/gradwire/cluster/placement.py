@@ -1,0 +1,55 @@
+"""Where the workers of a cluster fit on the nodes of a Ray cluster. All ask for the same, so that this can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"]
+"""How Ray chooses nodes for the workers; the strict ones fail where the others do the best they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of a Ray cluster: what it has, and what is free now."""
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def count_room(nodes: Iterable[Mapping[str, float]], bundle: Mapping[str, float], strategy: Strategy) -> int:
+    """Return how many bundles can be placed on nodes that have so much each."""
+    on_each = [min(int((has.get(name, 0.0) + 1e-9) // amount) for name, amount in bundle.items()) for has in nodes]
+    if strategy == "STRICT_PACK":
+        return max(on_each, default=0)
+    if strategy == "STRICT_SPREAD":
+        return sum(count > 0 for count in on_each)
+    return sum(on_each)
+
+
+def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy, nodes: Sequence[Node]) -> str:
+    """Return why so many bundles do not fit, node by node."""
+    now = count_room([node.free for node in nodes], bundle, strategy)
+    ever = count_room([node.total for node in nodes], bundle, strategy)
+    lines = [
+        f"Ray cannot place {count} bundle{'s' if count > 1 else ''} of {format_amounts(bundle)} by {strategy}: "
+        f"there is room for {now} now, and for {ever} if nothing else ran."
+    ]
+    for node in nodes:
+        have = ", ".join(
+            f"{node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g} {name} free" for name in bundle
+        )
+        lacking = [name for name, amount in bundle.items() if node.total.get(name, 0.0) < amount]
+        never = f"; the bundle can never fit there, for {' and '.join(lacking)}" if lacking else ""
+        lines.append(f"  node {node.address} ({node.node_id[:8]}): {have}{never}")
+    if not nodes:
+        lines.append("  no node is alive")
+    lines.append("Free some of it, add nodes, or ask for less with n, resources or strategy.")
+    return "\n".join(lines)
+
+
+def format_amounts(bundle: Mapping[str, float]) -> str:
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items()) + "}"
