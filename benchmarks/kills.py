@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py --kills 50
 
-Each kill hits a worker while the driver waits for a call on it. `WorkerLost` is when that call has failed, ``restarted`` when
-the new process serves calls. Workers live for longer than five seconds, so that no pause comes before a restart.
+Each kill hits a worker while the driver waits for a call on it. `WorkerLost` is when that call has failed, ``restarted``
+when the new process serves calls. Workers live for longer than five seconds, so that no pause comes before a restart.
 """
 
 from __future__ import annotations
