@@ -123,6 +123,26 @@ def show_bar(path: str) -> None:
     sys.stderr.write("\r100%\n")
 
 
+def wait_for_ever() -> None:
+    threading.Event().wait(600.0)
+
+
+def add_slowly(number: int) -> int:
+    threading.Event().wait(0.2)
+    return number + 1
+
+
+def call_and_mark(name: str, path: str) -> str:
+    """Lets this worker call another one, which makes a file and waits until it is gone."""
+    return rpc.rpc_sync(name, mark_and_wait, args=(path,))
+
+
+def mark_and_wait(path: str) -> str:
+    Path(path).touch()
+    wait_until(lambda: not Path(path).exists(), 60.0)
+    return "too late"
+
+
 def make_weight(value: torch.Tensor) -> torch.Tensor:
     return value.clone().requires_grad_()
 
