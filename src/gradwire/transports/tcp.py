@@ -154,7 +154,7 @@ class TcpListener(SocketListener):
             sock = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
-        super().__init__(sock, _make_uri(host, sock.getsockname()[1], context is not None), options)
+        super().__init__(sock, make_uri(host, sock.getsockname()[1], context is not None), options)
 
     def accept_nowait(self) -> StreamConnection | None:
         sock = self.accept_socket()
@@ -199,7 +199,7 @@ class TcpTransport:
     def listen(self, worker: str) -> TcpListener:
         listener = TcpListener(self._host, self._port, self._options, self._server)
         if self._advertised_host is not None:
-            listener.uri = _make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
+            listener.uri = make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
         return listener
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
@@ -250,7 +250,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _make_uri(host: str, port: int | str, is_tls: bool) -> str:
+def make_uri(host: str, port: int | str, is_tls: bool) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}{_TLS if is_tls else ''}"
 
 
