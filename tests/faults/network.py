@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from itertools import combinations
 
+import pytest
+
 from rpc.puppets import Puppet
 
 _NOWHERE = "02:00:00:00:00:99"  # the address of no network card: what is sent there is lost on the way
@@ -63,17 +65,29 @@ class Hosts:
             if other != number:
                 ip("-n", self.names[number], "link", "set", cable(number, other), "down")
 
+    def plug_in(self, number: int) -> None:
+        """Put one host's cables in: those that are new, or that were taken out."""
+        name, own = self.names[number], self.addresses[number]
+        for other, address in enumerate(self.addresses):
+            if other != number:
+                ip("-n", name, "link", "set", cable(number, other), "up")
+                ip("-n", name, "route", "replace", f"{address}/32", "dev", cable(number, other), "src", own)
+
 
 def cable(one: int, other: int) -> str:
     """Return the name that a cable between two hosts has on both of them."""
     return f"gw{min(one, other)}{max(one, other)}"
 
 
-def why_no_hosts() -> str | None:
-    """Return why hosts cannot be made here; None if they can, as far as is known."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return "network namespaces need root and the ip command"
-    return None
+@contextlib.contextmanager
+def hosts_or_skip(num_hosts: int) -> Iterator[Hosts]:
+    """Make hosts for a test, which is skipped where that is not possible."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(make_hosts(num_hosts))
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
 
 
 @contextlib.contextmanager
@@ -81,8 +95,10 @@ def make_hosts(num_hosts: int) -> Iterator[Hosts]:
     """Make hosts that can reach each other.
 
     Raises:
-        OSError: This kernel or container has no network namespaces.
+        OSError: This process, kernel or container has no network namespaces.
     """
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise OSError("they need root and the ip command")
     hosts = Hosts([f"gwt{os.getpid() % 100000}{letter}" for letter in "abcdefgh"[:num_hosts]])
     with contextlib.ExitStack() as stack:
         for name in hosts.names:
@@ -94,13 +110,8 @@ def make_hosts(num_hosts: int) -> Iterator[Hosts]:
             ip("link", "add", device, *ends[0], "type", "veth", "peer", "name", device, *ends[1])
         for number, name in enumerate(hosts.names):
             ip("-n", name, "link", "set", "lo", "up")
-            for other in range(num_hosts):
-                if other != number:
-                    device = cable(number, other)
-                    ip("-n", name, "addr", "add", f"{hosts.addresses[number]}/32", "dev", device)
-                    ip("-n", name, "link", "set", device, "up")
-                    source = ("src", hosts.addresses[number])
-                    ip("-n", name, "route", "add", f"{hosts.addresses[other]}/32", "dev", device, *source)
+            ip("-n", name, "addr", "add", f"{hosts.addresses[number]}/32", "dev", "lo")
+            hosts.plug_in(number)
         yield hosts
 
 
