@@ -40,6 +40,7 @@ from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports.tls import uri_of_worker
 from gradwire.types import WorkerAddress
+from gradwire.versions import find_conflict, own_versions
 from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import encode_address
 
@@ -253,11 +254,12 @@ class RemoteLauncher(Launcher):
     def _check_versions(
         self, processes: Sequence[RemoteProcess], introductions: Sequence[Introduction], config: WorkerConfig
     ) -> None:
-        here = enrolment.own_versions()
+        here, trust = own_versions(), config.trust or "data"
         for process, introduction in zip(processes, introductions, strict=True):
-            difference = enrolment.find_difference(here, introduction.versions, config.trust or "data")
-            if difference is not None:
-                raise WorkerStartFailed(f"the process at {process.place} on {introduction.host} has {difference}")
+            there = f"at {process.place} on {introduction.host}"
+            conflict = find_conflict(self._agent.info.name, here, there, introduction.versions, trust)
+            if conflict is not None:
+                raise WorkerStartFailed(conflict)
 
     def _assign(self, member: _Member, deadline: float, timeout_s: float) -> None:
         spec, request = member.spec, member.introduction.certificate_request

@@ -1,4 +1,4 @@
-"""Workers in network namespaces, as on machines of their own: TLS between them, and machines that do not reach each other."""
+"""Workers in network namespaces, as on machines of their own, which may not reach each other."""
 
 from __future__ import annotations
 
