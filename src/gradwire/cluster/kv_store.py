@@ -41,16 +41,19 @@ class KeyValueStore(Protocol):
 class FolderStore:
     """One file for each key, in a folder that no other user can write to.
 
-    So what is in it comes from this user, or from the machine's administrator.
+    So what is in it comes from this user, or from the machine's administrator. It need not exist when the store is made: one
+    process makes it (`make_private_folder`), and the others find nothing until then.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._is_checked = False
         self.where = str(folder)
 
     def set(self, key: str, value: bytes) -> None:
         draft = self._folder / f".{secrets.token_hex(8)}"
         try:
+            self._check()
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(value)
                 file.flush()
@@ -63,6 +66,7 @@ class FolderStore:
 
     def get(self, key: str) -> bytes | None:
         try:
+            self._check()
             os.listdir(
                 self._folder
             )  # makes a network file system look again, where it remembers that a file is missing
@@ -79,6 +83,12 @@ class FolderStore:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check(self) -> None:
+        """Look whose folder it is, when it is first found: what is the user's own cannot be exchanged by others later."""
+        if not self._is_checked:
+            _check_private(self._folder)
+            self._is_checked = True
 
 
 class TorchStore:
@@ -118,9 +128,14 @@ def make_private_folder(folder: Path) -> Path:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
+        _check_private(folder)
     except OSError as error:
         raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror}; name another one") from error
+    return folder
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigurationError(f"{folder} is not a folder but a link or a file; name another one")
@@ -130,4 +145,3 @@ def make_private_folder(folder: Path) -> Path:
         raise ConfigurationError(
             f"others can write to {folder} (mode {mode:o}); `chmod 700 {folder}` or name another one"
         )
-    return folder

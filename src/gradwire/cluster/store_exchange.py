@@ -16,9 +16,13 @@ the order, and requests besides for the hello they answer; so none can be replay
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import select
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -207,6 +211,62 @@ class DriverExchange:
         )
 
 
+class ExchangeProcess:
+    """A process that has arrived, as `gradwire.cluster.scheduler.RemoteProcess` wants it.
+
+    One on this machine is watched and can be ended through a pidfd, which no later process can take over.
+    """
+
+    def __init__(self, exchange: DriverExchange, number: int, hello: Hello, place: str) -> None:
+        self.number = number
+        self.hello = hello
+        self.place = place
+        self._exchange = exchange
+        self._lock = threading.Lock()  # guards _pidfd
+        self._pidfd: int | None = None
+        self._is_over = False
+        if self.is_here:
+            try:
+                self._pidfd = os.pidfd_open(hello.pid)
+            except OSError:
+                self._is_over = True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number} pid={self.hello.pid} on {self.hello.host_name}>"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine."""
+        return self.hello.host == host_identity()
+
+    def exchange(self, message: bytes, deadline: float) -> bytes:
+        return self._exchange.exchange(self.number, message, deadline, self._check)
+
+    def end_reason(self) -> str | None:
+        with self._lock:
+            if self._pidfd is not None and not self._is_over:
+                poll = select.poll()
+                poll.register(self._pidfd, select.POLLIN)
+                self._is_over = bool(poll.poll(0))
+            return f"its process {self.hello.pid} ended" if self._is_over else None
+
+    def kill(self) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stop watching it. May be called again."""
+        with self._lock:
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+    def _check(self) -> None:
+        if (reason := self.end_reason()) is not None:
+            raise WorkerStartFailed(f"{self.place} could not become a worker: {reason}")
+
+
 class WorkerExchange:
     """The side of one process."""
 
@@ -246,6 +306,10 @@ class WorkerExchange:
         self._round, self._number, self._hello = found, 0, Hello.make(self._auth)
         # A driver that had given up before this process came may be one of an earlier round: the next one will make its own.
         self._old_reason = self._closed()
+        if self._post.store.get(f"{found}.{self._process}.hello") is not None:
+            raise RendezvousFailed(
+                f"another process has arrived as number {self._process} at {self._post.store.where}: start one of each"
+            )
         body = msgspec.msgpack.encode(self._hello)
         self._post.send(f"{found}.{self._process}.hello", "hello", self._process, 0, b"", body)
 

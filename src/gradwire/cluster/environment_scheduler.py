@@ -1,0 +1,306 @@
+"""`Cluster.from_env`: one program, started on every rank by a launcher; rank 0 is the driver, the others are workers.
+
+    rank 0          Cluster.from_env() returns, the block runs
+    other ranks     Cluster.from_env() serves until the driver ends, and ends the process
+
+Where all ranks share a machine, the channel between them is a folder that no other user can write to. Across machines it
+is torch's store at MASTER_ADDR:MASTER_PORT, which others may write to as well; so each message has to be proven, by a
+shared secret or by certificates (`gradwire.cluster.message_auth`). Without either, several machines are refused: nothing
+listens beyond loopback before it is known who may come in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gradwire import _interrupts
+from gradwire.cluster.driver import check_no_other
+from gradwire.cluster.environment import LaunchEnvironment, detect
+from gradwire.cluster.kv_store import FolderStore, KeyValueStore, TorchStore, make_private_folder
+from gradwire.cluster.message_auth import KEYS_FOLDER, SECRET_FILE, CertificateAuth, MessageAuth, NoAuth, read_secret
+from gradwire.cluster.network_address import address_towards
+from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
+from gradwire.cluster.remote_worker import RemoteWorker
+from gradwire.cluster.scheduler import RemoteProcess
+from gradwire.cluster.store_exchange import DriverExchange, ExchangeProcess, Hello, WorkerExchange
+from gradwire.config import TlsKeys
+from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed
+from gradwire.transports.tcp import is_loopback
+from gradwire.transports.tls import keys_for
+
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
+_LOOK_S = 0.1
+_LINGER_S = 0.6  # others look three times meanwhile
+_FAIL_S = 2.0
+
+
+def choose_auth(
+    environment: LaunchEnvironment, tls: TlsKeys | None, environ: Mapping[str, str] | None = None
+) -> MessageAuth | None:
+    """Return how messages between ranks are proven; None where they share a machine and need no proof.
+
+    Raises:
+        ConfigurationError: The ranks are on several machines and have neither keys nor a secret, or those cannot be used.
+    """
+    env = os.environ if environ is None else environ
+    if environment.is_one_host:
+        return None
+    if tls is not None:
+        return CertificateAuth(tls)
+    if folder := env.get(KEYS_FOLDER):
+        return CertificateAuth(keys_for(folder))
+    if file := env.get(SECRET_FILE):
+        return read_secret(file)
+    if environment.shares_machine:
+        return None
+    host = environment.master[0] if environment.master else "?"
+    raise ConfigurationError(
+        f"rank {environment.rank} runs on {socket.gethostname()}, and rank 0 on {host}: workers on several machines must be "
+        f"able to tell who belongs to the run. Give every rank the same secret ({SECRET_FILE}=<file that you alone can "
+        f"read>) or keys ({KEYS_FOLDER}=<folder of make_keys>, or tls=); `gradwire keys` makes either"
+    )
+
+
+def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadline: float) -> KeyValueStore:
+    """Open the channel between the ranks.
+
+    Raises:
+        ConfigurationError: The folder cannot be used, or rank 0 cannot listen.
+        RendezvousFailed: Nothing listens where rank 0 should.
+    """
+    if auth is None:
+        digest = hashlib.sha256(environment.topic.encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir(), f"gradwire-{os.geteuid()}-{digest}")
+        return FolderStore(make_private_folder(folder) if environment.rank == 0 else folder)
+    assert environment.master is not None  # else they share a machine
+    host, port = environment.master
+    where = f"tcp://{host}:{port}"
+    prefix = f"gradwire/{environment.topic}"
+    if environment.serves_store and environment.rank == 0:
+        return TorchStore(_serve_store(host, port, deadline), where, prefix)
+    return TorchStore(_connect_store(host, port, deadline), where, prefix)
+
+
+def _serve_store(host: str, port: int, deadline: float) -> Any:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # A machine whose name means loopback to itself has to listen everywhere for the others to reach it.
+        bind_host = "" if is_loopback(str(address[0])) and not is_loopback(host) else str(address[0])
+        fd = socket.create_server((bind_host, port), family=family, backlog=1024).detach()
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot listen at {host}:{port}: {error.strerror or error}; set MASTER_ADDR to the name of its host and "
+            "MASTER_PORT to a free port, the same on every rank"
+        ) from error
+    return _make_store(host, port, True, deadline, fd)
+
+
+def _connect_store(host: str, port: int, deadline: float) -> Any:
+    while True:  # unlike the store's own wait, Ctrl-C interrupts this one
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return _make_store(host, port, False, deadline, None)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousFailed(f"rank 0 never listened at tcp://{host}:{port}: {error}") from error
+            _interrupts.sleep(_LOOK_S)
+
+
+def _make_store(host: str, port: int, is_server: bool, deadline: float, fd: int | None) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    return TCPStore(host, port, None, is_server, left, wait_for_workers=False, master_listen_fd=fd)
+
+
+class EnvironmentScheduler:
+    """The other ranks, as seen by rank 0. They are there already, and the launcher above sees to them.
+
+    Args:
+        environment: What the launcher says.
+        store: What all ranks reach.
+        auth: How messages are proven; None where all ranks share a machine.
+    """
+
+    def __init__(self, environment: LaunchEnvironment, store: KeyValueStore, auth: MessageAuth | None) -> None:
+        self._environment = environment
+        self._store = store
+        self._is_one_host = auth is None
+        self._exchange = DriverExchange(store, environment.topic, auth or NoAuth(), "rank")
+        self._processes: list[RankProcess] = []
+
+    def launch(self, count: int, deadline: float, replaces: RemoteProcess | None = None) -> Sequence[RankProcess]:
+        launcher = self._environment.launcher
+        if self._processes:
+            raise ConfigurationError(
+                f"{launcher} owns the processes of this cluster: workers can be neither added nor started again by it. Let "
+                "the launcher start all ranks again (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
+            )
+        assert count == self._environment.world_size - 1
+        hellos = self._exchange.wait_hellos(range(1, self._environment.world_size), deadline)
+        if self._is_one_host:
+            self._check_one_host(hellos)
+        self._processes = [
+            RankProcess(self._exchange, rank, hello, place=f"rank {rank} of {launcher}")
+            for rank, hello in hellos.items()
+        ]
+        return self._processes
+
+    def bind_host(self) -> str:
+        if self._environment.master is None or self._is_one_host:
+            return _LOOPBACK
+        host, _ = self._environment.master
+        address = address_towards(host)
+        # The name of a machine may mean loopback to itself, where the others do not find it.
+        return address_towards(_ELSEWHERE) if is_loopback(address) and not is_loopback(host) else address
+
+    def describe(self) -> str:
+        """Return the line that `Cluster.from_env` prints."""
+        environment = self._environment
+        num_hosts = len({process.hello.host for process in self._processes} | {Hello.make(NoAuth()).host})
+        restarts = f", restart {environment.restart}" if environment.restart else ""
+        workers, hosts = environment.world_size - 1, f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
+        return (
+            f"{workers} worker{'s' if workers > 1 else ''} on {hosts} from {environment.launcher}, run id "
+            f"{environment.run_id or '-'}{restarts}; rank 0 of {environment.world_size} is the driver"
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Tell the ranks that wait why there will be no cluster, and give them a moment to read it."""
+        with contextlib.suppress(RendezvousFailed):  # the store is gone
+            self._exchange.give_up(reason)
+            _interrupts.sleep(_LINGER_S)
+
+    def close(self) -> None:
+        """Let go of the other ranks: the launcher ends them, or they end themselves without a driver."""
+        for process in self._processes:
+            process.close()
+
+    def settle(self) -> None:
+        """Let go of the channel: the workers are connected, or there will be none."""
+        self._store.close()
+        if isinstance(self._store, FolderStore):
+            self._store.remove()
+
+    def _check_one_host(self, hellos: Mapping[int, Hello]) -> None:
+        own = Hello.make(NoAuth())
+        for rank, hello in hellos.items():
+            if hello.host != own.host:
+                raise AuthenticationFailed(
+                    f"rank {rank} ({hello.host_name}) shares a folder with the driver ({own.host_name}), but is on another "
+                    f"machine or in another network namespace: set {SECRET_FILE} or {KEYS_FOLDER} on every rank"
+                )
+
+
+class RankProcess(ExchangeProcess):
+    """A rank. The launcher above started it, and takes its end by force for a failure of the whole program."""
+
+    def kill(self) -> None:
+        """Let go of it: it ends by itself when the driver has let it go, or when it has lost the driver."""
+        self._is_released = True
+
+    def end_reason(self) -> str | None:
+        return super().end_reason() or ("it was left to its launcher" if self._is_released else None)
+
+    _is_released = False
+
+
+def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | None) -> Any:
+    """Do what `gradwire.Cluster.from_env` does: in rank 0 return what `start_remote` returns, in others serve and exit.
+
+    Args:
+        make_options: Makes the options for so many workers.
+        tls: Keys for messages between machines.
+    """
+    environment = detect()
+    if environment.world_size == 1:
+        raise ConfigurationError(
+            f"{environment.launcher} started one rank, which is the driver, and no worker: start at least two"
+        )
+    try:
+        options = make_options(environment.world_size - 1)
+        deadline = time.monotonic() + options.start_timeout_s
+        auth = choose_auth(environment, tls)
+        store = open_store(environment, auth, deadline)
+        if environment.rank != 0:
+            check_no_other()
+            serve_rank(environment, store, auth, deadline)
+        return _start_driver(EnvironmentScheduler(environment, store, auth), options)
+    except Exception as error:
+        record_error(error)
+        raise
+
+
+def _start_driver(scheduler: EnvironmentScheduler, options: RemoteOptions) -> Any:
+    try:
+        started = start_remote(scheduler, options)
+    except BaseException as error:
+        scheduler.give_up(str(error) or type(error).__name__)
+        raise
+    finally:
+        scheduler.settle()
+    print(f"gradwire: {scheduler.describe()}", file=sys.stderr, flush=True)
+    return started
+
+
+def serve_rank(
+    environment: LaunchEnvironment, store: KeyValueStore, auth: MessageAuth | None, deadline: float
+) -> NoReturn:
+    """Be a worker until the driver ends, then end the process.
+
+    Raises:
+        SystemExit: Always, but for errors of this rank: 0 after the driver has let it go, 1 if it was lost or gave up.
+    """
+    worker = RemoteWorker(local_index=environment.rank)
+    exchange = WorkerExchange(store, environment.topic, environment.rank, auth or NoAuth())
+    with _ignoring_ctrl_c():
+        try:
+            exchange.serve(worker.handle, lambda: worker.info is not None, deadline)
+            store.close()
+            name = worker.info.name if worker.info is not None else "?"
+            lost_reason = worker.serve()
+        except RendezvousFailed as error:
+            name, lost_reason = "not a worker yet", str(error)
+    if lost_reason is None:
+        raise SystemExit(0)
+    _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
+    error = RendezvousFailed(f"rank {environment.rank} ({name}) ends without its driver: {lost_reason}")
+    record_error(error)
+    print(f"gradwire: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def record_error(error: BaseException) -> None:
+    """Put an error where torchrun looks for it, so that its report has the text."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not os.path.exists(file):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+@contextlib.contextmanager
+def _ignoring_ctrl_c() -> Iterator[None]:
+    """Leave Ctrl-C to the driver: a terminal sends it to every rank, and the driver ends the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
