@@ -31,13 +31,11 @@ from gradwire.cluster._control import (
     receive_message,
     send_message,
 )
-from gradwire.errors import RpcError
+from gradwire.cluster.status import serve_usage
 from gradwire.rpc.agent import Agent
-from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
+from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-
-CALLS_SERVED = "calls_served"  # the control operation that returns how many calls this worker has answered
 
 
 class WorkerFds(NamedTuple):
@@ -70,8 +68,8 @@ def run_worker(fds: WorkerFds) -> None:
     directory = StaticDirectory(spec.addresses)
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
     directory.complete()
-    agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
-    set_current_agent(agent, _refuse_shutdown)
+    serve_usage(agent)
+    set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening())
     with lifeline:
         _wait_for_leave(lifeline, agent)
@@ -80,13 +78,6 @@ def run_worker(fds: WorkerFds) -> None:
     set_current_agent(None)
     # The usual end of an interpreter would wait for the user's threads and take torch apart; neither is of use.
     atexit._run_exitfuncs()
-
-
-def _refuse_shutdown(graceful: bool, timeout: float) -> None:
-    raise RpcError(
-        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
-        "gradwire.rpc.shutdown() there"
-    )
 
 
 def flush_output() -> None:
@@ -105,12 +96,12 @@ def _settle_in(start: WorkerStart) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     torch.set_num_threads(start.spec.num_threads)
-    _reset_seeds(start.spec.info.id)
+    reset_seeds(start.spec.info.id)
     for module in start.spec.imports:
         importlib.import_module(module)
 
 
-def _reset_seeds(rank: int) -> None:
+def reset_seeds(rank: int) -> None:
     """Make the workers' random numbers differ.
 
     Python and numpy start from the system's entropy, as in any new process. torch starts every process from the same

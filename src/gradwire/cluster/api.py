@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from gradwire import _interrupts
+from gradwire.cluster.driver import CLUSTER
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
-from gradwire.cluster.local_launcher import CLUSTER, LocalOptions, start_local
+from gradwire.cluster.local_launcher import LocalOptions, start_local
 from gradwire.cluster.map import MapRun
-from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
+from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import NotInitialized, WorkerLost
 from gradwire.nn import RemoteModule
@@ -445,7 +446,7 @@ class Cluster:
     def status(self) -> ClusterStatus:
         """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
         running = [handle.info.name for handle in self._handles if handle.state is WorkerState.RUNNING]
-        served = ask_calls_served(self._agent, running, _SURVEY_S)
+        usage = ask_usage(self._agent, running, _SURVEY_S)
         return ClusterStatus(
             WorkerStatus(
                 name=handle.info.name,
@@ -453,8 +454,8 @@ class Cluster:
                 pid=handle.pid,
                 state=handle.state.value,
                 uptime_s=handle.uptime_s,
-                rss_bytes=self._launcher.rss_bytes(handle),
-                calls_served=served.get(handle.info.name),
+                rss_bytes=usage[handle.info.name].rss_bytes if handle.info.name in usage else None,
+                calls_served=usage[handle.info.name].calls_served if handle.info.name in usage else None,
                 exit_reason=handle.exit_reason,
             )
             for handle in self._handles
