@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -160,6 +161,9 @@ class Cluster:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
+        self._on_failure: Callable[[BaseException], None] | None = (
+            None  # called before workers leave after an exception
+        )
         self.workers = tuple(Worker(agent, handle) for handle in handles)
         atexit.register(self.close)
         agent.extensions[CLUSTER] = self
@@ -288,7 +292,7 @@ class Cluster:
             WorkerStartFailed: A rank did not arrive or could not become a worker; says which.
             SystemExit: In every rank but 0, when the driver has ended.
         """
-        from gradwire.cluster.environment_scheduler import start_from_env
+        from gradwire.cluster.environment_scheduler import start_from_env, tell_failed
         from gradwire.cluster.remote_launcher import RemoteOptions
 
         config = WorkerConfig(
@@ -312,7 +316,9 @@ class Cluster:
                 interface=interface,
             )
 
-        return cls(*start_from_env(make_options, tls))
+        cluster = cls(*start_from_env(make_options, tls))
+        cluster._on_failure = partial(tell_failed, cluster._agent)
+        return cluster
 
     @classmethod
     def slurm(
@@ -417,6 +423,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._on_failure is not None:
+            self._on_failure(error)
         self.close(_GRACE_S if error is None else 0.0)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:

@@ -23,10 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from msgspec import Meta
 
 from gradwire import _interrupts
-from gradwire.cluster.driver import check_no_other
+from gradwire.cluster.driver import DRIVER, check_no_other
 from gradwire.cluster.environment import LaunchEnvironment, detect
 from gradwire.cluster.kv_store import FolderStore, KeyValueStore, TorchStore, make_private_folder
 from gradwire.cluster.message_auth import KEYS_FOLDER, SECRET_FILE, CertificateAuth, MessageAuth, NoAuth, read_secret
@@ -37,14 +39,25 @@ from gradwire.cluster.scheduler import RemoteProcess
 from gradwire.cluster.store_exchange import DriverExchange, ExchangeProcess, Hello, WorkerExchange
 from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import current_agent
 from gradwire.transports.tcp import is_loopback
 from gradwire.transports.tls import keys_for
+from gradwire.types import WorkerInfo
+from gradwire.wire.exceptions import clean
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_S = 0.1
 _LINGER_S = 0.6  # others look three times meanwhile
 _FAIL_S = 2.0
+_TELL_S = 1.0
+_LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
+_MAX_TEXT_BYTES = 4096
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT_BYTES)]
+
+FAILED = "cluster.failed"
+"""The operation by which the driver tells workers that its program failed."""
 
 
 def choose_auth(
@@ -237,7 +250,7 @@ def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | 
         store = open_store(environment, auth, deadline)
         if environment.rank != 0:
             check_no_other()
-            serve_rank(environment, store, auth, deadline)
+            serve_rank(environment, store, auth, deadline + _LONGER_S)
         return _start_driver(EnvironmentScheduler(environment, store, auth), options)
     except Exception as error:
         record_error(error)
@@ -262,25 +275,60 @@ def serve_rank(
     """Be a worker until the driver ends, then end the process.
 
     Raises:
-        SystemExit: Always, but for errors of this rank: 0 after the driver has let it go, 1 if it was lost or gave up.
+        SystemExit: 0 after the driver has let it go; 1 if the driver failed, gave up or was lost.
     """
     worker = RemoteWorker(local_index=environment.rank)
-    exchange = WorkerExchange(store, environment.topic, environment.rank, auth or NoAuth())
+    failures: list[str] = []
+
+    def handle(message: bytes) -> bytes:
+        answer = worker.handle(message)
+        if worker.info is not None:  # before the driver knows that this worker listens
+            _note_failures(current_agent(), failures)
+        return answer
+
+    who = f"rank {environment.rank}"
     with _ignoring_ctrl_c():
         try:
-            exchange.serve(worker.handle, lambda: worker.info is not None, deadline)
+            exchange = WorkerExchange(store, environment.topic, environment.rank, auth or NoAuth())
+            exchange.serve(handle, lambda: worker.info is not None, deadline)
+            if worker.info is not None:
+                who += f" ({worker.info.name})"
             store.close()
-            name = worker.info.name if worker.info is not None else "?"
             lost_reason = worker.serve()
         except RendezvousFailed as error:
-            name, lost_reason = "not a worker yet", str(error)
+            lost_reason = str(error)
+    if lost_reason is None and failures:
+        lost_reason = f"the program failed in rank 0: {failures[0]}"
     if lost_reason is None:
         raise SystemExit(0)
     _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
-    error = RendezvousFailed(f"rank {environment.rank} ({name}) ends without its driver: {lost_reason}")
-    record_error(error)
-    print(f"gradwire: {error}", file=sys.stderr, flush=True)
+    failed = RendezvousFailed(f"{who} ends without its driver: {lost_reason}")
+    record_error(failed)
+    print(f"gradwire: {failed}", file=sys.stderr, flush=True)
     raise SystemExit(1)
+
+
+def _note_failures(agent: Agent, failures: list[str]) -> None:
+    """Let the driver tell this worker that its program failed."""
+
+    def on_failed(source: WorkerInfo, text: str) -> None:
+        if source.name != DRIVER:
+            raise AuthenticationFailed(f"only {DRIVER} may tell {agent.info.name} that, not {source.name}")
+        failures.append(clean(text, _MAX_TEXT_BYTES))
+
+    agent.server.register_control(FAILED, on_failed, _Text)
+
+
+def tell_failed(agent: Agent, error: BaseException) -> None:
+    """Tell the workers that the driver's program failed, before they are let go: they fail as well, each for its launcher.
+
+    A launcher that restarts a program does so where ranks fail; a machine whose ranks all succeed would be done.
+    """
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return
+    text = f"{type(error).__name__}: {error}"[:_MAX_TEXT_BYTES]
+    names = [info.name for info in agent.directory.infos() if info.name != agent.info.name]
+    agent.ask_all(names, FAILED, (text,), _TELL_S, None)
 
 
 def record_error(error: BaseException) -> None:

@@ -60,7 +60,8 @@ class SlurmOptions:
     executor: Literal["slurm", "local"] = "slurm"
 
     def __post_init__(self) -> None:
-        for option, value in (("nodes", self.nodes), ("workers_per_node", self.workers_per_node)):
+        counts: dict[str, object] = {"nodes": self.nodes, "workers_per_node": self.workers_per_node}
+        for option, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{option} must be a whole number from 1, not {value!r}")
         if self.executor not in ("slurm", "local"):
