@@ -54,7 +54,6 @@ def train(layers: list[gw.nn.RemoteModule]) -> list[float]:
 def main() -> None:
     """Runs to the end in rank 0; the other ranks do not come past the first line."""
     with gw.Cluster.from_env(start_timeout_s=60) as cluster:
-        print(cluster.describe(), flush=True)
         last = len(cluster.workers) - 1
         layers = [worker.module(make_layer, index, index == last) for index, worker in enumerate(cluster.workers)]
         losses = train(layers)

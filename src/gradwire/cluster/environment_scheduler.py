@@ -337,8 +337,11 @@ def record_error(error: BaseException) -> None:
     if file and not os.path.exists(file):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(OSError):
-            get_error_handler().record_exception(error)
+        try:
+            raise error  # the handler takes the traceback from the error that is being handled
+        except BaseException as raised:
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(raised)
 
 
 @contextlib.contextmanager

@@ -21,13 +21,18 @@ def whoami():
 def main():
     with gw.Cluster.from_env(start_timeout_s=float(os.environ.get("START_S", "40"))) as cluster:
         {block}
-    print("after the block in rank", os.environ["GRADWIRE_RANK"], flush=True)
+    print("after the block in rank", os.environ.get("GRADWIRE_RANK"), flush=True)
 
 if __name__ == "__main__":
     main()
 """
 
 _LAUNCHERS = ("GRADWIRE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "MASTER_", "RANK", "WORLD_SIZE")
+
+
+def outside_environment() -> dict[str, str]:
+    """The environment of this process, without what launchers of ranks set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
 
 
 def program(folder: Path, block: str) -> Path:
@@ -62,8 +67,11 @@ def started(
     **more: str,
 ) -> Iterator[list[Rank]]:
     """All ranks of a program; `before` has words for the front of a rank's command, `more` goes to the environment."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    outside |= {"GRADWIRE_RUN_ID": secrets.token_hex(8), "GRADWIRE_WORLD_SIZE": str(world_size), **more}
+    outside = outside_environment() | {
+        "GRADWIRE_RUN_ID": secrets.token_hex(8),
+        "GRADWIRE_WORLD_SIZE": str(world_size),
+        **more,
+    }
     running: list[Rank] = []
     try:
         for number in ranks or range(world_size):

@@ -8,13 +8,14 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.ranks import program, started
+from cluster.ranks import outside_environment, program, started
 from gradwire.cluster.message_auth import write_secret
 from gradwire.testing import wait_until
 
@@ -112,6 +113,64 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_its_driver(tmp_path: Path) -> Non
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "under_torchrun.py"
+
+
+@contextlib.contextmanager
+def torchrun_on_two_nodes(script: Path, port: int, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two agents of torchrun that meet on loopback, with two ranks each."""
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-agents"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node=2", *options, str(script)]
+    agents: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(2):
+            agents.append(
+                subprocess.Popen(
+                    command,
+                    env=outside_environment() | {"OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield agents
+    finally:
+        for agent in agents:
+            agent.terminate()  # it ends its ranks
+            agent.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_two_agents_of_torchrun(free_port: int) -> None:
+    with torchrun_on_two_nodes(EXAMPLE, free_port) as agents:
+        ended = [agent.communicate(timeout=100) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], ended
+    out, err = ("".join(parts) for parts in zip(*ended, strict=True))
+    assert "3 workers on 1 host from torchrun, run id two-agents; rank 0 of 4 is the driver" in err
+    assert re.search(r"^under_torchrun: 3 workers, loss fell from 0\.\d+ to 0\.0\d+$", out, re.M), out
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_ranks_again_when_the_driver_fails(tmp_path: Path, free_port: int) -> None:
+    """The ranks of the other agent fail as well: if they left in good order, that agent would not come to the next round."""
+    tried = tmp_path / "tried"
+    script = program(
+        tmp_path,
+        f"""
+if not os.path.exists({str(tried)!r}):
+    open({str(tried)!r}, "w").close()
+    raise ValueError("the first attempt")
+print("second attempt:", [worker.call(max, 1, 2) for worker in cluster.workers])
+""",
+    )
+    with torchrun_on_two_nodes(script, free_port, "--max-restarts=1") as agents:
+        ended = [agent.communicate(timeout=110) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], ended
+    out, err = ("".join(parts) for parts in zip(*ended, strict=True))
+    assert "second attempt: [2, 2, 2]" in out
+    assert "ValueError: the first attempt" in err
 
 
 def ip(*words: str) -> None:
