@@ -25,14 +25,14 @@ import torch
 from gradwire.cluster._control import (
     Leave,
     Listening,
-    PeerLost,
     WorkerStart,
     read_start,
     receive_message,
     send_message,
 )
+from gradwire.cluster.driver import DRIVER
+from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.status import serve_usage
-from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
@@ -69,10 +69,11 @@ def run_worker(fds: WorkerFds) -> None:
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
     directory.complete()
     serve_usage(agent)
+    follow_driver(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)
-    send_message(lifeline, Listening())
+    send_message(lifeline, Listening(agent.address))
     with lifeline:
-        _wait_for_leave(lifeline, agent)
+        _wait_for_leave(lifeline)
     if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
         agent.shutdown(graceful=False)
     set_current_agent(None)
@@ -113,14 +114,12 @@ def reset_seeds(rank: int) -> None:
         numpy.random.seed()
 
 
-def _wait_for_leave(lifeline: socket.socket, agent: Agent) -> None:
-    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone."""
+def _wait_for_leave(lifeline: socket.socket) -> None:
+    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone, or has given it up."""
     while True:
         message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
         if message is None:
             os._exit(1)
-        if isinstance(message, PeerLost):
-            agent.forget(message.name, message.reason)
         if isinstance(message, Leave):
             return
 

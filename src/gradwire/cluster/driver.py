@@ -19,7 +19,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
 DRIVER = "driver"
 
-_MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
+MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
 _MAX_NAME_CHARS = 40  # the path of a socket is limited to 107 bytes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -39,8 +39,8 @@ class ClusterOptions:
     token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("n", self.num_workers, _MAX_WORKERS)
-        _check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
+        check_count("n", self.num_workers, MAX_WORKERS)
+        check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
         if not self.start_timeout_s > 0:
             raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
         if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
@@ -49,13 +49,13 @@ class ClusterOptions:
             raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
         if self.roles is not None:
             self._check_roles(self.roles)
-        _check_names(self._names(), self.num_workers)
+        check_names(self._names(), self.num_workers)
 
     def _check_roles(self, roles: Mapping[str, int]) -> None:
         if self.names is not None:
             raise ConfigurationError("names and roles exclude each other: a role gives its workers their names")
         for role, count in roles.items():
-            _check_count(f"roles[{role!r}]", count, _MAX_WORKERS)
+            check_count(f"roles[{role!r}]", count, MAX_WORKERS)
         if sum(roles.values()) != self.num_workers:
             raise ConfigurationError(
                 f"roles have {sum(roles.values())} workers in all, and n is {self.num_workers}: {dict(roles)!r}"
@@ -84,15 +84,16 @@ class ClusterOptions:
             num_threads=self.threads_per_worker,
             environment=dict(self.environment or {}),
             imports=tuple(self.imports),
+            role=self.roles_by_name().get(info.name, "worker"),
         )
 
 
-def _check_count(option: str, value: object, most: int) -> None:
+def check_count(option: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigurationError(f"{option} must be a whole number from 1 to {most:,}, not {value!r}")
 
 
-def _check_names(names: Sequence[object], num_workers: int) -> None:
+def check_names(names: Sequence[object], num_workers: int) -> None:
     if isinstance(names, str) or len(names) != num_workers:
         raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
     for name in names:

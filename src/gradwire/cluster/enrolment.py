@@ -154,7 +154,7 @@ def decode_answer(data: bytes, kind: type[_M], limits_of: WorkerConfig) -> _M | 
     if isinstance(answer, Ready):
         check_address(answer.address, limits_of.limits)
     if isinstance(answer, Introduction):
-        for text in (answer.host, answer.address, answer.versions.python, answer.versions.torch):
+        for text in (answer.host, answer.address, *msgspec.structs.astuple(answer.versions)):
             check_text(text, "a text in an introduction", _MAX_TEXT_BYTES)
     return answer
 

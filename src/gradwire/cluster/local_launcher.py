@@ -36,9 +36,11 @@ from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
 from gradwire.cluster.driver import ClusterOptions, check_no_other
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
+from gradwire.cluster.monitor import Monitor
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
 from gradwire.errors import WorkerStartFailed
-from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
@@ -61,11 +63,16 @@ class LocalOptions(ClusterOptions):
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
-def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[WorkerHandle], contextlib.ExitStack]:
+def start_local(
+    options: LocalOptions,
+    supervision: SupervisionOptions = SupervisionOptions(),  # noqa: B008  (frozen)
+    on_restart: Callable[[Worker], object] | None = None,
+) -> tuple[Monitor, contextlib.ExitStack]:
     """Start everything, or nothing; closing the stack ends all of it at once."""
     check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
+        last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
@@ -81,20 +88,18 @@ def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[W
         resources.callback(agent.shutdown, graceful=False)
         set_current_agent(agent)
         specs = [options.spec(info, config, tuple(members)) for info in infos]
-        forget = agent.forget
-        handles = launcher.start(
-            specs,
-            on_lost=lambda handle: forget(handle.info.name, handle.exit_reason or "it ended"),
-            timeout_s=max(0.0, deadline - time.monotonic()),
-        )
-        return launcher, agent, handles, resources.pop_all()
+        monitor = Monitor(agent, launcher, supervision, on_restart, options.start_timeout_s)
+        last.callback(monitor.close)
+        resources.callback(monitor.stop)
+        monitor.start(specs, max(0.0, deadline - time.monotonic()))
+        return monitor, resources.pop_all()
 
 
 class LocalLauncher(Launcher):
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed
+        self._lock = threading.Lock()  # guards _is_closed and _workers
         self._is_closed = False
         self._workers: list[LocalWorker] = []
         self.folder = self._make_folder()  # removed when the launcher is closed or the driver dies
@@ -115,39 +120,46 @@ class LocalLauncher(Launcher):
             waiting = [w for w in workers if w.handle.pid is None and not w.handle.state.is_over]
             return len(waiting) < _FORKS_AT_ONCE
 
-        try:
-            for spec in specs:
-                workers.append(self._fork(spec, on_lost))
-                wait(is_room)
-        except OSError as error:
-            raise WorkerStartFailed(f"cannot start {spec.info.name}: {error}") from error
-        wait(lambda: _are_settled(workers))
-        _raise_if_not_running(workers, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: self._end(workers, grace_s=0))
+            try:
+                for spec in specs:
+                    workers.append(self._fork(spec, on_lost))
+                    wait(is_room)
+            except OSError as error:
+                raise WorkerStartFailed(f"cannot start {spec.info.name}: {error}") from error
+            wait(lambda: _are_settled(workers))
+            _raise_if_not_running(workers, timeout_s)
+            undo.pop_all()
         return [worker.handle for worker in workers]
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
         return self._supervisor.wait_until(lambda: handle.state.is_over, timeout_s)
 
-    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
-        """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL, then the end of the fork server.
+    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
+        """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL.
 
-        After that the kernel kills what is left; so it works, too, for a worker that holds the interpreter's lock or
-        ignores signals.
+        A worker that is there even after that, because it hangs in the kernel for instance, ends when it finds its lifeline
+        closed. The end of the fork server, with `close`, takes it along at the latest.
         """
-        workers = [worker for worker in self._workers if worker.handle in handles]
+        with self._lock:
+            workers = [worker for worker in self._workers if worker.handle in handles]
+        return self._end(workers, grace_s)
+
+    def _end(self, workers: Sequence[LocalWorker], grace_s: float) -> bool:
         self._supervisor.expect_end_of(workers, ask=grace_s > 0)
         steps = [(None, grace_s), (signal.SIGTERM, _TERM_TIMEOUT_S), (signal.SIGKILL, _KILL_TIMEOUT_S)]
         for signum, timeout_s in steps if grace_s > 0 else steps[-1:]:
             if signum is not None:
                 self._signal(workers, signum)
             if self._supervisor.wait_until(lambda: all(w.handle.state.is_over for w in workers), timeout_s):
-                return
-        self._fork_server.close(force=True)
+                return True
+        self._supervisor.give_up(worker for worker in workers if not worker.handle.state.is_over)
+        return False
 
     def describe(self) -> str:
-        workers = "".join(f"\n  {worker.handle.describe()}" for worker in self._workers)
         return (
-            f"processes on this machine, forked by process {self._fork_server.pid}; sockets in {self.folder}{workers}"
+            f"processes of this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
         )
 
     def close(self) -> None:
@@ -157,11 +169,11 @@ class LocalLauncher(Launcher):
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
+            workers = tuple(self._workers)
         is_clean = False
         try:
-            if self._fork_server.is_alive:
-                self.terminate([worker.handle for worker in self._workers], grace_s=0)
-            is_clean = self._supervisor.close(_STOP_TIMEOUT_S)
+            is_over = not self._fork_server.is_alive or self._end(workers, grace_s=0)
+            is_clean = self._supervisor.close(_STOP_TIMEOUT_S) and is_over
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # the fork server is gone
@@ -196,7 +208,11 @@ class LocalLauncher(Launcher):
             for fd in worker.make_pipes():
                 sent.callback(os.close, fd)
                 fds.append(fd)
-            self._workers.append(worker)
+            with self._lock:
+                if self._is_closed:
+                    worker.close()
+                    raise WorkerStartFailed(f"{spec.info.name} is not started any more: the cluster is closed")
+                self._workers = [*(item for item in self._workers if not item.handle.state.is_over), worker]
             self._supervisor.watch(worker)
             self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))
         return worker

@@ -23,7 +23,7 @@ def address_of_interface(name: str) -> str:
         ConfigurationError: There is no such interface here, or it has no address.
     """
     raw = name.encode()
-    if len(raw) <= _MAX_INTERFACE_BYTES:
+    if len(raw) <= _MAX_INTERFACE_BYTES and b"\0" not in raw:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             answer = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", raw))
             return socket.inet_ntoa(answer[20:24])

@@ -1,6 +1,6 @@
 """Workers in processes that a scheduler starts: Ray, Slurm, torchrun; on this machine or on others.
 
-    launch -> who are you? -> name and certificate -> listen -> connect to all -> who belongs to it -> can all reach all?
+    launch -> who are you? -> name and certificate -> listen -> driver connects -> do all machines reach each other?
 
 `gradwire.cluster.enrolment` has the messages until a worker listens; they go over the scheduler's channel. From then on the
 driver's own connections carry everything, and tell of a worker's end, too. The scheduler is asked for the words
@@ -26,18 +26,22 @@ from gradwire.cluster._output_relay import OutputPrinter
 from gradwire.cluster.driver import ClusterOptions, check_no_other
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready, WorkerSettings
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
-from gradwire.cluster.membership import tell_left, tell_members
+from gradwire.cluster.monitor import Monitor
 from gradwire.cluster.network_address import address_of_interface
-from gradwire.cluster.remote_worker import DIAL, LEAVE
+from gradwire.cluster.remote_worker import DIAL, LEAVE, transports_of
 from gradwire.cluster.scheduler import RemoteProcess, Scheduler
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
-from gradwire.errors import GradwireError, WorkerStartFailed
+from gradwire.errors import AuthenticationFailed, GradwireError, WorkerStartFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports.tls import uri_of_worker
 from gradwire.types import WorkerAddress
+from gradwire.wire.exceptions import clean
+from gradwire.wire.messages import encode_address
 
 if TYPE_CHECKING:
     from gradwire.transports.certificates import Authority
@@ -48,8 +52,8 @@ _REASON_S = 1.0  # how long the end of a connection waits for the scheduler's wo
 _RETURN_S = 3.0  # how long a worker whose process has not ended, as far as is known, may be without a connection
 _LEAVE_S = 1.0  # for the answers to the request to leave
 _KILL_S = 5.0
-_TELL_S = 2.0
 _STOP_S = 2.0
+_MAX_ERROR_BYTES = 2048
 
 _log = logging.getLogger("gradwire")
 _T = TypeVar("_T")
@@ -77,8 +81,11 @@ class RemoteOptions(ClusterOptions):
 
 
 def start_remote(
-    scheduler: Scheduler, options: RemoteOptions
-) -> tuple[RemoteLauncher, Agent, Sequence[WorkerHandle], contextlib.ExitStack]:
+    scheduler: Scheduler,
+    options: RemoteOptions,
+    supervision: SupervisionOptions = SupervisionOptions(),  # noqa: B008  (frozen)
+    on_restart: Callable[[Worker], object] | None = None,
+) -> tuple[Monitor, contextlib.ExitStack]:
     """Start everything, or nothing; closing the stack ends all of it at once, the scheduler's part included.
 
     Raises:
@@ -89,6 +96,7 @@ def start_remote(
     with _interrupts.installed(), contextlib.ExitStack() as resources:
         resources.callback(scheduler.close)
         check_no_other()
+        last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
         # With the cryptography library, which takes a while to import.
         from gradwire.transports.certificates import Authority, ProcessKey
 
@@ -97,9 +105,8 @@ def start_remote(
         config = dataclasses.replace(options.config, token=options.token, tls=None)
         directory = StaticDirectory()
         with key.files(authority.sign(key.request(), uri_of_worker(driver.name)), authority.certificate) as keys:
-            own = dataclasses.replace(
-                config, transports=("unix", "tcp"), bind_host=options.driver_host(scheduler), tls=keys
-            )
+            host = options.driver_host(scheduler)
+            own = dataclasses.replace(config, transports=transports_of(config), bind_host=host, tls=keys)
             agent = start_worker(driver, own, directory)
         resources.callback(set_current_agent, None)
         resources.callback(agent.shutdown, graceful=False)
@@ -107,20 +114,12 @@ def start_remote(
         set_current_agent(agent)
         launcher = RemoteLauncher(scheduler, agent, authority, interface=options.interface)
         resources.callback(launcher.close)
-        handles = launcher.start(
-            [options.spec(info, config) for info in infos],
-            partial(_announce_loss, agent, launcher),
-            max(0.0, deadline - time.monotonic()),
-        )
-        return launcher, agent, handles, resources.pop_all()
-
-
-def _announce_loss(agent: Agent, launcher: RemoteLauncher, lost: WorkerHandle) -> None:
-    """Tell every member that one of them is gone."""
-    reason = lost.exit_reason or "it ended"
-    agent.forget(lost.info.name, reason)
-    others = [handle.info.name for handle in launcher.handles() if handle.state is WorkerState.RUNNING]
-    tell_left(agent, others, lost.info.name, reason, _TELL_S)
+        monitor = Monitor(agent, launcher, supervision, on_restart, options.start_timeout_s)
+        last.callback(monitor.close)
+        resources.callback(monitor.stop)
+        specs = [options.spec(info, config, (agent.address,)) for info in infos]
+        monitor.start(specs, max(0.0, deadline - time.monotonic()))
+        return monitor, resources.pop_all()
 
 
 class _Member:
@@ -166,7 +165,6 @@ class RemoteLauncher(Launcher):
         self._printer = OutputPrinter(agent)
         self._changed = threading.Condition()  # guards what follows, and the state of every member
         self._members: dict[str, _Member] = {}  # by name: of each worker the one that was started last
-        self._processes: list[RemoteProcess] = []  # all that were ever started
         self._is_closed = False
         agent.on_worker_lost(self._on_connection_lost)
         agent.on_worker_connected(self._on_connected)
@@ -185,26 +183,33 @@ class RemoteLauncher(Launcher):
     # Starting
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Start workers; a name that was started before gets a new process, in the place of the old one if that exists."""
         deadline = time.monotonic() + timeout_s
-        members = self._enrol(specs, on_lost, deadline, timeout_s)
-        try:
-            self._each(members, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
+        with contextlib.ExitStack() as undo:
+            members = self._enrol(specs, on_lost, deadline, timeout_s, undo)
+            try:
+                self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
+                self._take_in(members, undo)
+                self._each(members, deadline, partial(self._connect, deadline=deadline))
+                self._check_reach(members, deadline)
+            except GradwireError as error:
+                self._explain(members, error)
+                raise
             with self._changed:
-                self._members.update({member.spec.info.name: member for member in members})
-            self._introduce_all(members, deadline)
-            self._check_reach(members, deadline)
-        except GradwireError as error:
-            self._explain(members, error)
-            raise
-        with self._changed:
-            for member in members:
-                member.handle.on_listening()
-            self._changed.notify_all()
-        self._raise_if_ended(members)
+                for member in members:
+                    member.handle.on_listening(member.address)
+                self._changed.notify_all()
+            self._raise_if_ended(members)
+            undo.pop_all()
         return [member.handle for member in members]
 
-    def _enrol(self, specs: Sequence[WorkerSpec], on_lost: OnLost, deadline: float, timeout_s: float) -> list[_Member]:
+    def _enrol(
+        self,
+        specs: Sequence[WorkerSpec],
+        on_lost: OnLost,
+        deadline: float,
+        timeout_s: float,
+        undo: contextlib.ExitStack,
+    ) -> list[_Member]:
         """Start processes, ask them who they are, and decide which of them becomes which worker."""
         with self._changed:
             earlier = {spec.info.name: self._members.get(spec.info.name) for spec in specs}
@@ -214,11 +219,11 @@ class RemoteLauncher(Launcher):
         for spec in again:
             old = earlier[spec.info.name]
             assert old is not None
-            processes += self._launch(1, deadline, old.process)
+            processes += self._launch(1, deadline, old.process, undo)
         if new:
-            processes += self._launch(len(new), deadline, None)
+            processes += self._launch(len(new), deadline, None, undo)
         ask = partial(self._ask_introduction, deadline=deadline, timeout_s=timeout_s)
-        introductions = self._each(processes, ask)
+        introductions = self._each(processes, deadline, ask)
         self._check_versions(processes, introductions, specs[0].config)
         kept = list(range(len(again)))
         order = kept + [len(again) + index for index in enrolment.order_of(introductions[len(again) :])]
@@ -228,10 +233,15 @@ class RemoteLauncher(Launcher):
         }
         return [made[spec.info.name] for spec in specs]
 
-    def _launch(self, count: int, deadline: float, replaces: RemoteProcess | None) -> list[RemoteProcess]:
+    def _launch(
+        self, count: int, deadline: float, replaces: RemoteProcess | None, undo: contextlib.ExitStack
+    ) -> list[RemoteProcess]:
         processes = list(self._scheduler.launch(count, deadline, replaces))
+        for process in processes:
+            undo.callback(_kill, process)
         with self._changed:
-            self._processes += processes
+            if self._is_closed:
+                raise WorkerStartFailed("no worker is started any more: the cluster is closed")
         if len(processes) != count:
             raise WorkerStartFailed(f"the scheduler started {len(processes)} processes instead of {count}")
         return processes
@@ -262,14 +272,19 @@ class RemoteLauncher(Launcher):
             start_timeout_s=timeout_s,
         )
         name = spec.info.name
+        try:
+            certificate = self._authority.sign(request, uri_of_worker(name))
+            sealed = seal(enrolment.encode(settings), request, name.encode())
+        except AuthenticationFailed as error:
+            raise WorkerStartFailed(f"{member} cannot be given a certificate: {error}") from error
         message = enrolment.encode(
             Assign(
                 name=name,
                 rank=spec.info.id,
-                certificate=self._authority.sign(request, uri_of_worker(name)),
+                certificate=certificate,
                 authority=self._authority.certificate,
                 driver=self._agent.address,
-                sealed_settings=seal(enrolment.encode(settings), request, name.encode()),
+                sealed_settings=sealed,
             )
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)
@@ -277,21 +292,28 @@ class RemoteLauncher(Launcher):
             raise WorkerStartFailed(f"{member} says that it is {answer.address.info}; it runs another program")
         member.handle.address = answer.address
 
-    def _introduce_all(self, members: Sequence[_Member], deadline: float) -> None:
-        """Connect the driver with the new members, and tell all who belongs to the cluster."""
+    def _take_in(self, members: Sequence[_Member], undo: contextlib.ExitStack) -> None:
+        """Let the driver connect to the new workers, and watch them."""
+        with self._changed:
+            for member in members:
+                name = member.spec.info.name
+                before = self._members.get(name)
+                undo.callback(self._turn_away, member, before)
+                self._members[name] = member
         for member in members:
             self._agent.welcome(member.address)
             self._printer.add(member.spec.info)
-        self._each(members, partial(self._connect, deadline=deadline))
-        names = [member.spec.info.name for member in members]
-        others = [item for item in self._running() if item.spec.info.name not in names]
-        everyone = [self._agent.address, *(item.address for item in (*members, *others))]
-        left = max(0.0, deadline - time.monotonic())
-        told = tell_members(self._agent, names, everyone, left)
-        if len(told) < len(names):
-            missing = ", ".join(str(item) for item in members if item.spec.info.name not in told)
-            raise WorkerStartFailed(f"connected, but did not answer in time: {missing}; raise start_timeout")
-        tell_members(self._agent, [item.spec.info.name for item in others], [item.address for item in members], _TELL_S)
+
+    def _turn_away(self, member: _Member, before: _Member | None) -> None:
+        """Forget a worker whose start has failed."""
+        name = member.spec.info.name
+        with self._changed:
+            self._members.pop(name, None)
+            if before is not None:
+                self._members[name] = before
+            member.handle.on_exited("its start failed")
+        reason = "its start failed"
+        self._agent.dismiss(name, member.address.incarnation, reason, is_final=before is None)
 
     def _connect(self, member: _Member, deadline: float) -> None:
         try:
@@ -304,22 +326,24 @@ class RemoteLauncher(Launcher):
 
     def _check_reach(self, members: Sequence[_Member], deadline: float) -> None:
         """Have one worker of each machine connect to one of each other machine, in both directions."""
-        by_host = {item.address.host: item for item in (*reversed(self._running()), *reversed(members))}
-        hosts = {host: item.address for host, item in by_host.items()}
+        workers = {item.address.host: item for item in (*reversed(self._running()), *reversed(members))}
+        hosts = {host: item.address for host, item in workers.items()}
         hosts[self._agent.address.host] = self._agent.address  # the driver stands for its machine
         new = {member.address.host for member in members}
         left = max(0.01, deadline - time.monotonic())
         asked = {}
-        for host, item in by_host.items():
-            to = [address.info.name for other, address in hosts.items() if other != host and new & {host, other}]
+        for host, item in workers.items():
+            to = [address for other, address in hosts.items() if other != host and new & {host, other}]
             if to:
-                asked[item] = self._agent.ask(item.spec.info.name, DIAL, (to, left), left + _LEAVE_S, dict[str, str])
+                args = ([encode_address(address) for address in to], left)
+                future = self._agent.ask(item.spec.info.name, DIAL, args, left + _LEAVE_S, dict[str, str])
+                asked[item] = future
         for item, future in asked.items():
             for name, error in future.wait().items():
                 to_address = next(address for address in hosts.values() if address.info.name == name)
                 raise WorkerStartFailed(
                     f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_uris(to_address)}: "
-                    f"{error}; {_REACH_HINT}"
+                    f"{clean(error, _MAX_ERROR_BYTES)}; {_REACH_HINT}"
                 )
 
     def _explain(self, members: Sequence[_Member], error: GradwireError) -> None:
@@ -336,13 +360,13 @@ class RemoteLauncher(Launcher):
             if member.handle.state.is_over:
                 raise WorkerStartFailed(f"{member} ended before it was ready: {member.handle.exit_reason}")
 
-    def _each(self, items: Sequence[_T], function: Callable[[_T], _R]) -> list[_R]:
+    def _each(self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R]) -> list[_R]:
         """Call a function for each item, many at once; return the results in order, or raise the first error at once.
 
-        After an error the other calls go on by themselves: they end at their deadline, or when their process is killed.
+        The function keeps the deadline. After an error the other calls end there, or when their process is killed.
         """
         results: dict[int, _R] = {}
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
         waiting = list(enumerate(items))[::-1]
         done = threading.Condition()  # guards the three above
 
@@ -354,7 +378,7 @@ class RemoteLauncher(Launcher):
                     index, item = waiting.pop()
                 try:
                     result = function(item)
-                except BaseException as error:
+                except Exception as error:
                     with done:
                         errors.append(error)
                         done.notify_all()
@@ -366,9 +390,13 @@ class RemoteLauncher(Launcher):
         for _ in range(min(len(items), _EXCHANGES_AT_ONCE)):
             threading.Thread(target=run, name="gradwire-driver-enrolment", daemon=True).start()
         with done:
-            _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items))
+            left = max(0.0, deadline - time.monotonic()) + _STOP_S
+            _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items), left)
         if errors:
             raise errors[0]
+        if len(results) < len(items):
+            late = ", ".join(getattr(item, "place", str(item)) for i, item in enumerate(items) if i not in results)
+            raise WorkerStartFailed(f"the scheduler did not keep the deadline for {late}")
         return [results[index] for index in range(len(items))]
 
     # Watching
@@ -451,18 +479,11 @@ class RemoteLauncher(Launcher):
             return _interrupts.wait_for(self._changed, lambda: handle.state.is_over, timeout_s)
 
     def describe(self) -> str:
-        with self._changed:
-            members = sorted(self._members.values(), key=lambda item: item.spec.info.id)
-        here = enrolment.own_versions()
-        driver = (
-            f"driver: rank {self._agent.info.id} on {enrolment.host_name()}, listens at {_uris(self._agent.address)}; "
-            f"python {here.python}, torch {here.torch}, gradwire {here.gradwire}"
-        )
-        return "\n".join([self._scheduler.describe(), driver, *(item.handle.describe() for item in members)])
+        return f"{self._scheduler.describe()}\nthe driver listens at {_uris(self._agent.address)}, with keys in memory"
 
     # Ending
 
-    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
+    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
         """Ask workers to leave, and have the scheduler end the processes of those that do not within `grace_s`."""
         with self._changed:
             members = [item for item in self._members.values() if item.handle in handles]
@@ -478,32 +499,26 @@ class RemoteLauncher(Launcher):
             self._agent.ask_all(names, LEAVE, (), min(grace_s, _LEAVE_S), None)
             with self._changed:
                 _interrupts.wait_for(self._changed, are_over, max(0.0, deadline - time.monotonic()))
-        self._kill(members)
-
-    def _kill(self, members: Sequence[_Member]) -> None:
-        """End processes, also those that have left: a scheduler may keep the process of a worker that has."""
-        for member in members:
+        for member in members:  # also those that have left: a scheduler may keep the process of a worker that has
             _kill(member.process)
         with self._changed:
-            _interrupts.wait_for(self._changed, lambda: all(item.handle.state.is_over for item in members), _KILL_S)
+            is_over = _interrupts.wait_for(self._changed, are_over, _KILL_S)
             for member in members:
-                member.handle.on_exited("killed")
+                member.handle.on_exited("its process was to be killed, and the scheduler has not confirmed it")
             self._changed.notify_all()
+        return is_over
 
     def close(self) -> None:
         with self._changed:
             if self._is_closed:
                 return
             handles = [item.handle for item in self._members.values()]
-            processes = list(self._processes)
         try:
             self.terminate(handles, 0.0)
         finally:
             with self._changed:
                 self._is_closed = True
                 self._changed.notify_all()
-            for process in processes:  # those that did not become workers, too
-                _kill(process)
             try:
                 self._scheduler.close()
             finally:
@@ -533,7 +548,7 @@ def _exchange(
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:g} s; raise start_timeout, or look at what its process does.{detail}"
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout, or look at what its process does.{detail}"
         ) from error
     except GradwireError as error:
         raise WorkerStartFailed(

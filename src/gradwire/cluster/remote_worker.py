@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,14 +37,17 @@ from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, 
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
 from gradwire.cluster.status import serve_usage
+from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent
-from gradwire.rpc.functions import Group, Seconds
+from gradwire.rpc.functions import EncodedAddress, Seconds
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-from gradwire.types import WorkerInfo
+from gradwire.transports import registry
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.messages import decode_address
 
 LEAVE = "cluster.leave"
 DIAL = "cluster.dial"
@@ -51,6 +56,7 @@ _ASSIGN_S = 600.0
 _LAST_OUTPUT_S = 2.0
 _RETURN_S = 5.0  # how long a driver may be cut off
 _LOOK_S = 0.2
+_DIAL_S = 10.0
 
 
 class RemoteWorker:
@@ -99,7 +105,7 @@ class RemoteWorker:
                 question = enrolment.decode_question(message)
                 answer = self._introduce(question) if isinstance(question, Introduce) else self._join(question)
                 return enrolment.encode(answer)
-            except BaseException as error:  # an import may raise anything, SystemExit among others
+            except (Exception, SystemExit) as error:  # an import may do anything
                 text = "".join(traceback.format_exception(error))
                 if isinstance(error, GradwireError):  # it says all there is to say
                     text = f"{error}\n"
@@ -159,7 +165,9 @@ class RemoteWorker:
         driver = assignment.driver.info.name
         directory = StaticDirectory([assignment.driver])
         with self._key.files(assignment.certificate, assignment.authority) as keys:
-            config = dataclasses.replace(settings.config, transports=("unix", "tcp"), bind_host=self._address, tls=keys)
+            config = dataclasses.replace(
+                settings.config, transports=transports_of(settings.config), bind_host=self._address, tls=keys
+            )
             self._agent = agent = start_worker(assignment.info, config, directory)
         directory.complete()
         self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
@@ -188,10 +196,11 @@ class RemoteWorker:
             check(source)
             self._end()
 
-        def on_dial(source: WorkerInfo, names: list[str], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
+        def on_dial(source: WorkerInfo, raw: list[bytes], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
             check(source)
+            addresses = [decode_address(item, agent.config.limits) for item in raw]
             answer: InterruptibleFuture[dict[str, str]] = InterruptibleFuture()
-            threading.Thread(target=_dial, args=(agent, names, timeout_s, answer), daemon=True).start()
+            _start_thread(_dial, agent, addresses, timeout_s, answer)
             return answer
 
         def on_connected(name: str) -> None:
@@ -202,12 +211,12 @@ class RemoteWorker:
         def on_lost(name: str, reason: str) -> None:
             if name == driver:
                 self._expect_driver(_RETURN_S, reason)
-                threading.Thread(target=self._reach_driver, args=(agent, driver), daemon=True).start()
+                _start_thread(self._reach_driver, agent, driver)
 
         follow_driver(agent, driver)
         serve_usage(agent)
         agent.server.register_control(LEAVE, on_leave)
-        agent.server.register_control(DIAL, on_dial, Group, Seconds)
+        agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
         agent.on_worker_connected(lambda address: on_connected(address.info.name))
         agent.on_worker_lost(lambda address, reason: on_lost(address.info.name, reason))
 
@@ -250,6 +259,10 @@ class RemoteWorker:
             set_current_agent(None)
 
 
+def _start_thread(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name="gradwire-connect", daemon=True).start()
+
+
 def _is_refusal(error: BaseException | None) -> bool:
     """Whether a machine answered that the other process does not listen any more."""
     while error is not None and not isinstance(error, ConnectionRefusedError | FileNotFoundError):
@@ -257,14 +270,25 @@ def _is_refusal(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _dial(agent: Agent, names: list[str], timeout_s: float, answer: InterruptibleFuture[dict[str, str]]) -> None:
-    """Open a connection to each of the workers; answer with the errors of those that cannot be reached, by name."""
+def transports_of(config: WorkerConfig) -> tuple[str, ...]:
+    """Return what the members of a cluster listen on: sockets of this machine, and TLS beyond it."""
+    return config.transports or ("unix", "tcp")
+
+
+def _dial(
+    agent: Agent, addresses: list[WorkerAddress], timeout_s: float, answer: InterruptibleFuture[dict[str, str]]
+) -> None:
+    """Open a connection to each of the workers, and close it; answer with the errors, by name.
+
+    Without a handshake, for which both would have to know each other as members: it is about the way.
+    """
     deadline = time.monotonic() + timeout_s
     failed = {}
-    for name in names:
+    for address in addresses:
         try:
-            agent.peers.peer(name).lane("control", deadline)
+            uri = registry.choose_uri(address, agent.address.host, agent.transports)
+            agent.transports[uri.partition(":")[0]].connect(uri, min(deadline, time.monotonic() + _DIAL_S)).close()
         except Exception as error:
-            failed[name] = str(error)
+            failed[address.info.name] = str(error)
     with contextlib.suppress(Exception):  # the driver is gone
         answer.set_result(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire import rpc
+from gradwire import autograd, rpc
 from gradwire.testing import wait_until
 
 
@@ -119,3 +120,51 @@ def show_bar(path: str) -> None:
         sys.stderr.flush()
     wait_until(Path(path).exists)
     sys.stderr.write("\r100%\n")
+
+
+def make_weight(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().requires_grad_()
+
+
+def tanh_times(weight: rpc.RRef[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight.local_value())
+
+
+def times(weight: rpc.RRef[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x @ weight.local_value()
+
+
+def gradient_of(context: int, weight: rpc.RRef[torch.Tensor]) -> torch.Tensor:
+    return autograd.get_gradients(context)[weight.local_value()]
+
+
+def print_error(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def print_lines(count: int) -> None:
+    for number in range(count):
+        print(f"line {number}")
+
+
+def private_key_number() -> bytes:
+    """The secret number of this process's key, which the worker holds in memory."""
+    key = next(item for item in gc.get_objects() if type(item).__name__ == "ProcessKey")
+    return int(key._key.private_numbers().private_value).to_bytes(32, "big")
+
+
+def ask_control(to: str, operation: str, args: tuple[object, ...]) -> object:
+    """Sends a control operation from this worker."""
+    return rpc.current_agent().ask(to, operation, tuple(args), 10.0).wait()
+
+
+_remembered: list[str] = []
+
+
+def remember(text: str) -> str:
+    _remembered.append(text)
+    return text
+
+
+def recall() -> str:
+    return _remembered[-1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
+import pickle
 import shutil
 import ssl
 import stat
@@ -16,13 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradwire.config import TlsKeys
-from gradwire.errors import ConfigurationError
+from gradwire.errors import AuthenticationFailed, ConfigurationError
 from gradwire.transports import certificates
 from gradwire.transports.tls import (
     client_context,
     keys_for,
     make_keys,
     server_context,
+    uri_of_worker,
 )
 
 
@@ -250,3 +253,123 @@ def test_an_authority_that_has_expired(tmp_path: Path) -> None:
     keys.ca.write_bytes(old.public_bytes(serialization.Encoding.PEM))
     with pytest.raises(ConfigurationError, match=r"ca\.pem expired"):
         server_context(keys)
+
+
+# Keys in memory
+
+
+def signed_request(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, *extensions: x509.ExtensionType) -> bytes:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gradwire cluster of somebody else")])
+    builder = x509.CertificateSigningRequestBuilder(name)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=True)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def test_certificate_of_a_request_is_good_for_the_assigned_name_alone() -> None:
+    authority, key = certificates.Authority(), certificates.ProcessKey()
+    (certificate,) = x509.load_pem_x509_certificates(authority.sign(key.request(), uri_of_worker("worker1")))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["urn:gradwire:worker:worker1"]
+    assert len(list(names)) == 1
+
+
+def test_name_that_stands_for_all_in_files_is_an_ordinary_one_here() -> None:
+    assert uri_of_worker("worker") == "urn:gradwire:worker:worker"
+    assert uri_of_worker("*") != uri_of_worker("%2A")
+
+
+def test_names_and_extensions_that_a_request_asks_for_are_ignored() -> None:
+    authority = certificates.Authority()
+    request = signed_request(
+        ec.generate_private_key(ec.SECP256R1()),
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("urn:gradwire:worker:*")]),
+        x509.BasicConstraints(ca=True, path_length=None),
+    )
+    (certificate,) = x509.load_pem_x509_certificates(authority.sign(request, uri_of_worker("worker1")))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["urn:gradwire:worker:worker1"]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    assert "somebody" not in certificate.subject.rfc4514_string()
+
+
+def test_request_with_the_key_of_another_process_is_refused() -> None:
+    """The signature proves that whoever asks has the key."""
+    request = x509.load_pem_x509_csr(certificates.ProcessKey().request())
+    other = x509.load_pem_x509_csr(certificates.ProcessKey().request())
+    encoding = serialization.Encoding.DER
+    raw = request.public_bytes(encoding)
+    public = serialization.PublicFormat.SubjectPublicKeyInfo
+    swapped = raw.replace(
+        request.public_key().public_bytes(encoding, public), other.public_key().public_bytes(encoding, public)
+    )
+    assert swapped != raw
+    forged = x509.load_der_x509_csr(swapped).public_bytes(serialization.Encoding.PEM)
+    with pytest.raises(AuthenticationFailed, match="not signed with its own key"):
+        certificates.Authority().sign(forged, uri_of_worker("worker1"))
+
+
+@pytest.mark.parametrize(
+    "request_pem",
+    [
+        b"",
+        b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n",
+        signed_request(rsa.generate_private_key(65537, 2048)),
+        signed_request(ec.generate_private_key(ec.SECP384R1())),
+    ],
+    ids=["empty", "garbage", "RSA", "another curve"],
+)
+def test_what_is_not_a_request_for_the_right_kind_of_key_is_refused(request_pem: bytes) -> None:
+    with pytest.raises(AuthenticationFailed, match="certificate request"):
+        certificates.Authority().sign(request_pem, uri_of_worker("worker1"))
+    with pytest.raises(AuthenticationFailed, match="certificate request"):
+        certificates.seal(b"secret", request_pem, b"worker1")
+
+
+def test_sealed_secret_opens_with_its_key_and_context_alone() -> None:
+    key, other = certificates.ProcessKey(), certificates.ProcessKey()
+    sealed = certificates.seal(b"the token", key.request(), b"worker1")
+    assert key.open(sealed, b"worker1") == b"the token"
+    assert b"the token" not in sealed
+    assert sealed != certificates.seal(b"the token", key.request(), b"worker1")
+    flipped = sealed[:-1] + bytes([sealed[-1] ^ 1])
+    attempts = [(other, sealed, b"worker1"), (key, sealed, b"worker2"), (key, flipped, b"worker1"), (key, b"", b"")]
+    for wrong_key, wrong_sealed, context in attempts:
+        with pytest.raises(AuthenticationFailed, match="not sealed for the key of this process"):
+            wrong_key.open(wrong_sealed, context)
+
+
+def test_private_keys_do_not_travel() -> None:
+    for secret in (certificates.ProcessKey(), certificates.Authority()):
+        with pytest.raises(TypeError, match="stays in its process"):
+            pickle.dumps(secret)
+        with pytest.raises(TypeError, match="stays in its process"):
+            copy.copy(secret)
+
+
+def test_files_in_memory_pass_the_checks_of_files_and_are_gone_afterwards() -> None:
+    authority, key = certificates.Authority(), certificates.ProcessKey()
+    with key.files(authority.sign(key.request(), uri_of_worker("worker1")), authority.certificate) as keys:
+        assert mode_of(keys.key) == 0o600
+        assert "memfd:" in os.readlink(keys.key)
+        certificates.check_files(keys)
+        server_context(keys)
+        client_context(keys)
+    assert not keys.key.exists()
+
+
+def test_certificate_of_another_cluster_does_not_pass_the_checks() -> None:
+    authority, other, key = certificates.Authority(), certificates.Authority(), certificates.ProcessKey()
+    certificate = other.sign(key.request(), uri_of_worker("worker1"))
+    with (
+        key.files(certificate, authority.certificate) as keys,
+        pytest.raises(ConfigurationError, match="was not signed by"),
+    ):
+        certificates.check_files(keys)
+    certificate = authority.sign(certificates.ProcessKey().request(), uri_of_worker("worker1"))
+    with (
+        key.files(certificate, authority.certificate) as keys,
+        pytest.raises(ConfigurationError, match="is not the key of"),
+    ):
+        certificates.check_files(keys)
