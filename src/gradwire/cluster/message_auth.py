@@ -7,6 +7,7 @@ cluster. What is proven is a *statement*: the message with the run, the round, t
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import hmac
 import os
@@ -154,9 +155,8 @@ class CertificateAuth:
                 continue
         else:
             raise ValueError("another authority signed its certificate; take all keys from one `make_keys` folder")
-        from gradwire.transports.certificates import _now
-
-        if not certificate.not_valid_before_utc <= _now() <= certificate.not_valid_after_utc:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
             raise ValueError(
                 f"its certificate was valid until {certificate.not_valid_after_utc}; run `make_keys` again"
             )

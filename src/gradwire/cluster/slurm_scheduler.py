@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gradwire import _interrupts
 from gradwire.cluster.kv_store import FolderStore, make_private_folder
 from gradwire.cluster.message_auth import NoAuth
 from gradwire.cluster.network_address import address_towards
@@ -36,7 +37,8 @@ _TOPIC = "slurm"
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_AT_JOB_S = 2.0  # Slurm's accounting is a shared service
-_CANCEL_S = 10.0
+_END_S = 2.0  # for tasks to end by themselves
+_LOOK_S = 0.05
 _COMMAND_S = 10.0
 _TAIL_BYTES = 4096
 _SECONDS = (1, 60, 3600, 86400)
@@ -151,18 +153,18 @@ class SlurmScheduler:
         self._options = options
         self._start_timeout_s = start_timeout_s
         self._submitit = _import_submitit()
-        self._folder = _folder_of(options)
         self._lock = threading.Lock()  # guards _jobs, _num_tasks and _is_closed
         self._jobs: list[_Job] = []
         self._processes: list[SlurmProcess] = []
         self._num_tasks = 0
         self._is_closed = False
-        base = self._submitit.core.utils.JobPaths.get_first_id_independent_folder(self._folder)
-        make_private_folder(base.resolve())
-        self._store = FolderStore(make_private_folder(base.resolve() / f"exchange-{secrets.token_hex(8)}"))
+        folder = Path(options.folder).expanduser().absolute()
+        base = self._submitit.core.utils.JobPaths.get_first_id_independent_folder(folder).resolve()
+        make_private_folder(base)
+        self._store = FolderStore(make_private_folder(base / f"exchange-{secrets.token_hex(8)}"))
         self._exchange = DriverExchange(self._store, _TOPIC, NoAuth(), "task")
         try:
-            self._executor = self._submitit.AutoExecutor(self._folder, cluster=options.executor)
+            self._executor = self._submitit.AutoExecutor(_folder_of(folder, options.executor), cluster=options.executor)
         except RuntimeError as error:
             self._store.remove()
             raise ConfigurationError(
@@ -197,16 +199,19 @@ class SlurmScheduler:
         return "\n".join(job.describe() for job in self._jobs) or "no job was submitted"
 
     def close(self) -> None:
-        """Cancel the jobs, which ends workers that have not left, and remove the folder of the channel."""
+        """End the jobs: where workers have not left, by cancelling them. Remove the folder of the channel."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        for job in self._jobs:
+        with contextlib.suppress(RendezvousFailed):
+            self._exchange.give_up("the driver has ended")  # for tasks that are not workers yet
+        jobs = list(self._jobs)
+        deadline = time.monotonic() + _END_S
+        while not all(job.has_ended() for job in jobs) and time.monotonic() < deadline:
+            _interrupts.sleep(_LOOK_S)
+        for job in jobs:
             job.cancel()
-        deadline = time.monotonic() + _CANCEL_S
-        for job in self._jobs:
-            job.wait(deadline)
         for process in self._processes:
             process.close()
         self._store.remove()
@@ -234,6 +239,7 @@ class _Job:
         self.id = str(job.job_id)
         self._job = job
         self._executor = executor
+        self._process: subprocess.Popen[bytes] | None = getattr(job, "_process", None)  # of a job on this machine
         self._next_look = 0.0
         self._seen_state = "UNKNOWN"
 
@@ -283,20 +289,25 @@ class _Job:
             return f"Slurm job {self.id}, {tasks}, from {script}:\n{script.read_text()}"
         return f"Slurm job {self.id}, {tasks}, from {script}"
 
+    def has_ended(self) -> bool:
+        """Whether all tasks have ended, as far as that can be told without asking Slurm."""
+        if self._process is not None:
+            return self._process.poll() is not None
+        return all(self.has_result(number) for number in self.numbers)
+
     def cancel(self) -> None:
+        """End the job, if it has not ended, and wait for the process that runs it on this machine."""
+        if self.has_ended():
+            return
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self._job.cancel(check=False)
-
-    def wait(self, deadline: float) -> None:
-        """Wait for the end of the process that runs the job on this machine; Slurm sees to its own."""
-        process = getattr(self._job, "_process", None)
-        if process is None:
+        if self._process is None:
             return
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(_COMMAND_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_COMMAND_S)
+            self._process.kill()
+            self._process.wait(_COMMAND_S)
 
     def _paths(self, number: int) -> Any:
         return self._job.task(number - self.numbers[0]).paths
@@ -362,12 +373,9 @@ def _import_submitit() -> Any:
         ) from error
 
 
-def _folder_of(options: SlurmOptions) -> Path:
+def _folder_of(folder: Path, executor: str) -> Path:
     """Return submitit's folder. Its local executor opens files before the folder of a job is there: a name is made up."""
-    folder = Path(options.folder).expanduser().absolute()
-    if options.executor == "local":
-        return Path(str(folder).replace("%j", f"local-{secrets.token_hex(4)}"))
-    return folder
+    return Path(str(folder).replace("%j", f"local-{secrets.token_hex(4)}")) if executor == "local" else folder
 
 
 def _tail(log: Path) -> str:

@@ -33,8 +33,11 @@ with gw.autograd.context() as context:
     gw.autograd.backward(context, [y])
     assert torch.equal(gw.autograd.get_gradients(context)[x], 2 * torch.exp(x.detach()))
 print("says", cluster.workers[0].call(print, "hello"))
-for address in [cluster._agent.address]:
-    assert all(uri.startswith(("unix://", "tcp://127.0.0.1:")) for uri in address.uris), address
+print(cluster.describe())
+try:
+    cluster.add_workers(1)
+except gw.errors.ConfigurationError as error:
+    print("refused:", error)
 """,
     )
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="gw") as folder:  # short: sockets go there
@@ -47,6 +50,10 @@ for address in [cluster._agent.address]:
     )
     assert out.splitlines()[-1] == "after the block in rank 0"
     assert re.search(r"worker0.* hello$", out, re.M)
+    assert "refused: GRADWIRE_RANK owns the processes of this cluster" in out
+    assert len(re.findall(r"tcp://127\.0\.0\.1:\d+\?tls", out)) == len(re.findall("tcp://", out)) >= 3, (
+        "others than loopback"
+    )
     assert [(code, out) for code, out, _ in others] == [(0, ""), (0, "")], others
 
 
@@ -215,7 +222,7 @@ def test_ranks_on_two_hosts_meet_with_a_secret_and_speak_tls(hosts: list[list[st
     script = program(
         tmp_path,
         """
-print(cluster.describe() if hasattr(cluster, "describe") else cluster._launcher.describe())
+print(cluster.describe())
 print("norm", cluster.workers[1].call(torch.ones(10_000).norm).item())
 peer = cluster.workers[1].name
 print("peer", cluster.workers[0].call(gw.rpc.rpc_sync, peer, whoami) == cluster.workers[1].pid)
