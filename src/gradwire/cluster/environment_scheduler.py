@@ -258,12 +258,16 @@ def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | 
 
 
 def _start_driver(scheduler: EnvironmentScheduler, options: RemoteOptions) -> Any:
+    reason: str | None = "it was interrupted"
     try:
         started = start_remote(scheduler, options)
-    except BaseException as error:
-        scheduler.give_up(str(error) or type(error).__name__)
+        reason = None
+    except Exception as error:
+        reason = str(error)
         raise
     finally:
+        if reason is not None:
+            scheduler.give_up(reason)
         scheduler.settle()
     print(f"gradwire: {scheduler.describe()}", file=sys.stderr, flush=True)
     return started
@@ -331,7 +335,7 @@ def tell_failed(agent: Agent, error: BaseException) -> None:
     agent.ask_all(names, FAILED, (text,), _TELL_S, None)
 
 
-def record_error(error: BaseException) -> None:
+def record_error(error: Exception) -> None:
     """Put an error where torchrun looks for it, so that its report has the text."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not os.path.exists(file):
@@ -339,7 +343,7 @@ def record_error(error: BaseException) -> None:
 
         try:
             raise error  # the handler takes the traceback from the error that is being handled
-        except BaseException as raised:
+        except Exception as raised:
             with contextlib.suppress(OSError):
                 get_error_handler().record_exception(raised)
 

@@ -68,6 +68,7 @@ def test_ranks_fail_where_the_program_of_the_driver_fails(tmp_path: Path) -> Non
     assert "ValueError: no data" in report.read_text()
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     with started(script, 3) as (driver, *workers):
@@ -78,6 +79,7 @@ def test_ranks_end_when_the_driver_is_killed(tmp_path: Path) -> None:
             assert f"rank {worker.number} (worker{worker.number - 1}) ends without its driver" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     script = program(tmp_path, "pass")
     with started(script, 4, ranks=range(2), START_S="5") as (driver, worker):
@@ -101,6 +103,7 @@ def test_ranks_meet_at_a_store_with_a_shared_secret(tmp_path: Path, free_port: i
         assert worker.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_worker_ignores_ctrl_c_and_ends_with_its_driver(tmp_path: Path) -> None:
     """A terminal sends it to all ranks; the driver's block decides."""
     gate = tmp_path / "gate"
@@ -126,10 +129,20 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "under_torchrun.py"
 
 
 @contextlib.contextmanager
-def torchrun_on_two_nodes(script: Path, port: int, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two agents of torchrun that meet on loopback, with two ranks each."""
+def torchrun_on_two_nodes(
+    script: Path, port: int, num_ranks: int, *options: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two agents of torchrun that meet on loopback, with so many ranks each."""
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-agents"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node=2", *options, str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        f"--nproc-per-node={num_ranks}",
+        *options,
+        str(script),
+    ]
     agents: list[subprocess.Popen[str]] = []
     try:
         for _ in range(2):
@@ -151,7 +164,7 @@ def torchrun_on_two_nodes(script: Path, port: int, *options: str) -> Iterator[li
 
 @pytest.mark.slow
 def test_the_example_runs_under_two_agents_of_torchrun(free_port: int) -> None:
-    with torchrun_on_two_nodes(EXAMPLE, free_port) as agents:
+    with torchrun_on_two_nodes(EXAMPLE, free_port, 2) as agents:
         ended = [agent.communicate(timeout=100) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))
@@ -172,11 +185,11 @@ if not os.path.exists({str(tried)!r}):
 print("second attempt:", [worker.call(max, 1, 2) for worker in cluster.workers])
 """,
     )
-    with torchrun_on_two_nodes(script, free_port, "--max-restarts=1") as agents:
+    with torchrun_on_two_nodes(script, free_port, 1, "--max-restarts=1") as agents:
         ended = [agent.communicate(timeout=110) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))
-    assert "second attempt: [2, 2, 2]" in out
+    assert "second attempt: [2]" in out
     assert "ValueError: the first attempt" in err
 
 
