@@ -260,7 +260,7 @@ def _parent_id() -> str:
 
 def is_here(host: str) -> bool:
     """Return whether a host name or address is one of this machine's (and network namespace's)."""
-    if host in (socket.gethostname(), "localhost"):
+    if host in (socket.gethostname(), socket.getfqdn(), "localhost"):
         return True
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)

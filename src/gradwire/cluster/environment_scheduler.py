@@ -41,6 +41,7 @@ from gradwire.config import TlsKeys
 from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
+from gradwire.transports.registry import host_identity
 from gradwire.transports.tcp import is_loopback
 from gradwire.transports.tls import keys_for
 from gradwire.types import WorkerInfo
@@ -183,7 +184,7 @@ class EnvironmentScheduler:
     def describe(self) -> str:
         """Return the line that `Cluster.from_env` prints."""
         environment = self._environment
-        num_hosts = len({process.hello.host for process in self._processes} | {Hello.make(NoAuth()).host})
+        num_hosts = len({process.hello.host for process in self._processes} | {host_identity()})
         restarts = f", restart {environment.restart}" if environment.restart else ""
         workers, hosts = environment.world_size - 1, f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
         return (
@@ -209,12 +210,11 @@ class EnvironmentScheduler:
             self._store.remove()
 
     def _check_one_host(self, hellos: Mapping[int, Hello]) -> None:
-        own = Hello.make(NoAuth())
         for rank, hello in hellos.items():
-            if hello.host != own.host:
+            if hello.host != host_identity():
                 raise AuthenticationFailed(
-                    f"rank {rank} ({hello.host_name}) shares a folder with the driver ({own.host_name}), but is on another "
-                    f"machine or in another network namespace: set {SECRET_FILE} or {KEYS_FOLDER} on every rank"
+                    f"rank {rank} ({hello.host_name}) shares a folder with the driver ({socket.gethostname()}), but is on "
+                    f"another machine or in another network namespace: set {SECRET_FILE} or {KEYS_FOLDER} on every rank"
                 )
 
 

@@ -46,12 +46,14 @@ class Hello(msgspec.Struct, frozen=True):
     host: str  # identity of the machine
     host_name: str
     pid: int
+    pid_space: int  # which processes its number counts among: a container may count its own
     nonce: bytes
     auth: str  # how it proves its messages
 
     @classmethod
     def make(cls, auth: MessageAuth) -> Hello:
-        return cls(host_identity(), socket.gethostname(), os.getpid(), secrets.token_bytes(16), auth.name)
+        nonce = secrets.token_bytes(16)
+        return cls(host_identity(), socket.gethostname(), os.getpid(), _pid_space(), nonce, auth.name)
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -225,7 +227,7 @@ class ExchangeProcess:
         self._lock = threading.Lock()  # guards _pidfd
         self._pidfd: int | None = None
         self._is_over = False
-        if self.is_here:
+        if self.is_here and hello.pid_space == _pid_space():
             try:
                 self._pidfd = os.pidfd_open(hello.pid)
             except OSError:
@@ -344,6 +346,13 @@ class WorkerExchange:
         if not self._round:
             return f"the driver never arrived at {self._post.store.where}"
         return f"the driver did not make this process a worker in time (at {self._post.store.where})"
+
+
+def _pid_space() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 class _Pause:

@@ -130,9 +130,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "under_torchrun.py"
 
 @contextlib.contextmanager
 def torchrun_on_two_nodes(
-    script: Path, port: int, num_ranks: int, *options: str
+    script: Path, port: int, num_ranks: int, *options: str, **more: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two agents of torchrun that meet on loopback, with so many ranks each."""
+    """Two agents of torchrun that meet on loopback, with so many ranks each; `more` goes to the environment."""
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-agents"]
     command = [
         sys.executable,
@@ -149,7 +149,7 @@ def torchrun_on_two_nodes(
             agents.append(
                 subprocess.Popen(
                     command,
-                    env=outside_environment() | {"OMP_NUM_THREADS": "1"},
+                    env=outside_environment() | {"OMP_NUM_THREADS": "1", **more},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -185,7 +185,8 @@ if not os.path.exists({str(tried)!r}):
 print("second attempt:", [worker.call(max, 1, 2) for worker in cluster.workers])
 """,
     )
-    with torchrun_on_two_nodes(script, free_port, 1, "--max-restarts=1") as agents:
+    secret = {"GRADWIRE_SECRET_FILE": str(write_secret(tmp_path / "secret"))}  # so both rounds meet at torchrun's store
+    with torchrun_on_two_nodes(script, free_port, 1, "--max-restarts=1", **secret) as agents:
         ended = [agent.communicate(timeout=110) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))

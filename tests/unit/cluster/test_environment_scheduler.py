@@ -128,7 +128,7 @@ def test_a_rank_of_another_machine_is_refused_without_a_proof(
     scheduler: EnvironmentScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may share a folder all the same, as in two network namespaces of one machine."""
-    monkeypatch.setattr("gradwire.cluster.store_exchange.host_identity", lambda: "another")
+    monkeypatch.setattr("gradwire.cluster.environment_scheduler.host_identity", lambda: "another")
     with pytest.raises(AuthenticationFailed, match=r"rank 1 .* is on another machine .*GRADWIRE_SECRET_FILE"):
         scheduler.launch(2, time.monotonic() + 5)
     scheduler.close()

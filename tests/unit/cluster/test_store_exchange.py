@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 
 from gradwire.cluster.kv_store import FolderStore, KeyValueStore
 from gradwire.cluster.message_auth import CertificateAuth, MessageAuth, NoAuth, SharedSecret
-from gradwire.cluster.store_exchange import DriverExchange, WorkerExchange
+from gradwire.cluster.store_exchange import DriverExchange, ExchangeProcess, Hello, WorkerExchange
 from gradwire.errors import AuthenticationFailed, RendezvousFailed, WorkerStartFailed
 from gradwire.testing import wait_until
 from gradwire.transports.tls import keys_for, make_keys
@@ -223,3 +225,51 @@ def test_garbage_is_refused() -> None:
         store.set(f"{store.values['round'].decode()}.1.hello", garbage)
         with pytest.raises(AuthenticationFailed, match="not a message of gradwire"):
             driver.wait_hellos([1], soon())
+
+
+def test_a_process_on_this_machine_is_watched_and_can_be_ended() -> None:
+    store = FakeStore()
+    driver = DriverExchange(store, TOPIC, NoAuth(), "task")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        hello = msgspec.structs.replace(Hello.make(NoAuth()), pid=child.pid)
+        process = ExchangeProcess(driver, 1, hello, "a place")
+        assert process.end_reason() is None
+        process.kill()
+        wait_until(lambda: process.end_reason() == f"its process {child.pid} ended")
+        child.wait(10)
+        process.kill()
+    process.close()
+    process.close()
+
+
+def test_a_process_that_ends_without_an_answer_is_not_waited_for() -> None:
+    store = FakeStore()
+    driver = DriverExchange(store, TOPIC, NoAuth(), "task")
+    with subprocess.Popen(["true"]) as child:
+        child.wait(10)
+    exchange = WorkerExchange(store, TOPIC, 1, NoAuth())
+    with pytest.raises(RendezvousFailed):
+        exchange.serve(bytes, lambda: False, time.monotonic())
+    hello = msgspec.structs.replace(driver.wait_hellos([1], soon())[1], pid=child.pid)
+    process = ExchangeProcess(driver, 1, hello, "a place")
+    with pytest.raises(WorkerStartFailed, match=f"a place could not become a worker: its process {child.pid} ended"):
+        process.exchange(b"?", soon())
+
+
+def test_a_process_that_counts_in_another_container_is_not_looked_for() -> None:
+    """Its number means another process here."""
+    driver = DriverExchange(FakeStore(), TOPIC, NoAuth(), "task")
+    hello = msgspec.structs.replace(Hello.make(NoAuth()), pid=os.getppid(), pid_space=1)
+    process = ExchangeProcess(driver, 1, hello, "a place")
+    process.kill()
+    assert process.end_reason() is None
+
+
+def test_two_processes_with_one_number_are_told() -> None:
+    store = FakeStore()
+    driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
+    first = Process(store, 1, NoAuth())
+    driver.wait_hellos([1], soon())
+    assert "another process has arrived as number 1 at memory" in str(Process(store, 1, NoAuth()).end())
+    driver.exchange(1, b"stop", soon())
+    assert first.end() is None
