@@ -61,7 +61,14 @@ def _receive_exactly(channel: socket.socket, count: int) -> bytes | None:
 
 
 class ScheduledProcess:
-    """One process; `traffic` has all that went over its channel."""
+    """One process.
+
+    Attributes:
+        traffic: All that went over its channel.
+        last_words: What it had printed when it was closed.
+    """
+
+    last_words = ""
 
     def __init__(self, machine: Machine, local_index: int, log: Path) -> None:
         self.place = f"{machine.host}, slot {local_index}"
@@ -126,6 +133,8 @@ class ScheduledProcess:
         self.kill()
         self._process.wait(30.0)
         self._channel.close()
+        if self._log.exists():
+            self.last_words = self.printed()
 
 
 class ProcessScheduler:

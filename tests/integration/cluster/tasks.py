@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -168,3 +169,11 @@ def remember(text: str) -> str:
 
 def recall() -> str:
     return _remembered[-1]
+
+
+def print_at_exit(text: str) -> None:
+    atexit.register(print, text)
+
+
+def print_without_end(text: str) -> None:
+    print(text, end="")

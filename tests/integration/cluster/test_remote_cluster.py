@@ -35,6 +35,11 @@ from gradwire.types import WorkerInfo
 TOKEN = bytes(range(200, 232))
 
 
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """The tests of this module share a cluster, whose connections come and go; `test_remote_end` looks for what is left."""
+
+
 @pytest.fixture(scope="module")
 def scheduler() -> ProcessScheduler:
     return ProcessScheduler([Machine(host="node10"), Machine(host="node9")])
@@ -302,9 +307,12 @@ def test_cut_connection_comes_back_and_nothing_is_lost(cluster: Cluster) -> None
     pid = worker.call(os.getpid)
     kept = worker.call(tasks.remember, "a value")
     agent = rpc.current_agent()
+    cuts: list[str] = []
+    agent.on_worker_lost(lambda address, reason: cuts.append(address.info.name))
     for lane in list(agent.peers.by_name["ps0"].lanes.values()):
         lane.stream.channel._socket.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: agent.newest_incarnation("ps0") > 0 and not agent.has_ended("ps0"), 10.0, "that ps0 is back")
+    wait_until(lambda: "ps0" in cuts, 10.0, "that the cut is noticed")
+    wait_until(lambda: not agent.has_ended("ps0"), 10.0, "that ps0 is back")
     wait_until(lambda: launcher._members["ps0"].cut_at is None, 10.0, "that its return is noticed")
     assert worker.call(os.getpid) == pid
     assert worker.call(tasks.recall) == kept == "a value"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -27,6 +28,8 @@ def main() -> None:
     if reason is not None:
         print(f"ended because {reason}", flush=True)
     # The usual end of an interpreter would wait for threads of calls that still run.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
     os._exit(0 if reason is None else 1)
 
 
