@@ -334,7 +334,7 @@ class RemoteLauncher(Launcher):
         new = {member.address.host for member in members}
         left = max(0.01, deadline - time.monotonic())
         asked = {}
-        for host, item in workers.items():
+        for host, item in sorted(workers.items(), key=lambda pair: pair[1].spec.info.id):
             to = [address for other, address in hosts.items() if other != host and new & {host, other}]
             if to:
                 args = ([encode_address(address) for address in to], left)
@@ -344,7 +344,7 @@ class RemoteLauncher(Launcher):
             for name, error in future.wait().items():
                 to_address = next(address for address in hosts.values() if address.info.name == name)
                 raise WorkerStartFailed(
-                    f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_uris(to_address)}: "
+                    f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_tcp_uri(to_address)}: "
                     f"{clean(error, _MAX_ERROR_BYTES)}; {_REACH_HINT}"
                 )
 
@@ -568,10 +568,13 @@ def _kill(process: RemoteProcess) -> None:
         _log.exception("the process of %s could not be ended", process.place)
 
 
+def _tcp_uri(address: WorkerAddress) -> str:
+    return next((uri for uri in address.uris if uri.startswith("tcp://")), "no address")
+
+
 def _host_of(address: WorkerAddress) -> str:
     """Return the address that a worker is reached at over a network."""
-    uri = next(uri for uri in address.uris if uri.startswith("tcp://"))
-    return uri.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return _tcp_uri(address).removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _uris(address: WorkerAddress) -> str:
