@@ -261,7 +261,7 @@ def test_a_connection_that_a_process_opens_while_it_is_given_up(world: list[Agen
         dismiss(b, lost(old))
 
     b.admit = admit_and_dismiss  # type: ignore[method-assign]
-    with pytest.raises(AuthenticationFailed, match="b refused .* worker a was given up: killed by SIGKILL"):
+    with pytest.raises(AuthenticationFailed, match=r"b refused .* worker a was given up: killed by SIGKILL"):
         old.call("b", int, ("3",))
     wait_until(lambda: not [item for item in b.server.incoming if item.lane and item.info.name == "a"])
     assert b.has_ended("a")
