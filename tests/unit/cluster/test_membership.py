@@ -108,6 +108,13 @@ def test_messages_may_come_in_any_order(make: MakeWorker, order: tuple[int, ...]
         agent.admit(address_of("c", 4))
 
 
+def test_an_older_address_does_not_replace_a_newer_one() -> None:
+    directory = StaticDirectory()
+    for incarnation in (5, 6, 5):
+        directory.add(address_of("a", incarnation))
+    assert directory.find("a").incarnation == 6
+
+
 def test_a_name_that_was_removed_may_be_given_again(make: MakeWorker) -> None:
     agent = make("b")
     agent.welcome(address_of("a", 5))
@@ -242,6 +249,22 @@ def test_a_connection_that_is_being_opened_to_a_process_that_is_given_up(world: 
     assert not b.peers.peer("a").lanes
     b.admit = admit  # type: ignore[method-assign]
     assert driver.call("a", int, ("3",)) == 3
+
+
+def test_a_connection_that_a_process_opens_while_it_is_given_up(world: list[Agent]) -> None:
+    """Likewise from the other side: it was admitted a moment before."""
+    _, old, b = world
+    admit = b.admit
+
+    def admit_and_dismiss(address: WorkerAddress) -> None:
+        admit(address)
+        dismiss(b, lost(old))
+
+    b.admit = admit_and_dismiss  # type: ignore[method-assign]
+    with pytest.raises(AuthenticationFailed, match=r"b refused .* worker a was given up: killed by SIGKILL"):
+        old.call("b", int, ("3",))
+    wait_until(lambda: not [item for item in b.server.incoming if item.lane and item.info.name == "a"])
+    assert b.has_ended("a")
 
 
 def test_a_gathering_counts_a_worker_that_is_back_before_it_has_connected(make: MakeWorker, world: list[Agent]) -> None:
