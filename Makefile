@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint check search explore conformance bench fuzz soak clean
+.PHONY: help demo test lint check search explore conformance bench fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make fuzz    the wire decoder against bad bytes, and every operation of a worker against bad data, for FUZZ_SECONDS (60)"
+	@echo "make kills   trains while workers are killed at random, KILLS (30) times"
 	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -64,6 +65,10 @@ SOAK_PROGRAMS ?= 10000
 SOAK_SEED ?= 0
 soak: $(STAMP)
 	PYTHONPATH=tests:tests/integration $(BIN)/python -m autograd.soak --programs $(SOAK_PROGRAMS) --seed $(SOAK_SEED)
+
+KILLS ?= 30
+kills: $(STAMP)
+	$(BIN)/python examples/survives_kills.py --kills $(KILLS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -30,10 +30,10 @@ from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
 from gradwire.types import Trust
+from gradwire.versions import GRADWIRE_VERSION
 
 T = TypeVar("T")
 
-GRADWIRE_VERSION = "0.1.0.dev0"
 _DEFAULTS = WorkerConfig()
 _GRACE_S = 5.0
 _LEAVE_S = 1.0
@@ -85,6 +85,7 @@ class Cluster:
         *,
         replace: bool = False,
         names: Sequence[str] | None = None,
+        roles: Mapping[str, int] | None = None,
         num_worker_threads: int = _DEFAULTS.num_worker_threads,
         rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
         threads_per_worker: int = 1,
@@ -109,6 +110,8 @@ class Cluster:
             replace: Close the cluster that is open in this process, if there is one, and take its place. Calls that are
                 under way on its workers fail. Without it, a second cluster is an error.
             names: Their names; ``worker0``, ``worker1`` ... if not given.
+            roles: How many workers have each role, in place of names: ``{"ps": 1, "trainer": 3}`` makes ``ps0``,
+                ``trainer0``, ``trainer1`` and ``trainer2``, whose `Worker.role` says so.
             num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
             rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
             threads_per_worker: Threads of one torch operation.
@@ -136,6 +139,7 @@ class Cluster:
         options = LocalOptions(
             num_workers=n,
             names=names,
+            roles=roles,
             threads_per_worker=threads_per_worker,
             start_timeout_s=start_timeout,
             environment=env,

@@ -68,7 +68,7 @@ class WorkerHandle:
         self.pid = pid
 
     def on_listening(self, address: WorkerAddress | None = None) -> None:
-        self.address = address
+        self.address = address or self.address
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.RUNNING
 

@@ -38,7 +38,7 @@ from gradwire.cluster.supervision import (
     SupervisionOptions,
 )
 from gradwire.cluster.worker import Worker
-from gradwire.errors import ConfigurationError, NotInitialized, RpcTimeout, UnknownWorker, WorkerLost
+from gradwire.errors import ConfigurationError, NotInitialized, RpcError, RpcTimeout, UnknownWorker, WorkerLost
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
@@ -48,6 +48,7 @@ _EVENTS_THREAD = "gradwire-driver-events"
 _TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process is gone
 _CONFIRM_S = 5.0  # likewise, when the program adds or removes workers
 _TELL_AGAIN_S = 1.0
+_ANSWER_S = 1.0
 _LEAVE_S = 1.0
 _LOOK_S = 0.01
 _JOIN_S = 5.0
@@ -262,26 +263,48 @@ class Monitor:
 
     def wait_for(self, count: int | None, timeout_s: float) -> list[Member]:
         """Wait until so many workers, or all of them, serve calls; return those that do."""
-
-        def is_settled() -> bool:
-            num_lost = self._supervision.num_in(Phase.LOST)
-            wanted = len(self._members) if count is None else count
-            num_hoped_for = len(self._members) - num_lost
-            is_hopeless = wanted <= len(self._members) and num_hoped_for < wanted
-            return self._is_stopped or is_hopeless or self._supervision.num_in(Phase.SERVING) >= wanted
-
-        with self._changed:
-            is_over = _interrupts.wait_for(self._changed, is_settled, timeout_s)
-            self._check_open()
-            found = [item for item in self._members.values() if self._supervision.phase(item.name) is Phase.SERVING]
-            wanted = len(self._members) if count is None else count
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                _interrupts.wait_for(
+                    self._changed, partial(self._is_settled, count), max(0.0, deadline - time.monotonic())
+                )
+                self._check_open()
+                wanted = len(self._members) if count is None else count
+                serving = self._members_in(Phase.SERVING)
+                is_hopeless = self._is_hopeless(wanted)
+            # The loss of a worker may be known to a call that failed before it is known here. So each is asked.
+            left_s = deadline - time.monotonic()
+            asked = [] if len(serving) < wanted else [member.name for member in serving]
+            answers = self.agent.ask_all(asked, ALIVE, (), max(_LOOK_S, min(left_s, _ANSWER_S)), None)
+            found = [member for member in serving if member.name in answers] if asked else serving
             if len(found) >= wanted:
-                return sorted(found, key=lambda member: member.spec.info.id)
-            others = [item.name for item in self._members.values() if item not in found]
-            text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'not ready'}" for name in others)
-        if is_over:
-            raise WorkerLost(f"{wanted} workers cannot serve any more, only {len(found)} are left{text}", others[0])
-        raise RpcTimeout(
+                return found
+            if is_hopeless or left_s <= 0:
+                raise self._not_enough(found, wanted, None if is_hopeless else timeout_s)
+            with self._changed:
+                _interrupts.wait(self._changed, _LOOK_S)
+
+    def _members_in(self, phase: Phase) -> list[Member]:
+        """Return the members in a phase, in the order of their ranks; the caller holds the lock."""
+        found = [member for member in self._members.values() if self._supervision.phase(member.name) is phase]
+        return sorted(found, key=lambda member: member.spec.info.id)
+
+    def _is_settled(self, count: int | None) -> bool:
+        wanted = len(self._members) if count is None else count
+        return self._is_stopped or self._is_hopeless(wanted) or self._supervision.num_in(Phase.SERVING) >= wanted
+
+    def _is_hopeless(self, wanted: int) -> bool:
+        """Whether too many of the members are lost for good; more than there are may still be added."""
+        return len(self._members) - self._supervision.num_in(Phase.LOST) < wanted <= len(self._members)
+
+    def _not_enough(self, found: list[Member], wanted: int, timeout_s: float | None) -> RpcError:
+        with self._changed:
+            others = [name for name, member in self._members.items() if member not in found]
+            text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'it does not answer'}" for name in others)
+        if timeout_s is None:
+            return WorkerLost(f"{wanted} workers cannot serve any more, only {len(found)} are left{text}", others[0])
+        return RpcTimeout(
             f"{len(found)} of {wanted} workers serve after {timeout_s:g} s{text}", ", ".join(others), "run"
         )
 
@@ -494,7 +517,7 @@ class Monitor:
     def _ensure_watched(self) -> None:
         """Start the thread that wakes when something is due, unless there is one; the caller holds the lock."""
         if self._watcher is None and not self._is_stopped and min(self._supervision.next_due(), self._tell_at) < _NEVER:
-            self._watcher = self._start_thread("gradwire-driver-watcher", self._watch)
+            self._watcher = self._start_thread("gradwire-driver-monitor", self._watch)
 
     def _watch(self) -> None:
         while True:

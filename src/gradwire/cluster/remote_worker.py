@@ -5,10 +5,10 @@ not be in the main thread. The scheduler's program passes messages to `RemoteWor
 `RemoteWorker.serve`; `gradwire.cluster.enrolment` has the messages. From `Ready` on the driver speaks to the worker over
 gradwire's own connections:
 
-    driver  -- cluster.members, cluster.left --> worker     who belongs to the cluster
-            -- cluster.dial                  -->            whether it reaches others
-            -- cluster.leave                 -->            that it may go
-            <-- cluster.output               --             what it prints
+    driver  -- cluster.members --> worker     who belongs to the cluster
+            -- cluster.dial    -->            whether it reaches others
+            -- cluster.leave   -->            that it may go
+            <-- cluster.output --             what it prints
 
 A worker whose driver is lost ends, for it has lost what it was started for.
 """
@@ -47,6 +47,7 @@ from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports import registry
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import own_versions
 from gradwire.wire.messages import decode_address
 
 LEAVE = "cluster.leave"
@@ -145,7 +146,7 @@ class RemoteWorker:
             address=self._address,
             local_index=self._local_index,
             pid=os.getpid(),
-            versions=enrolment.own_versions(),
+            versions=own_versions(),
         )
 
     def _join(self, assignment: Assign) -> Ready:
@@ -264,8 +265,10 @@ def _start_thread(target: Callable[..., None], *args: Any) -> None:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether a machine answered that the other process does not listen any more."""
-    while error is not None and not isinstance(error, ConnectionRefusedError | FileNotFoundError):
+    """Whether the answer is that the other process does not listen any more, or has given this one up."""
+    while error is not None and not isinstance(
+        error, ConnectionRefusedError | FileNotFoundError | AuthenticationFailed
+    ):
         error = error.__cause__
     return error is not None
 

@@ -212,9 +212,10 @@ class Agent:
         self.directory.update(address)
 
     def _outdated(self, address: WorkerAddress) -> AuthenticationFailed:
-        reason = self._membership.lost_reason(address.info.name)
-        why = f"was given up ({reason})" if reason is not None else "was replaced: a newer one is known"
-        return AuthenticationFailed(f"this incarnation of worker {address.info.name} {why}")
+        name, reason = address.info.name, self._membership.lost_reason(address.info.name)
+        if reason is not None:
+            return AuthenticationFailed(f"this incarnation of worker {name} was given up: {reason}")
+        return AuthenticationFailed(f"a newer incarnation of worker {name} is known")
 
     def incarnation_of(self, name: str) -> int:
         """Return the newest incarnation of a worker that was connected here, or is now; connect if there is none."""

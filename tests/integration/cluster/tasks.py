@@ -123,6 +123,26 @@ def show_bar(path: str) -> None:
     sys.stderr.write("\r100%\n")
 
 
+def wait_for_ever() -> None:
+    threading.Event().wait(600.0)
+
+
+def add_slowly(number: int) -> int:
+    threading.Event().wait(0.2)
+    return number + 1
+
+
+def call_and_mark(name: str, path: str) -> str:
+    """Lets this worker call another one, which makes a file and waits until it is gone."""
+    return rpc.rpc_sync(name, mark_and_wait, args=(path,))
+
+
+def mark_and_wait(path: str) -> str:
+    Path(path).touch()
+    wait_until(lambda: not Path(path).exists(), 60.0)
+    return "too late"
+
+
 def make_weight(value: torch.Tensor) -> torch.Tensor:
     return value.clone().requires_grad_()
 
@@ -159,16 +179,31 @@ def ask_control(to: str, operation: str, args: tuple[object, ...]) -> object:
     return rpc.current_agent().ask(to, operation, tuple(args), 10.0).wait()
 
 
-_remembered: list[str] = []
+_stop_printing = threading.Event()
+_num_printed = 0
+_printer: threading.Thread | None = None
 
 
-def remember(text: str) -> str:
-    _remembered.append(text)
-    return text
+def start_printing() -> None:
+    """Lets a thread of this worker print a line again and again."""
+    global _printer
+
+    def run() -> None:
+        global _num_printed
+        while not _stop_printing.wait(0.001):
+            print(f"line {_num_printed}")
+            _num_printed += 1
+
+    _printer = threading.Thread(target=run)
+    _printer.start()
 
 
-def recall() -> str:
-    return _remembered[-1]
+def stop_printing() -> int:
+    """Ends the thread, and returns how many lines it has printed."""
+    assert _printer is not None
+    _stop_printing.set()
+    _printer.join()
+    return _num_printed
 
 
 def print_at_exit(text: str) -> None:
