@@ -279,6 +279,7 @@ class WorkerExchange:
         self._round = ""
         self._hello = Hello.make(auth)
         self._number = 0
+        self._is_taken = False  # whether another process has said hello under this number in this round
         self._old_reason: str | None = None  # why the driver had given up before this process arrived
 
     def serve(self, handle: Callable[[bytes], bytes], is_done: Callable[[], bool], deadline: float) -> None:
@@ -291,7 +292,7 @@ class WorkerExchange:
         pause = _Pause(deadline)
         while not is_done():
             self._follow_round()
-            if self._round and self._answer_next(handle):
+            if self._round and not self._is_taken and self._answer_next(handle):
                 pause = _Pause(deadline)
             elif not pause():
                 raise RendezvousFailed(self._late_text())
@@ -308,10 +309,10 @@ class WorkerExchange:
         self._round, self._number, self._hello = found, 0, Hello.make(self._auth)
         # A driver that had given up before this process came may be one of an earlier round: the next one will make its own.
         self._old_reason = self._closed()
-        if self._post.store.get(f"{found}.{self._process}.hello") is not None:
-            raise RendezvousFailed(
-                f"another process has arrived as number {self._process} at {self._post.store.where}: start one of each"
-            )
+        # So may a process of this number that has said hello; or it is a second one, which the driver will not speak to.
+        self._is_taken = self._post.store.get(f"{found}.{self._process}.hello") is not None
+        if self._is_taken:
+            return
         body = msgspec.msgpack.encode(self._hello)
         self._post.send(f"{found}.{self._process}.hello", "hello", self._process, 0, b"", body)
 
@@ -343,6 +344,10 @@ class WorkerExchange:
     def _late_text(self) -> str:
         if self._old_reason is not None:
             return f"the driver has given up: {self._old_reason}"
+        if self._is_taken:
+            return (
+                f"another process has arrived as number {self._process} at {self._post.store.where}: start one of each"
+            )
         if not self._round:
             return f"the driver never arrived at {self._post.store.where}"
         return f"the driver did not make this process a worker in time (at {self._post.store.where})"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import gradwire
 from gradwire.cluster.environment import LaunchEnvironment
 from gradwire.cluster.environment_scheduler import EnvironmentScheduler, choose_auth, open_store
 from gradwire.cluster.kv_store import FolderStore
@@ -132,3 +133,10 @@ def test_a_rank_of_another_machine_is_refused_without_a_proof(
     with pytest.raises(AuthenticationFailed, match=r"rank 1 .* is on another machine .*GRADWIRE_SECRET_FILE"):
         scheduler.launch(2, time.monotonic() + 5)
     scheduler.close()
+
+
+def test_a_world_of_one_rank_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"GRADWIRE_RANK": "0", "GRADWIRE_WORLD_SIZE": "1", "GRADWIRE_RUN_ID": "r"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="one rank, which is the driver, and no worker: start at least two"):
+        gradwire.Cluster.from_env()

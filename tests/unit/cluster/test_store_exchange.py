@@ -29,12 +29,15 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.num_reads_of_round = 0
 
     def set(self, key: str, value: bytes) -> None:
         self.values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        return self.values.get(key)
+        value = self.values.get(key)
+        self.num_reads_of_round += key == "round"
+        return value
 
     def close(self) -> None:
         return
@@ -112,6 +115,23 @@ def test_what_an_earlier_round_left_is_not_looked_at() -> None:
     new.wait_hellos([1], soon())
     assert new.exchange(1, b"stop", soon()) == b"pots"
     assert process.end() is None
+
+
+def test_a_process_that_comes_back_before_its_driver_waits_for_the_next_round() -> None:
+    """torchrun keeps its store when it starts all ranks again: what it holds is of the round before."""
+    store, secret = FakeStore(), SharedSecret(b"s" * 32)
+    old = DriverExchange(store, TOPIC, secret, "rank")
+    first = Process(store, 1, secret)
+    old.wait_hellos([1], soon())
+    old.exchange(1, b"stop", soon())
+    assert first.end() is None
+    store.num_reads_of_round = 0
+    second = Process(store, 1, secret)
+    wait_until(lambda: store.num_reads_of_round > 1)  # it has looked, and stays
+    new = DriverExchange(store, TOPIC, secret, "rank")
+    new.wait_hellos([1], soon())
+    new.exchange(1, b"stop", soon())
+    assert (second.end(), second.asked) == (None, [b"stop"])
 
 
 def test_a_driver_that_gave_up_in_an_earlier_round_does_not_end_this_one() -> None:
@@ -270,6 +290,6 @@ def test_two_processes_with_one_number_are_told() -> None:
     driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
     first = Process(store, 1, NoAuth())
     driver.wait_hellos([1], soon())
-    assert "another process has arrived as number 1 at memory" in str(Process(store, 1, NoAuth()).end())
+    assert "another process has arrived as number 1 at memory" in str(Process(store, 1, NoAuth(), deadline_s=0.1).end())
     driver.exchange(1, b"stop", soon())
     assert first.end() is None
