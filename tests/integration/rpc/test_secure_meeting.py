@@ -120,6 +120,18 @@ def test_equal_names_are_refused_everywhere(make_puppets: Make, folder: Path) ->
             puppet.result()
 
 
+def test_all_give_up_at_once_when_a_member_cannot_join_whatever_its_clock_says(
+    make_puppets: Make, folder: Path
+) -> None:
+    puppets, where = make_puppets(2), f"tcp://127.0.0.1:{free_port()}"
+    puppets[1].do("real = time.time_ns; time.time_ns = lambda: real() - 3600 * 10**9")
+    puppets[0].start(_init(0, 2, where, folder, init_timeout=60.0))
+    puppets[1].start(_init(1, 2, where, folder, init_timeout=60.0).replace("trust='code'", "trust='data'"))
+    for puppet in puppets:
+        with pytest.raises(PuppetError, match=r"(?s)RendezvousFailed.*trust="):
+            puppet.result(20.0)
+
+
 def test_a_missing_rank_is_named(make_puppets: Make, folder: Path) -> None:
     puppets, where = make_puppets(2), f"tcp://127.0.0.1:{free_port()}"
     for rank, puppet in enumerate(puppets):
