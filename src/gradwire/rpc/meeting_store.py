@@ -76,8 +76,8 @@ class MeetingStore(Protocol):
     def announce(self, note: str) -> None:
         """Leave a note for all who meet here, in place of the last one."""
 
-    def note(self) -> str:
-        """Return the last note; empty if there is none."""
+    def note(self) -> tuple[str, float]:
+        """Return the last note and its age in seconds; an empty one if there is none."""
 
     def refusals(self) -> str:
         """Return which connections were refused, for people; empty if none was, or if that is not known here."""
@@ -160,10 +160,11 @@ class TorchStore:
         return self._ask(look)
 
     def announce(self, note: str) -> None:
-        self.write("obstacle", note.encode())
+        self.write("obstacle", f"{time.time_ns()}:{note}".encode())
 
-    def note(self) -> str:
-        return self.read("obstacle").decode(errors="replace")
+    def note(self) -> tuple[str, float]:
+        stamp, _, note = self.read("obstacle").decode(errors="replace").partition(":")
+        return (note, (time.time_ns() - int(stamp)) / 1e9) if stamp.isdecimal() else ("", 0.0)
 
     def refusals(self) -> str:
         return ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from typing import Any, Literal
@@ -44,7 +45,7 @@ from gradwire.wire.messages import decode_address, encode_address
 
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.05
-_OBSTACLE_NS = 2 * 10**9  # workers of one world start within such a time; a note that is older is an earlier run's
+_OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
 _LINGER_S = 0.6  # others look for an obstacle three times meanwhile
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
@@ -94,20 +95,19 @@ class StoreDirectory(StaticDirectory):
 
     def announce(self, kind: Obstacle, text: str) -> str:
         """Leave a note for all who wait for this world: it cannot become complete. Return the note."""
-        note = f"{time.time_ns()}:{kind}:{text}"
+        note = f"{secrets.token_hex(8)}:{kind}:{text}"
         with contextlib.suppress(MeetingPointLost):
             self._store.announce(note)
         return note
 
-    def check_obstacle(self, since_ns: int) -> None:
+    def check_obstacle(self, since: float) -> None:
         """Look for such a note. One that is older than this worker, or that this process has read before, does not count."""
         try:
-            note = self._store.note()
-            stamp, _, rest = note.partition(":")
-            kind, _, text = rest.partition(":")
-            is_new = bool(note) and note not in _read_notes and int(stamp) > since_ns - _OBSTACLE_NS
-        except (MeetingPointLost, ValueError):  # the latter: it holds something else
+            note, age_s = self._store.note()
+        except MeetingPointLost:
             return
+        kind, _, text = note.partition(":")[2].partition(":")
+        is_new = note not in _read_notes and age_s < time.monotonic() - since + _OBSTACLE_S
         if is_new and kind in _ERRORS:
             _read_notes.add(note)
             self._linger()
@@ -314,6 +314,7 @@ class Meeting:
         self._agent = agent
         self._directory = directory
         self._where, self._rank, self._world_size = point.where, point.rank, point.world_size
+        self._began = time.monotonic()
         self._met: list[bytes] = []
         self._problem: Exception | None = None
         self._arrived: set[int] = set()
@@ -415,7 +416,7 @@ class Meeting:
     def _check_obstacle(self) -> None:
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _OBSTACLE_LOOK_S
-            self._directory.check_obstacle(self._agent.address.incarnation)
+            self._directory.check_obstacle(self._began)
 
     def _take(self, answer: InterruptibleFuture[Any]) -> bool:
         try:

@@ -116,7 +116,7 @@ _answers: dict[type[Request], msgspec.msgpack.Decoder[Any]] = {
     Find: msgspec.msgpack.Decoder(bytes | None),
     ListNames: msgspec.msgpack.Decoder(list[_Name]),
     Announce: msgspec.msgpack.Decoder(None),
-    GetNote: msgspec.msgpack.Decoder(Annotated[str, Meta(max_length=_MAX_NOTE)]),
+    GetNote: msgspec.msgpack.Decoder(tuple[Annotated[str, Meta(max_length=_MAX_NOTE)], float]),
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -124,13 +124,15 @@ _encode = msgspec.msgpack.Encoder().encode
 class Entries:
     """What a meeting has come to know, and who may add to it. No sockets, no threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._token = secrets.token_hex(32).encode()
         self._addresses: dict[str, bytes] = {}  # encoded, by name, in the order in which they came
         self._names: dict[int, str] = {}  # by rank
         self._ranks: dict[str, int] = {}
         self._num_bytes = 0
         self._note = ""
+        self._noted_at = clock()
 
     def __repr__(self) -> str:
         return f"<Entries of {len(self._addresses)} workers, {self._num_bytes:,} bytes>"
@@ -158,9 +160,9 @@ class Entries:
         if isinstance(request, ListNames):
             return list(self._addresses)[request.start : request.start + _PAGE]
         if isinstance(request, Announce):
-            self._note = clean(request.note, _MAX_NOTE)
+            self._note, self._noted_at = clean(request.note, _MAX_NOTE), self._clock()
             return None
-        return self._note
+        return self._note, self._clock() - self._noted_at
 
     def _publish(self, raw: bytes, certified: frozenset[str] | None) -> None:
         info = decode_address(raw, _LIMITS).info
@@ -204,9 +206,9 @@ class _Store:
     def announce(self, note: str) -> None:
         self._ask(Announce(clean(note, _MAX_NOTE)[:_MAX_NOTE]))
 
-    def note(self) -> str:
-        text: str = self._ask(GetNote())
-        return text
+    def note(self) -> tuple[str, float]:
+        text, age_s = self._ask(GetNote())
+        return text, age_s
 
 
 class _Incoming:

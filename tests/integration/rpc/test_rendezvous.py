@@ -141,8 +141,10 @@ def test_query_names_rank_and_world(make_puppets: Make, meeting: str) -> None:
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_missing_rank_is_named(make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str) -> None:
     puppets, where = make_puppets(2), meeting if scheme == "file" else tcp_meeting
+    for puppet in puppets:
+        puppet.do("1")  # they are ready, and start at the same time
     for rank, puppet in enumerate(puppets):
-        puppet.start(init_source(rank, 3, where, init_timeout=1.0))
+        puppet.start(init_source(rank, 3, where, init_timeout=2.0))
     for rank, puppet in enumerate(puppets):
         with pytest.raises(PuppetError, match=rf"rank 2 never arrived at {where}: rank {rank} \(w{rank}\)") as caught:
             puppet.result(20.0)

@@ -30,6 +30,15 @@ def _init(rank: int, world_size: int | None, where: str, folder: Path, key: str 
     return f"from gradwire.transports.tls import keys_for\n{line}"
 
 
+def _ready(puppets: list[Puppet]) -> list[Puppet]:
+    """Have them import what they need, so that they start at the same time."""
+    for puppet in puppets:
+        puppet.start("import gradwire.transports.certificates")
+    for puppet in puppets:
+        puppet.result(60.0)
+    return puppets
+
+
 def _meet(puppets: list[Puppet], where: str, folder: Path, key: str | None = None) -> None:
     for rank, puppet in enumerate(puppets):
         puppet.start(_init(rank, len(puppets), where, folder, key))
@@ -112,7 +121,7 @@ def test_a_rank_of_a_fixed_world_is_started_again(make_puppets: Make, folder: Pa
 
 
 def test_equal_names_are_refused_everywhere(make_puppets: Make, folder: Path) -> None:
-    puppets, where = make_puppets(3), f"tcp://127.0.0.1:{free_port()}"
+    puppets, where = _ready(make_puppets(3)), f"tcp://127.0.0.1:{free_port()}"
     for rank, (puppet, name) in enumerate(zip(puppets, ["a", "b", "a"], strict=True)):
         puppet.start(_init(rank, 3, where, folder, "worker", name=name, init_timeout=60.0))
     for puppet in puppets:
@@ -120,10 +129,22 @@ def test_equal_names_are_refused_everywhere(make_puppets: Make, folder: Path) ->
             puppet.result()
 
 
+def test_all_give_up_at_once_when_a_member_cannot_join_whatever_its_clock_says(
+    make_puppets: Make, folder: Path
+) -> None:
+    puppets, where = _ready(make_puppets(2)), f"tcp://127.0.0.1:{free_port()}"
+    puppets[1].do("real = time.time_ns; time.time_ns = lambda: real() - 3600 * 10**9")
+    puppets[0].start(_init(0, 2, where, folder, init_timeout=60.0))
+    puppets[1].start(_init(1, 2, where, folder, init_timeout=60.0).replace("trust='code'", "trust='data'"))
+    for puppet in puppets:
+        with pytest.raises(PuppetError, match=r"(?s)RendezvousFailed.*trust="):
+            puppet.result(20.0)
+
+
 def test_a_missing_rank_is_named(make_puppets: Make, folder: Path) -> None:
-    puppets, where = make_puppets(2), f"tcp://127.0.0.1:{free_port()}"
+    puppets, where = _ready(make_puppets(2)), f"tcp://127.0.0.1:{free_port()}"
     for rank, puppet in enumerate(puppets):
-        puppet.start(_init(rank, 3, where, folder, init_timeout=1.5))
+        puppet.start(_init(rank, 3, where, folder, init_timeout=2.5))
     for puppet in puppets:
         with pytest.raises(PuppetError, match=rf"rank 2 never arrived at {where}"):
             puppet.result()

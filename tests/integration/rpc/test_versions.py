@@ -16,7 +16,7 @@ from gradwire.rpc.peers import StaticDirectory
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.versions import own_versions
 from gradwire.wire.framing import PREFIX_BYTES, encode
-from gradwire.wire.messages import PROTOCOL_VERSION, Goodbye, Refused
+from gradwire.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION, Goodbye, Refused
 from rpc import by_hand
 from rpc.fixtures import MakeAgents, init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
@@ -56,6 +56,7 @@ def test_a_caller_with_another_protocol_gets_an_answer(
     with caplog.at_level(logging.WARNING, "gradwire"), socket.create_connection((host, int(port)), timeout=5.0) as sock:
         sock.sendall(frame)
         answer = sock.recv(4096)
+    assert MESSAGE_TYPES[answer[3]] is Refused
     assert answer[2] == PROTOCOL_VERSION  # what the caller reads first, and names in its error
     words = f"peer uses protocol version {PROTOCOL_VERSION - 1}, this worker {PROTOCOL_VERSION}; install one version"
     assert words in msgspec.msgpack.decode(answer[PREFIX_BYTES:], type=Refused).reason

@@ -94,11 +94,13 @@ def test_what_is_published_must_be_an_address(raw: bytes) -> None:
     assert entries.handle(ListNames(0), ANY) == []
 
 
-def test_a_note_is_harmless_to_print() -> None:
-    entries = Entries()
-    assert entries.handle(GetNote(), W1) == ""
+def test_a_note_is_harmless_to_print_and_has_an_age() -> None:
+    now = 10.0
+    entries = Entries(lambda: now)
+    assert entries.handle(GetNote(), W1)[0] == ""
     entries.handle(Announce("a\x1b[2Jb"), W1)
-    assert entries.handle(GetNote(), W2) == r"a\x1b[2Jb"
+    now = 12.5
+    assert entries.handle(GetNote(), W2) == (r"a\x1b[2Jb", 2.5)
 
 
 @pytest.mark.parametrize(
