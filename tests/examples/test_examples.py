@@ -34,6 +34,7 @@ LAST_LINES = {
     "split_model.py": r"split_model: 40 losses fell from 0\.976 to 0\.0\d\d, the same bit for bit",
     "survives_kills.py": r"survives_kills: 5 kills, 40 losses are the same bit for bit: True",
     "torch_style.py": r"torch_style: the sum is \[30\.0, 36\.0\], expected \[30\.0, 36\.0\]",
+    "under_torchrun.py": r"under_torchrun: 2 workers, loss fell from 0\.\d+ to 0\.0\d+",
     "two_hosts_tls.py": r"two_hosts_tls: both workers ended with \[0, 0\]",
 }
 MORE_LINES = {
@@ -43,8 +44,12 @@ MORE_LINES = {
         r"  float32 \d\.\de[+-]\d\d, float64 \d\.\de[+-]\d\d",  # the demo fails if these are more than next to nothing
     ]
 }
-LOGGED = {"survives_kills.py": r"(worker worker\d is lost: killed by SIGKILL; it is being restarted, .*\n){5}"}
+LOGGED = {
+    "survives_kills.py": r"(worker worker\d is lost: killed by SIGKILL; it is being restarted, .*\n){5}",
+    "under_torchrun.py": r"gradwire: 2 workers on 1 host from torchrun, run id \S+; rank 0 of 3 is the driver\n",
+}
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
+LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = sorted(
@@ -69,7 +74,7 @@ Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
     """Runs a program in a folder of its own: it must not depend on where it is started."""
     done = subprocess.run(
-        [sys.executable, str(program), *arguments],
+        [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
         cwd=folder,
         capture_output=True,
@@ -81,7 +86,8 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []))
+    threads = {"OMP_NUM_THREADS": "1"} if name in LAUNCHERS else {}  # else torchrun says that it has set it
+    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **threads)
     assert list(folder.iterdir()) == [], "files that it has left"
     return {name: [ran]}
 

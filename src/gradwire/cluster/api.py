@@ -10,8 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -25,7 +27,7 @@ from gradwire.cluster.placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
 from gradwire.cluster.supervision import Restart, SupervisionOptions
 from gradwire.cluster.worker import Worker
-from gradwire.config import Limits, WorkerConfig
+from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
 from gradwire.types import Trust
@@ -58,6 +60,8 @@ class Cluster:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
+        # Called before the workers leave after an exception.
+        self._on_failure: Callable[[BaseException], None] | None = None
         atexit.register(self.close)
         self._agent.extensions[CLUSTER] = self
         set_current_agent(self._agent, self._shut_down)
@@ -262,6 +266,185 @@ class Cluster:
         supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         return cls(*start_remote(RayScheduler(ray_options, n), options, supervision, on_restart))
 
+    @classmethod
+    def from_env(
+        cls,
+        *,
+        names: Sequence[str] | None = None,
+        roles: Mapping[str, int] | None = None,
+        num_worker_threads: int = _DEFAULTS.num_worker_threads,
+        rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
+        threads_per_worker: int = 1,
+        start_timeout_s: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        trust: Trust = "code",
+        limits: Limits | None = None,
+        tls: TlsKeys | None = None,
+        interface: str | None = None,
+        port_range: tuple[int, int] | None = None,
+    ) -> Cluster:
+        """Make a cluster of a program that a launcher has started on every rank: torchrun, srun, mpirun, SkyPilot.
+
+        Rank 0 is the driver: there this returns the cluster. In every other rank it does not return: the process is a
+        worker until the driver ends, and then ends itself with `SystemExit`, with the code 0 if all went well and 1 if the
+        driver was lost or failed. So the code after it runs in rank 0 alone, and what every rank needs comes before it.
+
+        ``GRADWIRE_RANK``, ``GRADWIRE_WORLD_SIZE`` and ``GRADWIRE_RUN_ID`` (and ``GRADWIRE_MASTER=host:port`` for several
+        machines) say the same without a launcher. Ranks on several machines need a proof that they belong together: a
+        file with a secret (``GRADWIRE_SECRET_FILE``), or keys (`tls`, or ``GRADWIRE_KEYS`` for a folder).
+
+        Workers cannot be added or started again: the launcher owns the processes.
+
+        Args:
+            names: Names of the workers, ``worker0``, ``worker1`` ... if not given; sorted by host and rank.
+            roles: How many workers have each role instead, e.g. ``{"ps": 2, "trainer": 5}``.
+            num_worker_threads: As for `local`, like the following.
+            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
+            threads_per_worker: Threads of one torch operation.
+            start_timeout_s: Seconds to wait for the other ranks.
+            env: Environment variables for the workers.
+            imports: Modules that every worker imports before it serves anything.
+            trust: ``"code"`` or ``"data"``.
+            limits: What members accept from each other.
+            tls: Keys that are good for every worker (`gradwire.transports.tls.make_keys`), the same authority on every rank.
+            interface: Network interface that the workers listen on, e.g. ``ib0``.
+            port_range: Ports that they listen on, from first to last; any free one if not given.
+
+        Raises:
+            ConfigurationError: No launcher is found, or the ranks are on several machines and have no proof.
+            WorkerStartFailed: A rank did not arrive or could not become a worker; says which.
+            SystemExit: In every rank but 0, when the driver has ended.
+        """
+        from gradwire.cluster.environment_scheduler import start_from_env, tell_failed
+        from gradwire.cluster.remote_launcher import RemoteOptions
+
+        config = WorkerConfig(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout_s=rpc_timeout,
+            trust=trust,
+            limits=_DEFAULTS.limits if limits is None else limits,
+            bind_port=port_range or 0,
+        )
+
+        def make_options(num_workers: int) -> RemoteOptions:
+            return RemoteOptions(
+                num_workers=num_workers,
+                names=names,
+                roles=roles,
+                threads_per_worker=threads_per_worker,
+                start_timeout_s=start_timeout_s,
+                environment=env,
+                imports=imports,
+                config=config,
+                interface=interface,
+            )
+
+        cluster = cls(*start_from_env(make_options, tls))
+        cluster._on_failure = partial(tell_failed, cluster._agent)
+        return cluster
+
+    @classmethod
+    def slurm(
+        cls,
+        nodes: int = 1,
+        workers_per_node: int = 1,
+        *,
+        time: str | int = "01:00:00",
+        partition: str | None = None,
+        account: str | None = None,
+        prologue: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        folder: str | Path = "logs/%j",
+        executor: Literal["slurm", "local"] = "slurm",
+        names: Sequence[str] | None = None,
+        roles: Mapping[str, int] | None = None,
+        num_worker_threads: int = _DEFAULTS.num_worker_threads,
+        rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
+        threads_per_worker: int = 1,
+        start_timeout_s: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        trust: Trust = "code",
+        limits: Limits | None = None,
+        interface: str | None = None,
+        port_range: tuple[int, int] | None = None,
+        restart: Restart = "never",
+        on_restart: Callable[[Worker], object] | None = None,
+        lost_after: float | None = None,
+        max_restarts: int = 10,
+    ) -> Cluster:
+        """Start workers in a job of Slurm, and be their driver: on a login node, or inside another job.
+
+        submitit (``pip install gradwire[slurm]``) writes and submits the job: one task for each worker. Leaving the block
+        cancels it. What a worker prints appears here with its name in front; before that, in the logs in `folder`.
+
+        Args:
+            nodes: How many machines.
+            workers_per_node: How many workers on each.
+            time: Limit of the job: minutes, or as sbatch takes it, ``"2-12:00:00"``.
+            partition: Where to queue; the site's default if not given.
+            account: Who pays; the site's default if not given.
+            prologue: Lines of shell that the job runs first, e.g. ``["module load cuda"]``.
+            extra: More options of sbatch, e.g. ``["--constraint=a100", "--gres=gpu:4"]``.
+            folder: For the job script, logs, and the messages at the start, on a file system that all machines share.
+                Made with mode 0700 if it does not exist; one that others can write to is refused. ``%j`` is the job's id.
+            executor: ``"local"`` runs the same on this machine, without Slurm.
+            names: Names of the workers, ``worker0``, ``worker1`` ... if not given; sorted by host and task.
+            roles: How many workers have each role instead, e.g. ``{"ps": 2, "trainer": 6}``.
+            num_worker_threads: As for `local`, like the following.
+            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
+            threads_per_worker: Threads of one torch operation.
+            start_timeout_s: Seconds for all of this, the time that the job waits in the queue included.
+            env: Environment variables for the workers.
+            imports: Modules that every worker imports before it serves anything.
+            trust: ``"code"`` or ``"data"``.
+            limits: What members accept from each other.
+            interface: Network interface that driver and workers listen on, e.g. ``ib0``.
+            port_range: Ports that they listen on, from first to last; any free one if not given.
+            restart: ``"on-loss"`` starts a worker that is lost again, in a job of its own with one task.
+            on_restart: As for `local`, like the following.
+            lost_after: Seconds without an answer after which a worker counts as lost.
+            max_restarts: How often one worker is started again within a minute.
+
+        Raises:
+            ConfigurationError: An option is wrong, submitit is not installed, or Slurm is not there.
+            WorkerStartFailed: The job failed or did not start in time; the message has its id, its state and its log.
+        """
+        from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
+        from gradwire.cluster.slurm_scheduler import SlurmOptions, SlurmScheduler
+
+        job = SlurmOptions(
+            nodes=nodes,
+            workers_per_node=workers_per_node,
+            time=time,
+            partition=partition,
+            account=account,
+            prologue=prologue,
+            extra=extra,
+            folder=folder,
+            executor=executor,
+        )
+        options = RemoteOptions(
+            num_workers=job.num_workers,
+            names=names,
+            roles=roles,
+            threads_per_worker=threads_per_worker,
+            start_timeout_s=start_timeout_s,
+            environment=env,
+            imports=imports,
+            config=WorkerConfig(
+                num_worker_threads=num_worker_threads,
+                rpc_timeout_s=rpc_timeout,
+                trust=trust,
+                limits=_DEFAULTS.limits if limits is None else limits,
+                bind_port=port_range or 0,
+            ),
+            interface=interface,
+        )
+        supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
+        return cls(*start_remote(SlurmScheduler(job, start_timeout_s), options, supervision, on_restart))
+
     def __repr__(self) -> str:
         living = sum(worker.is_alive for worker in self.workers)
         state = "closed" if self._is_closed else f"{living} of {len(self.workers)} workers alive"
@@ -273,6 +456,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._on_failure is not None:
+            self._on_failure(error)
         self.close(_GRACE_S if error is None else 0.0)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:

@@ -186,9 +186,9 @@ class RemoteLauncher(Launcher):
         deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
             members = self._enrol(specs, on_lost, deadline, timeout_s, undo)
+            self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
+            self._take_in(members, undo)
             try:
-                self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
-                self._take_in(members, undo)
                 self._each(members, deadline, partial(self._connect, deadline=deadline))
                 self._check_reach(members, deadline)
             except GradwireError as error:
@@ -348,8 +348,6 @@ class RemoteLauncher(Launcher):
 
     def _explain(self, members: Sequence[_Member], error: GradwireError) -> None:
         """Raise what the scheduler knows about a process that has ended, which says more than a lost connection."""
-        if isinstance(error, WorkerStartFailed) and error.__cause__ is None:
-            return
         for member in members:
             reason = member.process.end_reason()
             if reason is not None:

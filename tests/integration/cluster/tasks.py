@@ -193,3 +193,7 @@ def recall() -> str:
 
 def print_at_exit(text: str) -> None:
     atexit.register(print, text)
+
+
+def print_without_end(text: str) -> None:
+    print(text, end="")

@@ -1,0 +1,87 @@
+"""Programs that are started on every rank, as launchers do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PREFIX = """
+import os, signal, sys, time
+import torch
+import gradwire as gw
+
+def whoami():
+    return os.getpid()
+
+def main():
+    with gw.Cluster.from_env(start_timeout_s=float(os.environ.get("START_S", "40"))) as cluster:
+        {block}
+    print("after the block in rank", os.environ.get("GRADWIRE_RANK"), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+_LAUNCHERS = ("GRADWIRE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "MASTER_", "RANK", "WORLD_SIZE")
+
+
+def outside_environment() -> dict[str, str]:
+    """The environment of this process, without what launchers of ranks set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+
+
+def program(folder: Path, block: str) -> Path:
+    """A script whose driver runs these lines."""
+    path = folder / "program.py"
+    path.write_text(PREFIX.format(block=block.replace("\n", "\n        ")))
+    return path
+
+
+class Rank:
+    """A process that was started as one rank."""
+
+    def __init__(self, number: int, command: list[str], environment: Mapping[str, str]) -> None:
+        self.number = number
+        self.process = subprocess.Popen(
+            command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+        """Its exit code, and what it printed."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+
+@contextlib.contextmanager
+def started(
+    script: Path,
+    world_size: int,
+    *,
+    ranks: range | None = None,
+    before: Mapping[int, list[str]] | None = None,
+    **more: str,
+) -> Iterator[list[Rank]]:
+    """All ranks of a program; `before` has words for the front of a rank's command, `more` goes to the environment."""
+    outside = outside_environment() | {
+        "GRADWIRE_RUN_ID": secrets.token_hex(8),
+        "GRADWIRE_WORLD_SIZE": str(world_size),
+        **more,
+    }
+    running: list[Rank] = []
+    try:
+        for number in ranks or range(world_size):
+            command = [*(before or {}).get(number, []), sys.executable, str(script)]
+            running.append(Rank(number, command, outside | {"GRADWIRE_RANK": str(number)}))
+        yield running
+    finally:
+        for rank in running:
+            rank.process.kill()
+            rank.process.wait(10)
+            for stream in (rank.process.stdout, rank.process.stderr):
+                if stream is not None:
+                    stream.close()
