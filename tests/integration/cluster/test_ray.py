@@ -27,7 +27,7 @@ from cluster.processes import children_of, is_there
 from cluster.ray_nodes import no_leaks, ray_nodes
 from gradwire.cluster import _ray, ray_scheduler
 from gradwire.cluster._forkserver import close_idle_fork_server
-from gradwire.cluster.placement import Node
+from gradwire.cluster.ray_placement import Node
 from gradwire.errors import ConfigurationError, WorkerLost, WorkerStartFailed
 from gradwire.testing import LeakCheck, wait_until
 
