@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire import autograd, config, errors, rpc, runtime
 from gradwire.types import WorkerInfo
+from gradwire.versions import GRADWIRE_VERSION
 
 if TYPE_CHECKING:
     from gradwire import checkpoint, nn, optim, shard
     from gradwire.cluster import Cluster
 
-__version__ = "0.1.0.dev0"
+__version__ = GRADWIRE_VERSION
 
 __all__ = [
     "Cluster",

@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from gradwire.transports.tls import make_keys
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, is_alive, wait_until
 from rpc.test_rendezvous import free_port
@@ -61,18 +63,52 @@ def test_in_shutdown(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("scheme", ["file", "tcp"])
-def test_in_init(make_puppets: Callable[[int], list[Puppet]], meeting: str, scheme: str, rank: int) -> None:
+@pytest.mark.parametrize("scheme", ["file", "tcp", "tls"])
+def test_in_init(
+    make_puppets: Callable[[int], list[Puppet]], meeting: str, tmp_path: Path, scheme: str, rank: int
+) -> None:
     where = meeting if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    make_keys(tmp_path / "keys")
+
+    def init(rank: int) -> str:
+        line = init_source(rank, 2, where, trust="code")
+        if scheme == "tls":
+            line = line.replace("trust=", f"tls=TlsKeys.in_folder({str(tmp_path / 'keys')!r}), trust=")
+        return line
+
     (puppet,) = make_puppets(1)
-    puppet.start(init_source(rank, 2, where))
+    puppet.do("from gradwire.config import TlsKeys")  # it is ready: a signal that comes before is not for the program
+    puppet.start(init(rank))
     assert _interrupt(puppet) < 5.0
     assert puppet.do("rpc._is_current_rpc_agent_set()") is False
+    assert puppet.do("[t.name for t in threading.enumerate() if t.name == 'gradwire-meeting-point']") == []
     (other,) = make_puppets(1)
-    puppet.start(init_source(rank, 2, where))
-    other.do(init_source(1 - rank, 2, where))
+    other.do("from gradwire.config import TlsKeys")
+    puppet.start(init(rank))
+    other.do(init(1 - rank))
     puppet.result()
     assert puppet.do(f"rpc.rpc_sync({1 - rank}, h.pid)") == other.pid
+
+
+_STORE = """
+from gradwire.rpc.meeting_store import TorchStore
+gate = threading.Event()
+class Silent:
+    def check(self, keys): return not gate.wait(60)
+    def get(self, key): return b""
+store = TorchStore(Silent(), "nowhere", 60.0)
+"""
+
+
+def test_waiting_for_a_store_of_torch_s(make_puppets: Callable[[int], list[Puppet]]) -> None:
+    """Its operations are C++ code that cannot be interrupted. The next question is answered when the first has ended."""
+    (puppet,) = make_puppets(1)
+    puppet.do(_STORE)
+    puppet.start("store.find('w1')")
+    assert _interrupt(puppet) < 2.0
+    puppet.start("store.find('w1')")  # waits for its turn
+    assert _interrupt(puppet) < 2.0
+    assert puppet.do("gate.set(); store.find('w1')") is None
 
 
 # Only a signal that hits inside of a call raises: the loop around it is the test's, and would need care of its own. One

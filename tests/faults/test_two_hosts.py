@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from faults.network import Hosts, hosts_or_skip
 from gradwire.transports.tls import make_keys
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError
@@ -22,44 +19,19 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29571  # in namespaces of our own, so nobody else can have it
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True, timeout=20)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
+def hosts() -> Iterator[Hosts]:
     """Two namespaces that can reach each other."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    names = [f"gwt{os.getpid() % 100000}{letter}" for letter in "ab"]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-                stack.callback(_ip, "netns", "del", name)
-            _ip("link", "add", "gw0", "netns", names[0], "type", "veth", "peer", "name", "gw0", "netns", names[1])
-        except OSError as error:
-            stack.close()
-            pytest.skip(f"no network namespaces here: {error}")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "gw0")
-            for device in ("lo", "gw0"):
-                _ip("-n", name, "link", "set", device, "up")
-        yield names
+    with hosts_or_skip(2) as made:
+        yield made
 
 
 @pytest.fixture
-def puppets(hosts: list[str], make_puppets: Callable[[int], list[Puppet]]) -> list[Puppet]:
+def puppets(hosts: Hosts, make_puppets: Callable[[int], list[Puppet]]) -> list[Puppet]:
     """One process on each host."""
     made = make_puppets(2)
-    for host, puppet in zip(hosts, made, strict=True):
-        puppet.do(
-            f"import ctypes; fd = os.open('/run/netns/{host}', os.O_RDONLY)\n"
-            "assert ctypes.CDLL(None).setns(fd, 0x40000000) == 0\n"
-            "os.close(fd)"
-        )
+    for number, puppet in enumerate(made):
+        hosts.enter(number, puppet)
     return made
 
 
@@ -87,14 +59,14 @@ def test_calls_cross_hosts_encrypted(puppets: list[Puppet], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("state", ["pending", "idle"])
-def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: list[str], tmp_path: Path, state: str) -> None:
+def test_cut_cable_is_noticed(puppets: list[Puppet], hosts: Hosts, tmp_path: Path, state: str) -> None:
     _meet(puppets, tmp_path / "keys")
     first, second = puppets
     first.do("rpc.rpc_sync('w1', h.pid)")
     if state == "pending":
         first.do("f = rpc.rpc_async('w1', h.wait_gate, args=(60,), timeout=0)")
         second.do("h.entered.acquire(timeout=10)")
-    _ip("-n", hosts[0], "link", "set", "gw0", "down")
+    hosts.unplug(0)
     started = time.monotonic()
     with pytest.raises(PuppetError) as caught:
         first.do("f.wait()" if state == "pending" else "rpc.rpc_sync('w1', h.pid, timeout=0)", 30.0)
@@ -111,7 +83,7 @@ for stream in [item.stream for item in agent.connections()]:
 
 @pytest.mark.parametrize("cut", ["own link down", "packets lost"])
 def test_cut_cable_is_noticed_while_messages_without_an_answer_are_under_way(
-    puppets: list[Puppet], hosts: list[str], tmp_path: Path, cut: str
+    puppets: list[Puppet], hosts: Hosts, tmp_path: Path, cut: str
 ) -> None:
     """Notices and replies: the kernel does not probe meanwhile, and no call waits. Only its attempts to send them tell."""
     _meet(puppets, tmp_path / "keys")
@@ -119,27 +91,17 @@ def test_cut_cable_is_noticed_while_messages_without_an_answer_are_under_way(
         puppet.do("from gradwire.testing import wait_until; agent = rpc.current_agent()")
         puppet.do(f"rpc.rpc_sync({other!r}, h.pid)")
     if cut == "own link down":
-        _ip("-n", hosts[0], "link", "set", "gw0", "down")
+        hosts.unplug(0)
     else:
-        _cut(hosts[0], ADDRESSES[1])
-        _cut(hosts[1], ADDRESSES[0])
+        hosts.cut(0, 1)
+        hosts.cut(1, 0)
     for puppet in puppets:
         puppet.do(_SEND_EVERYWHERE)
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
         puppet.do(f"wait_until(lambda: agent.has_ended({other!r}), 20.0)", 30.0)
 
 
-_NOWHERE = "02:00:00:00:00:99"  # the address of no network card: what is sent there is lost on the way
 _CUTS = {"both ways": (0, 1), "one way": (0,)}  # the hosts whose packets are lost
-
-
-def _cut(host: str, other: str) -> None:
-    _ip("-n", host, "neigh", "replace", other, "lladdr", _NOWHERE, "dev", "gw0", "nud", "permanent")
-
-
-def _heal(host: str, other: str) -> None:
-    _ip("-n", host, "neigh", "del", other, "dev", "gw0")
-
 
 _SETUP = """
 from gradwire.rpc import RRef
@@ -154,9 +116,7 @@ def use(to):
 
 
 @pytest.mark.parametrize("way", list(_CUTS))
-def test_references_work_when_a_cut_has_healed(
-    puppets: list[Puppet], hosts: list[str], tmp_path: Path, way: str
-) -> None:
+def test_references_work_when_a_cut_has_healed(puppets: list[Puppet], hosts: Hosts, tmp_path: Path, way: str) -> None:
     """Both hosts have taken each other for dead. Old references say so, new ones work at once, and nothing is left."""
     _meet(puppets, tmp_path / "keys")
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
@@ -164,11 +124,11 @@ def test_references_work_when_a_cut_has_healed(
         puppet.do(f"held = rpc.remote({other!r}, tasks.make, args=(1.0,)); held.rpc_sync().sum().item()")
         puppet.do(f"own = RRef([1]); rpc.rpc_sync({other!r}, tasks.keep, args=('x', own))")
     for number in _CUTS[way]:
-        _cut(hosts[number], ADDRESSES[1 - number])
+        hosts.cut(number, 1 - number)
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
         puppet.do(f"wait_until(lambda: agent.has_ended({other!r}), 25.0)", 30.0)
     for number in _CUTS[way]:
-        _heal(hosts[number], ADDRESSES[1 - number])
+        hosts.heal(number, 1 - number)
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
         assert puppet.do(f"use({other!r})") == ([1, 1], [2.0] * 3)
         for old in ("held", "tasks.KEPT['x']"):

@@ -31,6 +31,7 @@ OUTPUT = "cluster.output"
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 14
+_RETRY_S = 0.1
 _STREAMS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 _Piece = Annotated[bytes, Meta(max_length=_PIECE_BYTES)]
 
@@ -124,15 +125,14 @@ class OutputCapture:
                     del open_pipes[fd]
 
     def _pass_on(self, stream: Stream, data: bytes) -> None:
-        agent = self._agent
-        if agent is not None:
+        if self._agent is None:
+            self._kept = (self._kept + data)[-_KEPT_BYTES:]
+        while (agent := self._agent) is not None and not agent.is_closed:
             try:
                 agent.ask(self._driver, OUTPUT, (stream, data), 0.0, None).wait()
                 return
-            except Exception:  # the driver is lost, or this worker is closed
-                self._agent = None
-        else:
-            self._kept = (self._kept + data)[-_KEPT_BYTES:]
+            except Exception:  # the driver is cut off, and may come back; if it does not, this is closed soon
+                time.sleep(_RETRY_S)
         with contextlib.suppress(OSError):
             view = memoryview(data)
             while view:

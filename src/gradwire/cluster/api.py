@@ -31,10 +31,10 @@ from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
 from gradwire.types import Trust
+from gradwire.versions import GRADWIRE_VERSION
 
 T = TypeVar("T")
 
-GRADWIRE_VERSION = "0.1.0.dev0"
 _DEFAULTS = WorkerConfig()
 _GRACE_S = 5.0
 _LEAVE_S = 1.0

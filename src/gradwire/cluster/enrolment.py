@@ -17,7 +17,6 @@ This module has the messages, and what the driver decides about them. It does no
 
 from __future__ import annotations
 
-import platform
 import re
 import socket
 from collections.abc import Sequence
@@ -25,13 +24,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import torch
 from msgspec import Meta
 
-import gradwire
 from gradwire.config import WorkerConfig
 from gradwire.errors import DecodeError, LimitExceeded
-from gradwire.types import Rank, Trust, WorkerAddress, WorkerInfo
+from gradwire.types import Rank, WorkerAddress, WorkerInfo
+from gradwire.versions import Versions
 from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import check_address, check_text
 
@@ -51,14 +49,6 @@ class Introduce(msgspec.Struct, frozen=True, tag=True):
 
     driver_host: _Text  # where the driver listens: the process is reached at its own address on the way there
     interface: _Text | None = None  # or at the address of this network interface
-
-
-class Versions(msgspec.Struct, frozen=True):
-    """What must be the same on both sides."""
-
-    python: _Text
-    torch: _Text
-    gradwire: _Text
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
@@ -171,33 +161,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes, what: str) -> An
         return decoder.decode(data)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise DecodeError(f"{what} is not valid: {error}") from error
-
-
-def own_versions() -> Versions:
-    """Return those of this process."""
-    return Versions(platform.python_version(), str(torch.__version__), gradwire.__version__)
-
-
-def find_difference(here: Versions, there: Versions, trust: Trust) -> str | None:
-    """Return what keeps two processes from working together, with what to do; None if they fit.
-
-    gradwire must be the same. With ``trust="code"`` functions travel as bytecode and objects as pickles, so the first two
-    numbers of python and torch must be, too.
-    """
-    differences = []
-    if here.gradwire != there.gradwire:
-        differences.append(f"gradwire {there.gradwire} there and {here.gradwire} here")
-    if trust == "code":
-        for name, one, other in (("python", there.python, here.python), ("torch", there.torch, here.torch)):
-            if _first_two(one) != _first_two(other):
-                differences.append(f"{name} {one} there and {other} here")
-    if not differences:
-        return None
-    return f"{' and '.join(differences)}: install the same versions there, or start the driver with those"
-
-
-def _first_two(version: str) -> list[str]:
-    return version.split(".")[:2]
 
 
 def order_of(introductions: Sequence[Introduction]) -> list[int]:

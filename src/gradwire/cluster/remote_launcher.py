@@ -40,6 +40,7 @@ from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports.tls import uri_of_worker
 from gradwire.types import WorkerAddress
+from gradwire.versions import find_conflict, own_versions
 from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import encode_address
 
@@ -253,11 +254,12 @@ class RemoteLauncher(Launcher):
     def _check_versions(
         self, processes: Sequence[RemoteProcess], introductions: Sequence[Introduction], config: WorkerConfig
     ) -> None:
-        here = enrolment.own_versions()
+        here, trust = own_versions(), config.trust or "data"
         for process, introduction in zip(processes, introductions, strict=True):
-            difference = enrolment.find_difference(here, introduction.versions, config.trust or "data")
-            if difference is not None:
-                raise WorkerStartFailed(f"the process at {process.place} on {introduction.host} has {difference}")
+            there = f"at {process.place} on {introduction.host}"
+            conflict = find_conflict(self._agent.info.name, here, there, introduction.versions, trust)
+            if conflict is not None:
+                raise WorkerStartFailed(conflict)
 
     def _assign(self, member: _Member, deadline: float, timeout_s: float) -> None:
         spec, request = member.spec, member.introduction.certificate_request
@@ -332,7 +334,7 @@ class RemoteLauncher(Launcher):
         new = {member.address.host for member in members}
         left = max(0.01, deadline - time.monotonic())
         asked = {}
-        for host, item in workers.items():
+        for host, item in sorted(workers.items(), key=lambda pair: pair[1].spec.info.id):
             to = [address for other, address in hosts.items() if other != host and new & {host, other}]
             if to:
                 args = ([encode_address(address) for address in to], left)
@@ -342,7 +344,7 @@ class RemoteLauncher(Launcher):
             for name, error in future.wait().items():
                 to_address = next(address for address in hosts.values() if address.info.name == name)
                 raise WorkerStartFailed(
-                    f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_uris(to_address)}: "
+                    f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_tcp_uri(to_address)}: "
                     f"{clean(error, _MAX_ERROR_BYTES)}; {_REACH_HINT}"
                 )
 
@@ -566,10 +568,13 @@ def _kill(process: RemoteProcess) -> None:
         _log.exception("the process of %s could not be ended", process.place)
 
 
+def _tcp_uri(address: WorkerAddress) -> str:
+    return next((uri for uri in address.uris if uri.startswith("tcp://")), "no address")
+
+
 def _host_of(address: WorkerAddress) -> str:
     """Return the address that a worker is reached at over a network."""
-    uri = next(uri for uri in address.uris if uri.startswith("tcp://"))
-    return uri.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return _tcp_uri(address).removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _uris(address: WorkerAddress) -> str:

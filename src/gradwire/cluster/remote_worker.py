@@ -47,6 +47,7 @@ from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports import registry
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import own_versions
 from gradwire.wire.messages import decode_address
 
 LEAVE = "cluster.leave"
@@ -145,7 +146,7 @@ class RemoteWorker:
             address=self._address,
             local_index=self._local_index,
             pid=os.getpid(),
-            versions=enrolment.own_versions(),
+            versions=own_versions(),
         )
 
     def _join(self, assignment: Assign) -> Ready:

@@ -3,6 +3,10 @@
 A `Scheduler` starts processes that run `gradwire.cluster.remote_worker.RemoteWorker`: one `RemoteProcess` for each.
 Its channel carries a few short messages while a worker starts (`gradwire.cluster.enrolment` has them): a certificate
 request, the signed certificate, an address. They hold no secret. After that, gradwire's own connections carry everything.
+
+`gradwire.cluster.remote_launcher` calls all of this, from several threads: `exchange` for many processes at once, and
+`end_reason` ten times a second for each, so that it must not wait for anything. `launch` runs in the program's thread at
+first, later in others. Ctrl-C is deferred in code of gradwire, so a wait in it goes through `gradwire._interrupts`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitializ
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent, start_worker
 from gradwire.rpc.futures import CallFuture
+from gradwire.rpc.meeting_point import open_meeting_point
+from gradwire.rpc.meeting_store import MeetingPointLost
 from gradwire.rpc.options import (
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -25,7 +27,7 @@ from gradwire.rpc.options import (
 )
 from gradwire.rpc.peers import To
 from gradwire.rpc.reactor import GilMeter
-from gradwire.rpc.rendezvous import Meeting, MeetingPointLost, StoreDirectory, agree_on_token, open_meeting_point
+from gradwire.rpc.rendezvous import Meeting, StoreDirectory
 from gradwire.types import WorkerInfo
 
 ShutDown = Callable[[bool, float], None]
@@ -36,7 +38,6 @@ _shut_down: ShutDown | None = None  # of a cluster that _agent belongs to; None 
 _lock = threading.Lock()  # guards _agent and _shut_down
 _reserved_for: str | None = None  # the worker that a cluster started this process to be
 _thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
-_PREFIX = "gradwire"
 
 
 def is_available() -> bool:
@@ -183,18 +184,24 @@ def _meet(
     name: str, rank: int, world_size: int | None, options: RpcOptions, deadline: float, start_serving: bool
 ) -> None:
     left_s = max(0.001, deadline - time.monotonic())
-    point = open_meeting_point(options.init_method, rank, world_size, left_s)
-    directory = StoreDirectory(point, _PREFIX)
+    point = open_meeting_point(options.init_method, rank, world_size, left_s, options.tls, options.bind_host)
     info = WorkerInfo(name, point.rank)
-    token = agree_on_token(point, _PREFIX)
-    try:
-        config, after = options.worker_config(token, point.facing_host), directory.last_incarnation(name)
-        agent = start_worker(info, config, directory, after=after, on_close=lambda: directory.withdraw(info))
-    except ConfigurationError as error:
-        StoreDirectory(point, _PREFIX).give_up(f"rank {info.id} ({name}) cannot start: {error}")
-        raise
+    agent: Agent | None = None
     has_met = False
+
+    def leave() -> None:
+        if agent is not None:  # one that could not start has to say so first
+            point.store.leave(info)
+
     try:
+        directory = StoreDirectory(point)
+        config = options.worker_config(point.store.agree_on_token(), point.facing_host)
+        after = directory.last_incarnation(name)
+        try:
+            agent = start_worker(info, config, directory, after=after, on_close=leave)
+        except ConfigurationError as error:
+            directory.give_up(f"rank {info.id} ({name}) cannot start: {error}")
+            raise
         if not start_serving:
             agent.server.hold_calls()
         set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
@@ -204,8 +211,10 @@ def _meet(
         has_met = True
     finally:
         if not has_met:
-            set_current_agent(None)
-            agent.close()
+            if agent is not None:
+                set_current_agent(None)
+                agent.close()
+            point.store.leave(info)
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:

@@ -54,7 +54,8 @@ class RpcOptions(RpcBackendOptions):
         trust: ``"code"`` (any function, pickled arguments) or ``"data"`` (exposed functions, plain data, no pickle);
             by default ``"code"`` on one machine and ``"data"`` where TLS keys are given.
         transports: Schemes to use; by default ``unix``, and ``tcp`` where TLS keys are given.
-        tls: Keys for other machines.
+        tls: Keys for other machines. With these, the workers also meet over TLS: rank 0 listens at the ``tcp://`` or ``env://``
+            address itself.
         bind_host: Address for ``tcp``; by default the one that faces the meeting point.
         bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
         limits: What is accepted from other workers.

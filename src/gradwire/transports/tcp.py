@@ -158,7 +158,7 @@ class TcpListener(SocketListener):
         except OSError as error:
             where = first if first == last else f"{first}-{last}"
             raise ConfigurationError(f"cannot listen at tcp://{host}:{where}: {error}") from error
-        super().__init__(sock, _make_uri(host, sock.getsockname()[1], context is not None), options)
+        super().__init__(sock, make_uri(host, sock.getsockname()[1], context is not None), options)
 
     def accept_nowait(self) -> StreamConnection | None:
         sock = self.accept_socket()
@@ -216,7 +216,7 @@ class TcpTransport:
     def listen(self, worker: str) -> TcpListener:
         listener = TcpListener(self._host, self._port, self._options, self._server)
         if self._advertised_host is not None:
-            listener.uri = _make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
+            listener.uri = make_uri(self._advertised_host, _split_uri(listener.uri)[1], self._server is not None)
         return listener
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
@@ -267,7 +267,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _make_uri(host: str, port: int | str, is_tls: bool) -> str:
+def make_uri(host: str, port: int | str, is_tls: bool) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}{_TLS if is_tls else ''}"
 
 

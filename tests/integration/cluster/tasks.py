@@ -179,16 +179,31 @@ def ask_control(to: str, operation: str, args: tuple[object, ...]) -> object:
     return rpc.current_agent().ask(to, operation, tuple(args), 10.0).wait()
 
 
-_remembered: list[str] = []
+_stop_printing = threading.Event()
+_num_printed = 0
+_printer: threading.Thread | None = None
 
 
-def remember(text: str) -> str:
-    _remembered.append(text)
-    return text
+def start_printing() -> None:
+    """Lets a thread of this worker print a line again and again."""
+    global _printer
+
+    def run() -> None:
+        global _num_printed
+        while not _stop_printing.wait(0.001):
+            print(f"line {_num_printed}")
+            _num_printed += 1
+
+    _printer = threading.Thread(target=run)
+    _printer.start()
 
 
-def recall() -> str:
-    return _remembered[-1]
+def stop_printing() -> int:
+    """Ends the thread, and returns how many lines it has printed."""
+    assert _printer is not None
+    _stop_printing.set()
+    _printer.join()
+    return _num_printed
 
 
 def print_at_exit(text: str) -> None:

@@ -354,7 +354,7 @@ def test_rpc_shutdown_gives_calls_the_time_that_it_is_given(cluster: Cluster, tm
 
 def test_rpc_shutdown_in_a_worker_is_the_drivers_business(cluster: Cluster) -> None:
     for graceful in (True, False):
-        with pytest.raises(RpcError, match=r"worker1 was started by Cluster\.local.*cluster\.close\(\)"):
+        with pytest.raises(RpcError, match=r"worker1 was started by a cluster's driver.*cluster\.close\(\)"):
             cluster.workers[1].call(rpc.shutdown, graceful)
     assert cluster.workers[1].call(tasks.add, 1) == 2
 

@@ -15,11 +15,15 @@ import pytest
 import torch
 
 from cluster import tasks
+from cluster.process_scheduler import ProcessScheduler, ScheduledProcess
 from cluster.processes import is_there
 from gradwire import autograd, rpc
 from gradwire.cluster import Cluster, MembershipEvent, Worker
 from gradwire.cluster._supervisor import LocalWorker
 from gradwire.cluster.local_launcher import LocalLauncher
+from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.config import WorkerConfig
 from gradwire.errors import (
     BackwardFailed,
     ConfigurationError,
@@ -122,10 +126,14 @@ def test_calls_fail_at_once_while_a_worker_is_restarted(
     assert time.monotonic() - began < 1.0
     wait_until(lambda: cluster.status()[0].state == "restarting")
     assert not first.is_alive
-    with pytest.raises(WorkerLost, match=r"killed by SIGKILL; it is being restarted, and Cluster.wait_for_workers\(\)"):
-        first.call(os.getpid)
-    with pytest.raises(WorkerLost, match="being restarted"):
-        second.call(ask_pid, "worker0")
+
+    def says_so(call: Callable[[], object]) -> bool:  # at first only that the connection has ended
+        with pytest.raises(WorkerLost, match="worker0") as caught:
+            call()
+        return "killed by SIGKILL; it is being restarted, and Cluster.wait_for_workers()" in str(caught.value)
+
+    wait_until(lambda: says_so(lambda: first.call(os.getpid)))
+    wait_until(lambda: says_so(lambda: second.call(ask_pid, "worker0")))
     assert cluster.wait_for_workers(1) == (second,)
     with pytest.raises(RpcTimeout, match=r"1 of 2 workers serve after 0.05 s; worker0: killed by SIGKILL; it is being"):
         cluster.wait_for_workers(2, timeout=0.05)
@@ -494,6 +502,28 @@ def test_a_stopped_worker_that_cannot_be_killed_is_refused_and_ends_itself(
         Path(mark).unlink()  # what the old process waits for
         os.kill(old, signal.SIGCONT)
         wait_until(lambda: not is_there(old), 10.0, "the end of the old process")
+        assert second.call(ask_pid, "worker0") == first.pid == first.call(os.getpid)
+        spared.clear()
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_of_a_scheduler_that_cannot_kill_it_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_process, spared = ScheduledProcess.kill, set()
+    monkeypatch.setattr(ScheduledProcess, "kill", lambda self: None if self.pid in spared else kill_process(self))
+    monkeypatch.setattr("gradwire.cluster.remote_launcher._KILL_S", 0.2)
+    options = RemoteOptions(num_workers=2, config=WorkerConfig(trust="code"), start_timeout_s=60.0)
+    supervision = SupervisionOptions(restart="on-loss", lost_after_s=1.0)
+    scheduler = ProcessScheduler()
+    with Cluster(*start_remote(scheduler, options, supervision)) as cluster:
+        first, second = cluster.workers
+        assert second.call(ask_pid, "worker0") == first.pid
+        spared.add(old := kill(first, signal.SIGSTOP))
+        wait_until(lambda: first.pid != old, 60.0)
+        cluster.wait_for_workers()
+        (process,) = [item for item in scheduler.processes if item.pid == old]
+        assert process.end_reason() is None
+        os.kill(old, signal.SIGCONT)
+        wait_until(lambda: process.end_reason() is not None, 20.0, "the end of the old process")
         assert second.call(ask_pid, "worker0") == first.pid == first.call(os.getpid)
         spared.clear()
 

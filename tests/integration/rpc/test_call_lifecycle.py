@@ -30,7 +30,9 @@ from gradwire.errors import (
 from gradwire.rpc import Agent
 from gradwire.rpc.connection import LoopbackStream
 from gradwire.rpc.interceptors import Envelope, Interceptor
-from gradwire.rpc.rendezvous import MeetingPoint, StoreDirectory
+from gradwire.rpc.meeting_point import MeetingPoint
+from gradwire.rpc.meeting_store import TorchStore
+from gradwire.rpc.rendezvous import StoreDirectory
 from gradwire.rpc.server import Slots
 from gradwire.testing.transports import write_raw
 from gradwire.transports.stream import StreamConnection
@@ -447,40 +449,48 @@ def test_a_store_on_loopback_cannot_be_reached_from_elsewhere(workers: Callable[
     assert _listens_at(second.pid) == []
 
 
-def test_a_store_that_does_not_answer_holds_no_call_up(
-    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release, asked = threading.Event(), []
+class _SlowStore:
+    """Takes the place of torch's store."""
 
-    def read(directory: StoreDirectory, key: str) -> None:
-        asked.append(key)
-        release.wait(10)
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.asked: list[str] = []
 
-    monkeypatch.setattr(StoreDirectory, "_read", read)
-    directory: Any = StoreDirectory(MeetingPoint(None, "nowhere", None, 0, 2), "test")
-    a, b = make_agents("a", "b", directory=directory)
+    def check(self, keys: list[str]) -> bool:
+        self.asked += keys
+        self.release.wait(10)
+        return False
+
+    def directory(self) -> StoreDirectory:
+        store = TorchStore(self, "nowhere", 2.0)
+        return StoreDirectory(MeetingPoint(store, "nowhere", "127.0.0.1", 0, 2))
+
+
+def test_a_store_that_does_not_answer_holds_no_call_up(make_agents: MakeAgents) -> None:
+    store = _SlowStore()
+    a, b = make_agents("a", "b", directory=store.directory())
     b.close()
     started = time.monotonic()
     try:
         for _ in range(2):  # the second is not asked for: the first is still on its way
             with pytest.raises(WorkerLost):
                 a.call("b", handlers.echo, (1,))
-        assert time.monotonic() - started < 4.0
-        assert asked == ["name/b"]
+        assert time.monotonic() - started < 3.5
+        assert store.asked == ["gradwire/name/b"]
     finally:
-        release.set()
+        store.release.set()
 
 
 def test_a_store_is_asked_again_after_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    asked: list[str] = []
-    monkeypatch.setattr(StoreDirectory, "_read", lambda directory, key: asked.append(key))
-    directory = StoreDirectory(MeetingPoint(None, "nowhere", None, 0, 2), "test")
+    store = _SlowStore()
+    store.release.set()
+    directory = store.directory()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         assert directory.refresh("b") is None
-    assert asked == []
+    assert store.asked == []
     assert directory.refresh("b") is None
-    assert asked == ["name/b"]
+    assert store.asked == ["gradwire/name/b"]

@@ -11,7 +11,8 @@ import pytest
 from gradwire.cluster.status import USAGE, ask_usage
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent
-from gradwire.rpc.rendezvous import Host, StoreDirectory, open_meeting_point
+from gradwire.rpc.meeting_point import open_meeting_point
+from gradwire.rpc.rendezvous import Host, StoreDirectory
 from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
 from gradwire.transports.stream import StreamConnection
@@ -27,7 +28,7 @@ def address_of(name: str, rank: int, incarnation: int = 1, uris: tuple[str, ...]
 
 @pytest.fixture
 def directory(meeting: str) -> StoreDirectory:
-    return StoreDirectory(open_meeting_point(meeting, 0, 3, 5.0), "test")
+    return StoreDirectory(open_meeting_point(meeting, 0, 3, 5.0))
 
 
 @pytest.fixture
@@ -93,9 +94,8 @@ def test_one_answer_is_owed_to_each_rank(host: Host, control: StreamConnection) 
 
 
 def test_a_worker_cannot_speak_for_others_when_rank_0_restarts(host: Host, directory: StoreDirectory) -> None:
-    store, prefix = directory._point.store, directory._prefix
-    store.set(f"{prefix}/rank/1", encode_address(address_of("w1", 1)))
-    store.set(f"{prefix}/rank/2", encode_address(address_of("w2", 2)))
+    directory._store.publish(address_of("w1", 1))
+    directory._store.publish(address_of("w2", 2))
     host.adopt([address_of("w1", 1), address_of("z", 2), address_of("z", 0)])
     assert {rank: address.info.name for rank, address in host._joined.items()} == {0: "w0", 1: "w1"}
     host.adopt([address_of("w2", 2)])

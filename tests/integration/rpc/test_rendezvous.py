@@ -323,19 +323,25 @@ def keys() -> Iterator[Callable[[str], str]]:
         yield make
 
 
+def _start_to_meet(puppets: list[Puppet], where: str, options: list[str], init_timeout: float = 120.0) -> None:
+    for rank, (puppet, more) in enumerate(zip(puppets, options, strict=True)):
+        puppet.do("import gradwire.config; from gradwire.transports.tls import keys_for")
+        source = init_source(rank, len(puppets), where, init_timeout=init_timeout)
+        puppet.start(source[:-2] + f", {more}))" if more else source)
+
+
+def _failure(puppet: Puppet) -> PuppetError:
+    with pytest.raises(PuppetError) as caught:
+        puppet.result(60.0)
+    assert puppet.do("rpc._is_current_rpc_agent_set()") is False
+    return caught.value
+
+
 def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list[PuppetError]:
     """What each rank raises; none of them may wait for the others."""
     began = time.monotonic()
-    for rank, (puppet, more) in enumerate(zip(puppets, options, strict=True)):
-        puppet.do("import gradwire.config")
-        source = init_source(rank, len(puppets), where, init_timeout=120.0)
-        puppet.start(source[:-2] + f", {more}))" if more else source)
-    errors = []
-    for puppet in puppets:
-        with pytest.raises(PuppetError) as caught:
-            puppet.result(60.0)
-        errors.append(caught.value)
-        assert puppet.do("rpc._is_current_rpc_agent_set()") is False
+    _start_to_meet(puppets, where, options)
+    errors = [_failure(puppet) for puppet in puppets]
     assert time.monotonic() - began < 30.0
     return errors
 
@@ -343,44 +349,87 @@ def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list
 @pytest.mark.parametrize(
     ("scheme", "wrong", "reason"),
     [
-        ("tcp", "tls={other}, transports=('tcp',)", "certificate"),
         ("file", "tls={other}, transports=('tcp',)", "certificate"),
-        ("tcp", "", 'trust="code" there, trust="data" here'),
-        ("tcp", "transports=('tcp',)", "this worker has no keys"),
-        ("tcp", "tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
+        ("file", "", 'trust="code" there, trust="data" here'),
+        ("file", "transports=('tcp',)", "this worker has no keys"),
+        ("file", "tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
+        ("tcp", "tls={good}, trust='code'", 'trust="code" there, trust="data" here'),
     ],
-    ids=["another authority", "another authority, file", "no keys", "no keys for tcp", "keys that are missing"],
+    ids=["another authority", "no keys", "no keys for tcp", "keys that are missing", "another trust level"],
 )
-def test_a_rank_with_wrong_keys_is_named_at_once_on_all_ranks(
+def test_a_rank_that_is_not_let_in_is_named_at_once_on_all_ranks(
     make_puppets: Make, meeting: str, tcp_meeting: str, keys: Callable[[str], str], scheme: str, wrong: str, reason: str
 ) -> None:
     where = meeting if scheme == "file" else tcp_meeting
     good = f"tls={keys('one')}, transports=('tcp',)" if "tcp" in wrong else f"tls={keys('one')}"
-    options = [good, wrong.format(other=keys("other")), good]
+    options = [good, wrong.format(other=keys("other"), good=keys("one")), good]
     for rank, error in enumerate(_fail_to_meet(make_puppets(3), where, options)):
         assert re.search(r"rank 1 \(w1\)", error.text) or rank == 1, error
         assert re.search(reason, error.text), error
         assert error.kind in ("RendezvousFailed", "ConfigurationError")
 
 
-def test_a_rank_zero_with_wrong_keys_is_named_at_once(
+@pytest.mark.parametrize(
+    ("wrong", "init_timeout", "reason", "refusal"),
+    [
+        ("tls={other}", 2.5, "rank 1 cannot meet the others: .*certificate", "127.0.0.1: .*one cluster authority"),
+        (
+            "",
+            6.0,
+            "rank 0 serves the meeting point .* with TLS, and rank 1 has no keys",
+            "127.0.0.1: no TLS 1.3 connection",
+        ),
+        ("tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder')", 1.0, "no such folder", ""),
+    ],
+    ids=["another authority", "no keys", "keys that are missing"],
+)
+def test_a_rank_without_the_keys_of_a_secure_meeting_is_told_at_once(
+    make_puppets: Make,
+    tcp_meeting: str,
+    keys: Callable[[str], str],
+    wrong: str,
+    init_timeout: float,
+    reason: str,
+    refusal: str,
+) -> None:
+    """It is a stranger to the others: what it does must not end their meeting, so they wait, and say who was refused."""
+    puppets, good = make_puppets(2), f"tls={keys('one')}"
+    _start_to_meet(puppets, tcp_meeting, [good, wrong.format(other=keys("other"))], init_timeout)
+    began = time.monotonic()
+    error = _failure(puppets[1])
+    assert re.search(reason, error.text), error
+    assert time.monotonic() - began < init_timeout + 5.0
+    error = _failure(puppets[0])
+    assert re.search("rank 1 never arrived", error.text), error
+    assert not refusal or re.search(f"the meeting point refused: .*{refusal}", error.text), error
+
+
+def test_a_rank_zero_with_other_keys_is_not_believed(
     make_puppets: Make, tcp_meeting: str, keys: Callable[[str], str]
 ) -> None:
-    good, other = (f"tls={keys(name)}, transports=('tcp',)" for name in ("one", "other"))
-    for error in _fail_to_meet(make_puppets(3), tcp_meeting, [other, good, good]):
-        assert re.search(r"rank [12] \(w[12]\) cannot join rank 0 \(w0\): .*certificate", error.text), error
+    puppets = make_puppets(2)
+    _start_to_meet(puppets, tcp_meeting, [f"tls={keys('other')}", f"tls={keys('one')}"], init_timeout=2.5)
+    assert re.search("rank 1 cannot meet the others: .*certificate", _failure(puppets[1]).text)
+    assert re.search("rank 1 never arrived .*one cluster authority", _failure(puppets[0]).text)
+
+
+def test_a_rank_with_the_certificate_of_another_is_not_let_in(
+    make_puppets: Make, tcp_meeting: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "keys", ["w0", "w1"])
+    shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0')"
+    for error in _fail_to_meet(make_puppets(2), tcp_meeting, [shown, shown]):
+        assert re.search(r"rank 1 \(w1\) cannot join .* has written for 'w1'", error.text), error
 
 
 def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
-    make_puppets: Make, tcp_meeting: str, tmp_path: Path
+    make_puppets: Make, meeting: str, tmp_path: Path
 ) -> None:
     make_keys(tmp_path / "keys", ["w0", "w1"])
     puppets, log = make_puppets(2), tmp_path / "log"
     puppets[0].do(f"os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
     shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0'), transports=('tcp',)"
-    for puppet in puppets:
-        puppet.do("from gradwire.transports.tls import keys_for")
-    for error in _fail_to_meet(puppets, tcp_meeting, [shown, shown]):
+    for error in _fail_to_meet(puppets, meeting, [shown, shown]):
         assert re.search(r"rank 1 \(w1\) cannot join .* has written for 'w1'", error.text), error
     assert 1 <= log.read_text().count("w0 refused a connection") <= 4
 

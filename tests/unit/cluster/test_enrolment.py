@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.cluster import enrolment
-from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready, Versions, WorkerSettings
+from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready, WorkerSettings
 from gradwire.config import Limits, WorkerConfig
 from gradwire.errors import DecodeError, LimitExceeded
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import Versions
 
 CONFIG = WorkerConfig()
 VERSIONS = Versions("3.11.7", "2.13.0+cpu", "1.0.0")
@@ -109,43 +110,6 @@ def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
     for decode in (enrolment.decode_question, lambda raw: enrolment.decode_answer(raw, Introduction, CONFIG)):
         with contextlib.suppress(DecodeError):
             decode(data)
-
-
-# Versions
-
-
-def test_same_versions_fit() -> None:
-    own = enrolment.own_versions()
-    assert enrolment.find_difference(own, own, "code") is None
-
-
-@pytest.mark.parametrize("trust", ["code", "data"])
-def test_patch_releases_and_builds_of_python_and_torch_fit(trust: Any) -> None:
-    there = Versions("3.11.2", "2.13.1+cu126", "1.0.0")
-    assert enrolment.find_difference(VERSIONS, there, trust) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"python": "3.12.1"}, "python 3.12.1 there and 3.11.7 here"),
-        ({"torch": "2.8.0"}, "torch 2.8.0 there and 2.13.0+cpu here"),
-        ({"python": "3.1.7"}, "python 3.1.7 there"),
-    ],
-)
-def test_other_python_or_torch_matters_where_code_travels(change: dict[str, str], words: str) -> None:
-    there = msgspec.structs.replace(VERSIONS, **change)
-    difference = enrolment.find_difference(VERSIONS, there, "code")
-    assert difference is not None
-    assert words in difference
-    assert "install the same versions" in difference
-    assert enrolment.find_difference(VERSIONS, there, "data") is None
-
-
-@pytest.mark.parametrize("trust", ["code", "data"])
-def test_other_gradwire_never_fits(trust: Any) -> None:
-    there = msgspec.structs.replace(VERSIONS, gradwire="1.0.1")
-    assert "gradwire 1.0.1 there and 1.0.0 here" in str(enrolment.find_difference(VERSIONS, there, trust))
 
 
 # Order

@@ -10,7 +10,7 @@ import pytest
 
 from gradwire import _interrupts
 from gradwire.cluster import enrolment
-from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready, Versions
+from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
 from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
 from gradwire.cluster.scheduler import RemoteProcess
 from gradwire.config import WorkerConfig
@@ -18,6 +18,7 @@ from gradwire.errors import ConfigurationError, NotInitialized, WorkerStartFaile
 from gradwire.rpc.api import current_agent
 from gradwire.transports.certificates import ProcessKey
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import Versions, own_versions
 
 Answer = Callable[["FakeProcess", Introduce | Assign, float], bytes]
 
@@ -63,7 +64,7 @@ class FakeScheduler:
 
 
 def introduce(process: FakeProcess, versions: Versions | None = None) -> bytes:
-    own = versions or enrolment.own_versions()
+    own = versions or own_versions()
     return enrolment.encode(Introduction(process.key.request(), "node1", "127.0.0.1", 0, 17, own))
 
 
@@ -160,26 +161,26 @@ def test_channel_that_breaks() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"gradwire": "0.0.1"}, "gradwire 0.0.1 there and"),
-        ({"python": "3.9.1"}, "python 3.9.1 there and"),
-        ({"torch": "2.1.0"}, "torch 2.1.0 there and"),
+        ({"gradwire": "0.0.1"}, "gradwire 0.0.1"),
+        ({"python": "3.9.1"}, "Python 3.9.1"),
+        ({"torch": "2.1.0"}, "torch 2.1.0"),
     ],
 )
 def test_versions_that_differ_are_named_with_the_place(change: dict[str, str], words: str) -> None:
-    own = enrolment.own_versions()
+    own = own_versions()
     there = Versions(**{name: change.get(name, getattr(own, name)) for name in ("python", "torch", "gradwire")})
     text, scheduler = fail_to_start(
         honest_until_assigned(hang), lambda process, question, deadline: introduce(process, there)
     )
-    assert text.startswith("the process at slot 1 on node1 has ")
-    assert words in text
-    assert "install the same versions" in text
+    assert text.startswith("worker driver runs ")
+    assert f"and worker at slot 1 on node1 {words}" in text
+    assert "install one version" in text
     assert not any(isinstance(item, Assign) for process in scheduler.processes for item in process.asked)
 
 
 def test_request_that_is_not_one_gets_no_certificate() -> None:
     def answer(process: FakeProcess, question: Introduce | Assign, deadline: float) -> bytes:
-        return enrolment.encode(Introduction(b"no request", "node1", "127.0.0.1", 0, 17, enrolment.own_versions()))
+        return enrolment.encode(Introduction(b"no request", "node1", "127.0.0.1", 0, 17, own_versions()))
 
     text, scheduler = fail_to_start(answer)
     assert text.startswith("worker0 (slot 0) cannot be given a certificate: not a certificate request")

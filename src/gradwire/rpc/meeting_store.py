@@ -1,0 +1,364 @@
+"""What workers that were started separately leave for each other to find: a token, their addresses, a note.
+
+`MeetingStore` is what the meeting needs. `TorchStore` keeps it in a store of torch's: a file, or a TCP service without
+encryption or authentication, for one machine. `gradwire.rpc.secure_store` serves it over TLS, for several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+from gradwire import _interrupts
+from gradwire.config import Limits
+from gradwire.errors import ConfigurationError, DecodeError, RendezvousFailed, ResourceExhausted
+from gradwire.transports.tcp import is_loopback
+from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.wire.messages import decode_address, encode_address
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+"""How often to look for what is not there yet."""
+
+ANSWER_S = 2.0
+"""How long a store may take for an answer while a call waits for it."""
+
+ADDRESS_LIMITS = Limits(name_bytes=1024)
+"""What a store may hold."""
+
+_OPEN_S = 2.0  # for one attempt to open torch's client, which cannot be interrupted
+_PREFIX = "gradwire"
+
+
+class MeetingPointLost(RendezvousFailed):
+    """The store does not answer, or is gone; before all workers have met, it may be opened again."""
+
+
+class MeetingStore(Protocol):
+    """Where the workers of a cluster meet. Every method raises `MeetingPointLost` if the store does not answer.
+
+    Attributes:
+        is_served_here: Whether it is this process that serves it, and so takes it along when it ends.
+    """
+
+    is_served_here: bool
+
+    def agree_on_token(self) -> bytes:
+        """Return one secret for all workers that meet here."""
+
+    def publish(self, address: WorkerAddress) -> None:
+        """Let the others find this worker by its name and its rank.
+
+        Raises:
+            IdentityTaken: The name or rank belongs to another worker.
+        """
+
+    def find(self, worker: str | int) -> WorkerAddress | None:
+        """Return what was published under a name or a rank.
+
+        Raises:
+            ConfigurationError: There is something, but it is not an address.
+        """
+
+    def names(self) -> list[str]:
+        """Return the names of all that have published themselves."""
+
+    def announce(self, note: str) -> None:
+        """Leave a note for all who meet here, in place of the last one."""
+
+    def note(self) -> str:
+        """Return the last note; empty if there is none."""
+
+    def refusals(self) -> str:
+        """Return which connections were refused, for people; empty if none was, or if that is not known here."""
+
+    def rest(self) -> None:
+        """Hold no connection until the next question; this worker has met the others."""
+
+    def leave(self, info: WorkerInfo) -> None:
+        """Let go of the store and its port, and forget this worker where the store outlives it. Idempotent."""
+
+
+class TorchStore:
+    """A meeting in a store of torch's.
+
+    torch's operations cannot be interrupted and may wait for long, so each runs in a thread of its own.
+
+    Args:
+        store: torch's.
+        where: For messages to people.
+        timeout_s: How long an operation may take until `rest` is called.
+        is_served_here: See `MeetingStore`.
+        outlives_workers: Whether it is a file.
+        reopen: Makes the store again for a question after `rest`. The process that serves it may end before this one, and a
+            client that is used then prints C++ stack traces, so none is kept.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        where: str,
+        timeout_s: float,
+        *,
+        is_served_here: bool = False,
+        outlives_workers: bool = False,
+        reopen: Callable[[], Any] | None = None,
+    ) -> None:
+        self.is_served_here = is_served_here
+        self._where = where
+        self._timeout_s = timeout_s
+        self._outlives_workers = outlives_workers
+        self._reopen = reopen
+        self._is_resting = False
+        self._is_left = False
+        self._turn = threading.Lock()  # held while a thread uses the store; guards `_store`
+        self._store = store
+        self._is_stuck = False  # whether an operation did not end in time, and still runs: others need not wait for it
+
+    def agree_on_token(self) -> bytes:
+        token = secrets.token_hex(32)  # the first to come chooses
+        return self._ask(lambda store: bytes(store.compare_set(f"{_PREFIX}/token", "", token)))
+
+    def publish(self, address: WorkerAddress) -> None:
+        info, raw = address.info, encode_address(address)
+
+        def put(store: Any) -> None:
+            is_new = not _get(store, f"name/{info.name}")
+            store.set(f"{_PREFIX}/name/{info.name}", raw)
+            store.set(f"{_PREFIX}/rank/{info.id}", raw)
+            if is_new:
+                index = store.add(f"{_PREFIX}/members", 1)
+                store.set(f"{_PREFIX}/member/{index}", info.name)
+
+        self._ask(put)
+
+    def find(self, worker: str | int) -> WorkerAddress | None:
+        key = f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}"
+        raw = self.read(key)
+        try:
+            return decode_address(raw, ADDRESS_LIMITS) if raw else None
+        except DecodeError as error:
+            raise ConfigurationError(
+                f"the store at {self._where} holds no address under {_PREFIX}/{key}: {error}"
+            ) from error
+
+    def names(self) -> list[str]:
+        def look(store: Any) -> list[str]:
+            num_members = store.add(f"{_PREFIX}/members", 0)
+            return [_get(store, f"member/{index}").decode() for index in range(1, num_members + 1)]
+
+        return self._ask(look)
+
+    def announce(self, note: str) -> None:
+        self.write("obstacle", note.encode())
+
+    def note(self) -> str:
+        return self.read("obstacle").decode(errors="replace")
+
+    def refusals(self) -> str:
+        return ""
+
+    def read(self, key: str) -> bytes:
+        """Return what is under a key; empty if nothing is."""
+        return self._ask(lambda store: _get(store, key))
+
+    def write(self, key: str, value: bytes) -> None:
+        self._ask(lambda store: store.set(f"{_PREFIX}/{key}", value))
+
+    def rest(self) -> None:
+        self._timeout_s, self._is_resting = ANSWER_S, True
+        self._drop_if_unused()
+
+    def leave(self, info: WorkerInfo) -> None:
+        """Let go of the store, and forget the worker in a file.
+
+        A store that is served is not told: it may end at the same moment, of which torch would print C++ stack traces. A
+        worker that looks for this one finds that nothing listens at its address.
+        """
+        if self._outlives_workers and not self._is_left:
+            with contextlib.suppress(MeetingPointLost):
+                for key in (f"name/{info.name}", f"rank/{info.id}"):
+                    self.write(key, b"")
+        self._is_left = True
+        self._drop_if_unused()
+
+    def _drop_if_unused(self) -> None:
+        if self._turn.acquire(False):  # else the thread that uses it drops it
+            self._drop()
+            self._turn.release()
+
+    def _drop(self) -> None:
+        if self._is_left or (self._is_resting and self._reopen is not None):
+            self._store = None
+
+    def _ask(self, operation: Callable[[Any], T]) -> T:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._turn.acquire(timeout=max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            _interrupts.deliver()
+            if self._is_stuck or time.monotonic() >= deadline:
+                raise self._lost("it does not answer")
+
+        def run() -> T:
+            try:
+                if self._is_left:
+                    raise self._lost("this worker has left")
+                if self._store is None:
+                    assert self._reopen is not None
+                    self._store = self._reopen()
+                return operation(self._store)
+            finally:
+                self._is_stuck = False
+                self._drop()
+                self._turn.release()
+
+        try:
+            return _run_in_thread(run, deadline)
+        except ResourceExhausted as error:
+            self._turn.release()
+            raise self._lost(str(error)) from error
+        except TimeoutError as error:
+            self._is_stuck = self._turn.locked()
+            raise self._lost("it does not answer") from error
+        except RendezvousFailed:
+            raise
+        except (RuntimeError, ValueError, OSError) as error:  # torch's own
+            raise self._lost(str(error)) from error
+
+    def _lost(self, reason: str) -> MeetingPointLost:
+        return MeetingPointLost(f"the meeting point {self._where} went away: {reason}")
+
+
+def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
+    """Run a function that cannot be interrupted; Ctrl-C and the deadline end the wait for it, not the function.
+
+    Raises:
+        ResourceExhausted: No thread can be started.
+        TimeoutError: The function has not ended by the deadline.
+    """
+    done, results, errors = threading.Event(), list[T](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # raised in the thread that waits
+            errors.append(error)
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=run, name="gradwire-store", daemon=True).start()
+    except RuntimeError as error:
+        raise ResourceExhausted(f"no thread can be started: {error}") from error
+    if not _interrupts.wait(done, max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _get(store: Any, key: str) -> bytes:
+    full = f"{_PREFIX}/{key}"
+    return bytes(store.get(full)) if store.check([full]) else b""  # `get` alone would wait for it
+
+
+def open_file_store(path: str, where: str, timeout_s: float) -> TorchStore:
+    return TorchStore(FileStore(path, -1), where, timeout_s, outlives_workers=True)
+
+
+def serve_tcp_store(host: str, port: int, timeout_s: float) -> TorchStore:
+    """Serve torch's TCP store.
+
+    Raises:
+        RendezvousFailed: It cannot be served there.
+    """
+    where, timeout = f"tcp://{host}:{port}", timedelta(seconds=timeout_s)
+    descriptor = _listen(host, port) if is_loopback(host) else None
+    try:
+        store = TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=descriptor)
+        return TorchStore(store, where, timeout_s, is_served_here=True)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousFailed(f"rank 0 cannot open the meeting point at {where}: {error}") from error
+
+
+def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchStore:
+    """Return torch's TCP store that another process serves, once it is there.
+
+    Raises:
+        RendezvousFailed: It is not there in time, or takes keys.
+    """
+    where, deadline = f"tcp://{host}:{port}", time.monotonic() + timeout_s
+
+    def open_client(timeout_s: float) -> Any:
+        timeout = timedelta(seconds=max(0.1, timeout_s))
+        return TCPStore(host, port, None, False, timeout, wait_for_workers=False, multi_tenant=True)
+
+    def reopen() -> Any:
+        socket.create_connection((host, port), timeout=1.0).close()  # torch's client would try again and again
+        return open_client(ANSWER_S)
+
+    while True:
+        _wait_for_server(host, port, deadline)
+        left_s = deadline - time.monotonic()
+        try:
+            store = _run_in_thread(lambda: open_client(min(_OPEN_S, left_s)), time.monotonic() + 2 * _OPEN_S)  # noqa: B023
+            store.set_timeout(timedelta(seconds=max(0.1, left_s)))
+            return TorchStore(store, where, timeout_s, reopen=reopen)
+        except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
+            if time.monotonic() >= deadline:
+                text = f"rank 0 never arrived: rank {rank} expected it at {where} for {timeout_s:g} s"
+                raise RendezvousFailed(text) from error
+            if _speaks_tls(host, port):
+                raise RendezvousFailed(
+                    f"rank 0 serves the meeting point {where} with TLS, and rank {rank} has no keys; pass tls= to every "
+                    f"rank, or to none"
+                ) from error
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
+
+    None where something listens there already: another store of this process, which is then shared, or a real conflict,
+    about which the store complains.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024).detach()
+    except OSError:
+        return None
+
+
+def _wait_for_server(host: str, port: int, deadline: float) -> None:
+    """Return when a server listens there or time is over; unlike the store's own wait, Ctrl-C interrupts it."""
+    while time.monotonic() < deadline:
+        try:
+            _connect(host, port).close()
+            return
+        except OSError:
+            _interrupts.sleep(LOOK_S)
+
+
+@_interrupts.interruptible
+def _connect(host: str, port: int) -> socket.socket:
+    return socket.create_connection((host, port), timeout=1.0)
+
+
+@_interrupts.interruptible
+def _speaks_tls(host: str, port: int) -> bool:
+    """Return whether what listens there answers the beginning of a TLS connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with _connect(host, port) as sock, context.wrap_socket(sock):
+            return True
+    except OSError:  # errors of ssl, too: no keys are shown here, but those come only after TLS has begun
+        return False
