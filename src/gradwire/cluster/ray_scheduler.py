@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gradwire import _interrupts
 from gradwire.cluster import _ray
-from gradwire.cluster.placement import Node, Strategy, count_room, explain_missing, format_amounts
+from gradwire.cluster.ray_placement import Node, Strategy, count_room, explain_missing, format_amounts
 from gradwire.cluster.remote_worker import RemoteWorker
 from gradwire.cluster.scheduler import RemoteProcess, Scheduler
 from gradwire.errors import ConfigurationError, WorkerStartFailed

@@ -28,7 +28,12 @@ QUICK = {
 
 
 @ray.remote(num_cpus=0)
-class _First:
+def _first_task() -> None:
+    return None
+
+
+@ray.remote(num_cpus=0)
+class _FirstActor:
     def answer(self) -> None:
         return None
 
@@ -43,7 +48,9 @@ def ray_nodes(*num_cpus: int) -> Iterator[RayNodes]:
         for number in num_cpus[1:]:
             nodes.add_node(num_cpus=number, **SMALL)
         ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
-        ray.get(_First.remote().answer.remote())  # Ray opens connections to a driver that has actors, and keeps them
+        ray.get(
+            [_first_task.remote(), _FirstActor.remote().answer.remote()]
+        )  # Ray keeps the connections of the first ones
         yield nodes
     finally:
         ray.shutdown()

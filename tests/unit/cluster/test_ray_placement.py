@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.cluster.placement import Node, Strategy, count_room, explain_missing
+from gradwire.cluster.ray_placement import Node, Strategy, count_room, explain_missing
 
 SMALL = {"CPU": 2.0}
 LARGE = {"CPU": 8.0, "GPU": 2.0}
