@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from gradwire.cluster.api import Cluster, Worker
-from gradwire.cluster.status import ClusterStatus, WorkerStatus
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwire.cluster.api import Cluster, Worker
+    from gradwire.cluster.status import ClusterStatus, WorkerStatus
 
 __all__ = ["Cluster", "ClusterStatus", "Worker", "WorkerStatus"]
+
+# Imported when they are used: the command line shows the status of clusters, and has no need of torch for that.
+_HOMES = {"Cluster": "api", "Worker": "api", "ClusterStatus": "status", "WorkerStatus": "status"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"gradwire.cluster.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'gradwire.cluster' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
 from gradwire.cluster.local_launcher import CLUSTER, LocalOptions, start_local
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
+from gradwire.cluster.status_socket import StatusSocket
 from gradwire.config import Limits, WorkerConfig
 from gradwire.errors import NotInitialized, WorkerLost
 from gradwire.nn import RemoteModule
@@ -162,6 +163,12 @@ class Cluster:
         atexit.register(self.close)
         agent.extensions[CLUSTER] = self
         set_current_agent(agent, self._shut_down)
+        self._status_socket = StatusSocket.open(self.status)
+
+    @property
+    def name(self) -> str | None:
+        """What `gradwire status` calls this cluster, ``<script>-<pid>``; None where it cannot be shown."""
+        return None if self._status_socket is None else self._status_socket.name
 
     @classmethod
     def current(cls) -> Cluster | None:
@@ -303,7 +310,8 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        with _interrupts.installed(), self._resources:  # the latter ends what is left if Ctrl-C ends one of the waits
+        # The resources end what is left if Ctrl-C ends one of the waits.
+        with _interrupts.installed(), self._resources, self._status_socket or contextlib.nullcontext():
             atexit.unregister(self.close)
             deadline = time.monotonic() + grace
             # The work of the other workers ends with the driver's calls, which began it all.

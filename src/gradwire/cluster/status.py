@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradwire.cluster._worker_main import CALLS_SERVED
-from gradwire.rpc.agent import Agent
-
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gradwire.rpc.agent import Agent
+
+CALLS_SERVED = "calls_served"
+"""The control operation that returns how many calls a worker has answered."""
 
 _STYLES = {"running": "green", "starting": "yellow", "leaving": "yellow", "lost": "bold red"}
 
