@@ -1,28 +1,41 @@
-"""Certificates and private keys: writing those of a cluster, and checking the files of a worker.
+"""Certificates and private keys: writing those of a cluster, signing requests of processes, checking a worker's files.
 
-`gradwire.transports.tls` says what they mean.
+`gradwire.transports.tls` says what they mean. The keys of a cluster whose processes a scheduler started are never written:
+
+    process  ProcessKey  -- certificate request -->             Authority  driver
+                         <-- certificate, sealed settings ---
+
+Both hold their private keys in memory alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradwire.config import TlsKeys
-from gradwire.errors import ConfigurationError
+from gradwire.errors import AuthenticationFailed, ConfigurationError
 
 _CA_DAYS = 3650
+_RUN_DAYS = 365  # for certificates that end with the cluster
+_CURVE = ec.SECP256R1
+_POINT_BYTES = 65  # of an uncompressed point on that curve
+_NONCE = bytes(12)  # each sealing has a key of its own, so the nonce need not differ
+_SEAL = b"gradwire sealed for the key of a certificate request"
 _CLOCK_SKEW = datetime.timedelta(minutes=10)  # how far the clocks of two machines may be apart right after make_keys
 
 
@@ -31,7 +44,7 @@ class _Identity(NamedTuple):
     key: ec.EllipticCurvePrivateKey
 
 
-# Making keys
+# Making keys, as files
 
 
 def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
@@ -69,32 +82,52 @@ def _load_authority(folder: Path) -> _Identity | None:
 
 
 def _make_authority(folder: Path, days: int) -> _Identity:
-    # A name of its own for each authority, or a certificate of another one fails with a puzzling signature error.
-    end = _now() + datetime.timedelta(days=max(days, _CA_DAYS))
-    authority = _sign(f"gradwire cluster {secrets.token_hex(8)}", end, None)
+    authority = _new_authority(max(days, _CA_DAYS))
     _write_identity(TlsKeys.in_folder(folder, "ca"), authority, may_replace=False)
     return authority
 
 
+def _new_authority(days: int) -> _Identity:
+    key = ec.generate_private_key(_CURVE())
+    # A name of its own for each authority, or a certificate of another one fails with a puzzling signature error.
+    name = _subject(f"gradwire cluster {secrets.token_hex(8)}")
+    end = _now() + datetime.timedelta(days=days)
+    return _Identity(_sign(key.public_key(), name, end, key, name, is_authority=True), key)
+
+
 def _issue(authority: _Identity, uri: str, days: int) -> _Identity:
-    """Issue a certificate for a worker, for both ends of a connection: workers call and are called."""
+    key = ec.generate_private_key(_CURVE())
+    return _Identity(_certify(authority, key.public_key(), uri, days), key)
+
+
+def _certify(authority: _Identity, key: ec.EllipticCurvePublicKey, uri: str, days: int) -> x509.Certificate:
+    """Sign a certificate for a worker, for both ends of a connection: workers call and are called."""
     return _sign(
-        "gradwire worker",  # its name is in the URI
+        key,
+        _subject("gradwire worker"),  # its name is in the URI
         min(_now() + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc),
-        authority,
+        authority.key,
+        authority.certificate.subject,
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
         x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]),
+        is_authority=False,
     )
 
 
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
 def _sign(
-    subject: str, end: datetime.datetime, authority: _Identity | None, *extensions: x509.ExtensionType
-) -> _Identity:
-    """Make a key and its certificate, signed by the authority; without one, those of a new authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
-    is_authority = authority is None
+    key: ec.EllipticCurvePublicKey,
+    subject: x509.Name,
+    end: datetime.datetime,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Name,
+    *extensions: x509.ExtensionType,
+    is_authority: bool,
+) -> x509.Certificate:
     usage = x509.KeyUsage(
         digital_signature=not is_authority,
         key_cert_sign=is_authority,
@@ -106,21 +139,28 @@ def _sign(
         encipher_only=False,
         decipher_only=False,
     )
-    builder = x509.CertificateBuilder(authority.certificate.subject if authority else name, name, key.public_key())
+    builder = x509.CertificateBuilder(issuer, subject, key)
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(_now() - _CLOCK_SKEW).not_valid_after(end)
     for critical in (x509.BasicConstraints(is_authority, 0 if is_authority else None), usage):
         builder = builder.add_extension(critical, critical=True)
-    for extension in (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), *extensions):
+    for extension in (x509.SubjectKeyIdentifier.from_public_key(key), *extensions):
         builder = builder.add_extension(extension, critical=False)
-    return _Identity(builder.sign(authority.key if authority else key, hashes.SHA256()), key)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _write_identity(files: TlsKeys, identity: _Identity, *, may_replace: bool) -> None:
-    pem = serialization.Encoding.PEM
-    secret = identity.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    _write_file(files.key, secret, 0o600, may_replace)
-    _write_file(files.certificate, identity.certificate.public_bytes(pem), 0o644, may_replace)
+    _write_file(files.key, _key_as_pem(identity.key), 0o600, may_replace)
+    _write_file(files.certificate, _as_pem(identity.certificate), 0o644, may_replace)
+
+
+def _key_as_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+
+
+def _as_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def _write_file(path: Path, content: bytes, mode: int, may_replace: bool) -> None:
@@ -139,6 +179,126 @@ def _write_file(path: Path, content: bytes, mode: int, may_replace: bool) -> Non
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc)
+
+
+# Keys in memory
+
+
+class ProcessKey:
+    """The private key of one process. It leaves the process in no form, and is not written to a disk."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(_CURVE())
+
+    def __repr__(self) -> str:
+        return "<ProcessKey>"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a private key stays in its process; send `request()`")
+
+    def request(self) -> bytes:
+        """Return a certificate request (PEM) without a name: the authority decides what the certificate is good for."""
+        request = x509.CertificateSigningRequestBuilder(x509.Name([])).sign(self._key, hashes.SHA256())
+        return request.public_bytes(serialization.Encoding.PEM)
+
+    def open(self, sealed: bytes, context: bytes) -> bytes:
+        """Return what `seal` has sealed for this key.
+
+        Raises:
+            AuthenticationFailed: It was sealed for another key or context, or changed on the way.
+        """
+        try:
+            point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE(), sealed[:_POINT_BYTES])
+            shared = self._key.exchange(ec.ECDH(), point)
+            cipher = _cipher(shared, sealed[:_POINT_BYTES], _encode_point(self._key.public_key()))
+            return cipher.decrypt(_NONCE, sealed[_POINT_BYTES:], context)
+        except (ValueError, InvalidTag) as error:
+            raise AuthenticationFailed("what the driver sent was not sealed for the key of this process") from error
+
+    @contextlib.contextmanager
+    def files(self, certificate: bytes, authority: bytes) -> Iterator[TlsKeys]:
+        """Hold this key and its certificate (PEM) in files without a name, in memory, for as long as the block lasts.
+
+        OpenSSL takes files alone. TLS contexts that are made inside of the block can be used after it.
+        """
+        contents = {"ca": authority, "certificate": certificate, "key": _key_as_pem(self._key)}
+        with contextlib.ExitStack() as stack:
+            paths = {name: stack.enter_context(_memory_file(name, content)) for name, content in contents.items()}
+            yield TlsKeys(**paths)
+
+
+class Authority:
+    """The authority of one cluster. Its private key stays in the memory of this process, and ends with it.
+
+    Attributes:
+        certificate: Its own certificate, as PEM.
+    """
+
+    def __init__(self) -> None:
+        self._identity = _new_authority(_RUN_DAYS)
+        self.certificate = _as_pem(self._identity.certificate)
+
+    def __repr__(self) -> str:
+        return "<Authority>"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a private key stays in its process")
+
+    def sign(self, request: bytes, uri: str) -> bytes:
+        """Return a certificate (PEM) for the key of a request, good for `uri` alone, whatever else the request asks for.
+
+        Raises:
+            AuthenticationFailed: The request is not one, is not signed with its own key, or its key is of another kind.
+        """
+        return _as_pem(_certify(self._identity, _read_request(request), uri, _RUN_DAYS))
+
+
+def seal(secret: bytes, request: bytes, context: bytes) -> bytes:
+    """Encrypt a secret for the key of a certificate request; `ProcessKey.open` needs the same `context`.
+
+    The result is a fresh public key, and the secret under AES-256-GCM with a key that HKDF makes of both by ECDH. It says
+    nothing about who sealed it.
+    """
+    to = _read_request(request)
+    fresh = ec.generate_private_key(_CURVE())
+    point = _encode_point(fresh.public_key())
+    cipher = _cipher(fresh.exchange(ec.ECDH(), to), point, _encode_point(to))
+    return point + cipher.encrypt(_NONCE, secret, context)
+
+
+def _cipher(shared: bytes, sender: bytes, receiver: bytes) -> AESGCM:
+    return AESGCM(HKDF(hashes.SHA256(), 32, salt=None, info=_SEAL + sender + receiver).derive(shared))
+
+
+def _encode_point(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint)
+
+
+def _read_request(pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Return the key of a request, whose owner has signed it; names and extensions are not looked at."""
+    try:
+        request = x509.load_pem_x509_csr(pem)
+        key = request.public_key()
+        is_signed = request.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise AuthenticationFailed(f"not a certificate request in PEM format: {error}") from error
+    if not is_signed:
+        raise AuthenticationFailed("a certificate request that is not signed with its own key")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVE):
+        raise AuthenticationFailed(f"a certificate request for another kind of key than {_CURVE.name}")
+    return key
+
+
+@contextlib.contextmanager
+def _memory_file(name: str, content: bytes) -> Iterator[Path]:
+    descriptor = os.memfd_create(f"gradwire-{name}", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 # Reading keys

@@ -99,6 +99,11 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
         )
 
 
+def uri_of_worker(name: str) -> str:
+    """Return the URI that makes a certificate good for exactly this worker, or for all of them with `ANY_WORKER`."""
+    return _URI_PREFIX + (ANY_WORKER if name == ANY_WORKER else quote(name, safe=""))
+
+
 def _is_name(name: str) -> bool:
     return bool(name) and name == name.encode("utf-8", "replace").decode()  # no halves of a surrogate pair
 
@@ -108,7 +113,7 @@ def _name_of(uri: str) -> str:
 
 
 def _uri_of(name: str) -> str:
-    return _URI_PREFIX + (ANY_WORKER if name in (ANY_WORKER, "worker") else quote(name, safe=""))
+    return uri_of_worker(ANY_WORKER) if name in (ANY_WORKER, "worker") else uri_of_worker(name)
 
 
 def _make_context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.cluster._supervisor import LineBuffer, WorkerOutput
+from gradwire.cluster._output import LineBuffer, WorkerOutput
 
 
 @given(
