@@ -1,7 +1,7 @@
 """The `gradwire` command, as installed: it runs `gradwire.cli`.
 
-It is outside of the package because `import gradwire` imports torch, which takes more than a second: with this module loaded,
-`gradwire/__init__.py` leaves that to the commands that need it. `python -m gradwire` does the same, and takes that second.
+It is outside of the package because `import gradwire` imports torch, which takes more than a second. With this module
+loaded, `gradwire/__init__.py` leaves that to the commands that need it. `python -m gradwire` takes that second.
 """
 
 from __future__ import annotations

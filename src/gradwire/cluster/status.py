@@ -77,14 +77,15 @@ def _cells(worker: WorkerStatus) -> list[str]:
         worker.name,
         "-" if worker.pid is None else str(worker.pid),
         worker.state,
-        _as_duration(worker.uptime_s),
+        format_duration(worker.uptime_s),
         "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
         "-" if worker.calls_served is None else str(worker.calls_served),
         worker.exit_reason or "",
     ]
 
 
-def _as_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return a time for people: ``3.2 s``, from a minute on ``0:01:15``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
