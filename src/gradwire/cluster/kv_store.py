@@ -1,0 +1,133 @@
+"""Key-value stores that the processes of a run share while they start: a private folder, or torch's store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradwire.errors import ConfigurationError, RendezvousFailed
+
+_MAX_VALUE_BYTES = 4 << 20
+
+
+class KeyValueStore(Protocol):
+    """What one process sets, others get. Keys are letters, digits, dots and dashes."""
+
+    where: str  # for people
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a value; others see the old one or the new one, never a part of it.
+
+        Raises:
+            RendezvousFailed: The store is gone.
+        """
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value, or None where there is none yet.
+
+        Raises:
+            RendezvousFailed: The store is gone.
+        """
+
+    def close(self) -> None:
+        """Let go of it. May be called again."""
+
+
+class FolderStore:
+    """One file for each key, in a folder that no other user can write to.
+
+    So what is in it comes from this user, or from the machine's administrator.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.where = str(folder)
+
+    def set(self, key: str, value: bytes) -> None:
+        draft = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(value)
+                file.flush()
+                os.fsync(file.fileno())  # other machines may see it through a network file system
+            draft.replace(self._folder / key)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise RendezvousFailed(f"cannot write to {self._folder}: {error.strerror}") from error
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            os.listdir(
+                self._folder
+            )  # makes a network file system look again, where it remembers that a file is missing
+            with open(self._folder / key, "rb") as file:
+                return file.read(_MAX_VALUE_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RendezvousFailed(f"cannot read {self._folder / key}: {error.strerror}") from error
+
+    def close(self) -> None:
+        return
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class TorchStore:
+    """torch's `TCPStore`, which others can read and write."""
+
+    def __init__(self, store: Any, where: str, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.where = where
+
+    def set(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{key}", value)
+        except (RuntimeError, AttributeError) as error:
+            raise self._gone(error) from error
+
+    def get(self, key: str) -> bytes | None:
+        full = f"{self._prefix}/{key}"
+        try:
+            return bytes(self._store.get(full)) if self._store.check([full]) else None
+        except (RuntimeError, AttributeError) as error:
+            raise self._gone(error) from error
+
+    def close(self) -> None:
+        self._store = None  # a client of a store that is gone prints C++ stack traces when it is used
+
+    def _gone(self, error: Exception) -> RendezvousFailed:
+        first = str(error).partition("\n")[0]
+        return RendezvousFailed(f"the store at {self.where} is gone: {first}")
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Make a folder that its owner alone can use; one that exists must be closed to writing by others.
+
+    Raises:
+        ConfigurationError: Others can write to it, it belongs to another user, or it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror}; name another one") from error
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigurationError(f"{folder} is not a folder but a link or a file; name another one")
+    if status.st_uid != os.geteuid():
+        raise ConfigurationError(f"{folder} belongs to another user; name another one")
+    if mode & 0o022:
+        raise ConfigurationError(
+            f"others can write to {folder} (mode {mode:o}); `chmod 700 {folder}` or name another one"
+        )
+    return folder
