@@ -76,7 +76,8 @@ _IsModule = Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a mo
 @_command(
     app,
     context_settings=_PROGRAM_SETTINGS,
-    epilog="Exit codes: that of the first rank that fails (128 + N if signal N killed it), else 0; 2 wrong usage; 130 Ctrl-C.",
+    epilog="Exit codes: that of the first rank that fails (128 + N if signal N killed it), else 0; 2 wrong usage; "
+    "130 Ctrl-C.",
 )
 def run(
     program: _Program,
@@ -162,7 +163,9 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line each time.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until the cluster is closed, or Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates of --watch.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates of --watch.")
+    ] = 1.0,
 ) -> None:
     """Show the clusters that you have open on this machine, or the workers of one.
 

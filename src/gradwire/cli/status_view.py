@@ -74,11 +74,9 @@ def find_socket(wanted: str, paths: list[Path]) -> Path:
     if wanted in names:
         return names[wanted]
     found = [path for name, path in names.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        fail(f"{wanted} may mean {_names(found)}; name one")
-    fail(f"no cluster {wanted} is open here; {_names(paths)}")
+    if len(found) != 1:
+        fail(f"{wanted} is not one of your clusters on this machine; {_names(found or paths)}")
+    return found[0]
 
 
 def _names(paths: list[Path]) -> str:

@@ -193,8 +193,7 @@ class RankProcesses:
         self._processes[rank] = process
         self._guard.watch(process.pid)
         self._outputs[rank].release()
-        for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
-            assert pipe is not None
+        for stream, pipe in _pipes_of(process):
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, rank, stream, pipe))
 
@@ -238,8 +237,7 @@ class RankProcesses:
             self._perform(self._state.on_exited(rank, status, time.monotonic()))
 
     def _finish_output(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
-            assert pipe is not None
+        for stream, pipe in _pipes_of(process):
             for _ in range(_LAST_READS):
                 if not self._on_output(rank, stream, pipe):
                     break
@@ -291,9 +289,14 @@ class RankProcesses:
         for process in self._processes.values():
             _kill_group(process.pid)
             process.wait()
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
+            for _, pipe in _pipes_of(process):
                 pipe.close()
+
+
+def _pipes_of(process: subprocess.Popen[bytes]) -> list[tuple[Stream, IO[bytes]]]:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    return [("stdout", process.stdout), ("stderr", process.stderr)]
 
 
 class _Guard:

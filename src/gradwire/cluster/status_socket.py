@@ -233,6 +233,15 @@ def _folders() -> list[Path]:
     return [*([Path(runtime, "gradwire")] if runtime else []), Path(f"/tmp/gradwire-{os.geteuid()}")]
 
 
+def check_place() -> Path:
+    """Return the folder for the sockets of this user, which is made if need be.
+
+    Raises:
+        OSError: None can be used.
+    """
+    return _make_folder(len(_default_name()) + len(SUFFIX))
+
+
 def _check_folder(folder: Path) -> None:
     """Refuse a folder in which other users could place or remove sockets."""
     found = os.lstat(folder)

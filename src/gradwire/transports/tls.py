@@ -80,7 +80,9 @@ def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
     except FileExistsError as error:
         raise ConfigurationError(f"{files.key} exists already; remove it to make a new key") from error
     except OSError as error:
-        raise ConfigurationError(f"cannot write keys to {folder}: {error}; name a folder that can be written") from error
+        raise ConfigurationError(
+            f"cannot write keys to {folder}: {error}; name a folder that can be written"
+        ) from error
 
 
 def sign_request(folder: str | Path, request: str | Path, name: str, *, days: int = 365) -> tuple[bytes, str]:
