@@ -65,10 +65,10 @@ def gradwire(
     """Call functions on other processes and machines, and differentiate through those calls."""
 
 
-_Program = Annotated[str, typer.Argument(help="A script; with [bold]-m[/], a module.", show_default=False)]
+_Program = Annotated[str, typer.Argument(metavar="PROGRAM", help="A script; with [bold]-m[/], a module.")]
 _Arguments = Annotated[
     Optional[list[str]],  # noqa: UP045  # typer reads this on Python 3.10 as well
-    typer.Argument(help="Arguments of the program.", show_default=False),
+    typer.Argument(metavar="ARGS", help="Arguments of the program.", show_default=False),
 ]
 _IsModule = Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in [bold]python -m[/].")]
 
@@ -159,7 +159,11 @@ def _check_exists(program: str) -> None:
 def status(
     cluster: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="Name of a cluster, the beginning of one, or the driver's process id.", show_default=False),
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, the beginning of one, or the driver's process id.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line each time.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until the cluster is closed, or Ctrl-C.")] = False,
@@ -194,7 +198,7 @@ def doctor(
 
 
 _Days = Annotated[int, typer.Option(metavar="N", min=1, help="How long a certificate is valid.")]
-_Folder = Annotated[Path, typer.Argument(help="Made with mode 0700 if it does not exist.", show_default=False)]
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Made with mode 0700 if it does not exist.")]
 _WorkerName = Annotated[
     str, typer.Option("--name", help="Name of the worker; [bold]worker[/] stands for all of them.", show_default=False)
 ]
@@ -240,7 +244,7 @@ def request(folder: _Folder, name: _WorkerName) -> None:
 
 @_command(keys)
 def sign(
-    request: Annotated[Path, typer.Argument(help="What `gradwire keys request` has written.", show_default=False)],
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="What `gradwire keys request` has written.")],
     name: _WorkerName,
     folder: Annotated[Path, typer.Option("--keys", help="Folder of the authority.", show_default=False)],
     output: Annotated[
@@ -264,7 +268,7 @@ def sign(
 
 @_command(keys)
 def show(
-    paths: Annotated[list[Path], typer.Argument(help="Certificates, or folders with some.", show_default=False)],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Certificates, or folders with some.")],
 ) -> None:
     """Show what certificates are good for, until when, and their fingerprints.
 
@@ -276,7 +280,7 @@ def show(
 
 
 @_command(keys)
-def secret(file: Annotated[Path, typer.Argument(show_default=False)]) -> None:
+def secret(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     """Write a random secret that all ranks of a `Cluster.from_env()` over several machines read.
 
     [bold]Example[/]
