@@ -43,7 +43,8 @@ def _command(group: typer.Typer, **settings: Any) -> Callable[[_F], _F]:
     def add(function: _F) -> _F:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(part if part.startswith(" ") else part.replace("\n", " ") for part in paragraphs)
-        return group.command(help=text, **settings)(function)
+        decorated: _F = group.command(help=text, **settings)(function)
+        return decorated
 
     return add
 
@@ -62,7 +63,14 @@ def gradwire(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Call functions on other processes and machines, and differentiate through those calls."""
+    """Call functions on other processes and machines, and differentiate through those calls.
+
+    [bold]Examples[/]
+
+      gradwire doctor
+      gradwire run -n 4 train.py --epochs 3
+      gradwire status
+    """
 
 
 _Program = Annotated[str, typer.Argument(metavar="PROGRAM", help="A script; with [bold]-m[/], a module.")]

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.cli.console import fail, make_console, say, say_error
+from gradwire.cli.console import fail, say, say_error
 from gradwire.errors import GradwireError
 from gradwire.transports import tls
 
@@ -47,31 +47,28 @@ def sign_certificate(folder: Path, request: Path, name: str, output: Path, days:
 
 
 def show_certificates(paths: Sequence[Path]) -> int:
-    """Print a table of certificates; return 1 if one of them cannot be used, else 0."""
-    from rich.table import Table
+    """Print what certificates say; return 1 if one of them cannot be used, else 0."""
+    from gradwire.transports.certificates import CertificateFacts, read_facts
 
-    from gradwire.transports.certificates import read_facts
+    def show(path: Path, facts: CertificateFacts) -> None:
+        good_for = "signing: the authority" if facts.is_authority else _good_for(tls.names_of_uris(facts.uris))
+        left = (facts.end - datetime.datetime.now(datetime.timezone.utc)).days
+        say(str(path), "bold red" if facts.problem else "bold")
+        say(f"  good for     {good_for}")
+        say(f"  valid until  {facts.end:%Y-%m-%d} ({left:,} days)", "yellow" if left < _SOON_DAYS else None)
+        say(f"  key          {facts.fingerprint}")
 
-    table = Table()
-    for header in ("certificate", "good for", "valid until"):
-        table.add_column(header, overflow="fold")
-    table.add_column("fingerprint of the key", overflow="fold")
     problems = []
-    for path in _certificates_in(paths):
+    files = [file for path in paths for file in (sorted(path.glob("*.pem")) if path.is_dir() else [path])]
+    for file in files:
         try:
-            facts = read_facts(path, path.with_name("ca.pem"))
+            facts = read_facts(file, file.with_name("ca.pem"))
         except GradwireError as error:
             problems.append(str(error))
             continue
-        good_for = "signing: authority" if facts.is_authority else _good_for(tls.names_of_uris(facts.uris))
-        left = (facts.end - datetime.datetime.now(datetime.timezone.utc)).days
-        style = "bold red" if facts.problem else "yellow" if left < _SOON_DAYS else None
-        if facts.problem:
-            problems.append(facts.problem)
-        table.add_row(path.name, good_for, f"{facts.end:%Y-%m-%d} ({left:,} days)", facts.fingerprint, style=style)
-    if table.row_count:
-        make_console().print(table)
-    elif not problems:
+        show(file, facts)
+        problems += [facts.problem] if facts.problem else []
+    if not files:
         problems.append(f"no certificates (*.pem) in {', '.join(map(str, paths))}; `gradwire keys init` makes some")
     for problem in problems:
         say_error(problem)
@@ -84,10 +81,6 @@ def make_secret(path: Path) -> None:
 
     write_secret(path)
     say(f"wrote {path}: copy it to every machine with mode 0600, and set {SECRET_FILE}={path.absolute()} there")
-
-
-def _certificates_in(paths: Sequence[Path]) -> list[Path]:
-    return [file for path in paths for file in (sorted(path.glob("*.pem")) if path.is_dir() else [path])]
 
 
 def _meaning(name: str) -> str:
