@@ -122,7 +122,8 @@ def _show_list(*, as_json: bool) -> None:
         alive = f"{num_alive} of {len(report.workers)}"
         style = "bold red" if any(worker.state == "lost" for worker in report.workers) else None
         uptime = format_duration(report.uptime_s)
-        table.add_row(report.name, str(report.pid), alive, uptime, shlex.join(report.command), style=style)
+        program = shlex.join([Path(report.command[0]).name, *report.command[1:]]) if report.command else ""
+        table.add_row(report.name, str(report.pid), alive, uptime, program, style=style)
     make_console().print(table)
     if make_console().is_terminal:
         say_note(f"gradwire status {_name_of(found[0][0])} shows its workers.", "next", "dim")

@@ -199,21 +199,22 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def _watching_signals(self) -> Iterator[None]:
-        """Have signals arrive as bytes in a socket that the selector watches."""
+        """Have signals arrive as bytes in a socket that the selector watches. The process ends after that."""
         arriving, wakeup = socket.socketpair()
         for end in (arriving, wakeup):
             end.setblocking(False)
         # What was ignored when the command began stays ignored, e.g. SIGHUP under nohup.
         ending = [signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_handled(signum)]
-        before = {signum: signal.signal(signum, _note_signal) for signum in (*ending, signal.SIGCHLD)}
-        wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        for signum in (*ending, signal.SIGCHLD):
+            signal.signal(signum, _note_signal)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         self._selector.register(arriving, selectors.EVENT_READ, partial(self._on_signals, arriving))
         try:
             yield
         finally:
-            signal.set_wakeup_fd(wakeup_before)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            for signum in ending:
+                signal.signal(signum, signal.SIG_IGN)  # the command is about to end, and its code is decided
+            signal.set_wakeup_fd(-1)
             arriving.close()
             wakeup.close()
 
