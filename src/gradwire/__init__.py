@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from gradwire.versions import GRADWIRE_VERSION
+
 # The command line imports the parts that a command needs: `gradwire --help` does without torch.
 if TYPE_CHECKING or "gradwire_command" not in sys.modules:
     from gradwire import autograd, config, errors, rpc, runtime
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from gradwire import checkpoint, nn, optim, shard
     from gradwire.cluster import Cluster
 
-__version__ = "0.1.0.dev0"
+__version__ = GRADWIRE_VERSION
 
 __all__ = [
     "Cluster",

@@ -15,10 +15,12 @@ import torch
 
 from gradwire.config import Limits
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import Versions
 from gradwire.wire import serialization, tensors
 from gradwire.wire.framing import encode
 from gradwire.wire.messages import (
     MESSAGE_TYPES,
+    PROTOCOL_VERSION,
     Call,
     Challenge,
     ErrorInfo,
@@ -36,6 +38,7 @@ from gradwire.wire.messages import (
 LIMITS = Limits(frame_bytes=1 << 20, header_bytes=64 << 10)
 ALL_TYPES: frozenset[type] = frozenset(MESSAGE_TYPES.values())
 ADDRESS = WorkerAddress(WorkerInfo("w1", 1), 7, "host-a", ("unix:///run/gw/w1.sock", "tcp://127.0.0.1:4711"))
+VERSIONS = Versions("3.11.9", "2.13.0+cpu", "0.1.0")
 FLOAT32 = tensors.DTYPES.index(torch.float32)
 INT64 = tensors.DTYPES.index(torch.int64)
 BOOL = tensors.DTYPES.index(torch.bool)
@@ -53,7 +56,7 @@ def raw_frame(
     *,
     number: int = 16,
     magic: bytes = b"GW",
-    version: int = 1,
+    version: int = PROTOCOL_VERSION,
     flags: int = 0,
     reserved: int = 0,
     header_bytes: int | None = None,
@@ -104,8 +107,8 @@ def good_frames() -> dict[str, bytes]:
     csr = TensorMeta(FLOAT32, (2, 3), 0, 0, CSR, "", _csr_parts())
     info = ErrorInfo("builtins:ValueError", "bad", "Traceback", "w1", b"", ErrorInfo("m:E", "", "", "w2"))
     messages: dict[str, Message] = {
-        "hello": Hello(1, b"n" * 32, ADDRESS, "w2", 0, "calls", "data"),
-        "challenge": Challenge(b"n" * 32, ADDRESS, b"p" * 32),
+        "hello": Hello(b"n" * 32, ADDRESS, "w2", 0, "calls", "data", VERSIONS),
+        "challenge": Challenge(b"n" * 32, ADDRESS, VERSIONS, b"p" * 32),
         "proof": Proof(b"p" * 32),
         "welcome": Welcome(),
         "refused": Refused("other version"),
@@ -184,7 +187,7 @@ def _bad_framing() -> dict[str, bytes]:
         "02_wrong_magic": raw_frame(call, magic=b"WG"),
         "02_tls_client_hello": bytes.fromhex("160301020001fc0303") + bytes(40),
         "02_http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "02_wrong_version": raw_frame(call, version=2),
+        "02_wrong_version": raw_frame(call, version=PROTOCOL_VERSION - 1),
         "02_unknown_type": raw_frame(call, number=99),
         "02_unknown_flags": raw_frame(call, flags=1),
         "02_reserved_bits": raw_frame(call, reserved=0x8000),

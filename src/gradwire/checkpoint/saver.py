@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import math
 import os
 import socket
@@ -34,6 +33,7 @@ from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
 from gradwire.shard.worker_backend import WorkerBackend
+from gradwire.versions import GRADWIRE_VERSION
 
 Reports = dict[str, WriteReport]
 """By worker; this one's is ""."""
@@ -118,7 +118,7 @@ def _publish(
     index = Index(
         generation=generation,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        writer=Writer(worker_name(), socket.gethostname(), os.getpid(), _own_version(), str(torch.__version__)),
+        writer=Writer(worker_name(), socket.gethostname(), os.getpid(), GRADWIRE_VERSION, str(torch.__version__)),
         files={name: entry for report in told for name, entry in report.files.items()},
         tensors=tensors,
         state=plan.finish(reports, pieces, tensors),
@@ -126,13 +126,6 @@ def _publish(
     check(index, "that is to be written")  # whatever others have reported: an index in its place can be loaded
     place.publish(index)
     return index
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("gradwire")
-    except importlib.metadata.PackageNotFoundError:  # used from a source tree
-        return "unknown"
 
 
 # -- what there is to save ------------------------------------------------------------------------------------------------

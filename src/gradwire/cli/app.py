@@ -51,9 +51,9 @@ def _command(group: typer.Typer, **settings: Any) -> Callable[[_F], _F]:
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
-        from gradwire import __version__
+        from gradwire.versions import GRADWIRE_VERSION
 
-        typer.echo(f"gradwire {__version__}")
+        typer.echo(f"gradwire {GRADWIRE_VERSION}")
         raise typer.Exit
 
 

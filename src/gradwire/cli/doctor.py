@@ -32,6 +32,7 @@ import msgspec
 
 from gradwire.cli.console import make_console, say
 from gradwire.cluster.status_socket import check_place
+from gradwire.versions import GRADWIRE_VERSION
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -400,9 +401,7 @@ def judge_host(name: str, addresses: list[str]) -> Finding:
 
 def _software() -> Iterator[Finding]:
     yield judge_python(platform.python_version_tuple(), sys.executable)
-    from gradwire import __version__
-
-    yield Finding("Software", "gradwire", "ok", __version__)
+    yield Finding("Software", "gradwire", "ok", GRADWIRE_VERSION)
     for package, needed in _NEEDED.items():
         yield judge_package(package, _version_of(package), needed)
     for package, extra in _OPTIONAL.items():

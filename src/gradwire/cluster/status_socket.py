@@ -28,9 +28,9 @@ from pathlib import Path
 
 import msgspec
 
-from gradwire import __version__
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.errors import GradwireError
+from gradwire.versions import GRADWIRE_VERSION
 
 SUFFIX = ".sock"
 
@@ -143,7 +143,7 @@ class StatusSocket:
         return ClusterReport(
             name=self.name,
             pid=os.getpid(),
-            gradwire=__version__,
+            gradwire=GRADWIRE_VERSION,
             command=tuple(sys.argv),
             folder=self._folder,
             uptime_s=time.monotonic() - self._opened_at,

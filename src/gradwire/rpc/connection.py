@@ -438,6 +438,8 @@ class Connection:
             self.server.incoming.discard(self)
         self._drop_requests()
         if not self.lane:
+            if isinstance(error, DecodeError):
+                _log.warning("%s refused a connection: %s", agent.info.name, error)
             return
         address, name = self.address, self.info.name
         if isinstance(error, ConnectionClosed):

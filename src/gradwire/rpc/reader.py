@@ -26,7 +26,7 @@ from gradwire.errors import ConnectionClosed, DecodeError, TransportError
 from gradwire.rpc.reactor import Reactor, busy
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Goodbye, Reply
+from gradwire.wire.messages import Call, Goodbye, Refused, Reply
 
 if TYPE_CHECKING:
     from gradwire.rpc.connection import Request
@@ -352,10 +352,14 @@ class Reader:
                 return
             self.has_ended = True
         self.reactor.remove(self._fd, self._on_ready)  # a message that was cut off has closed it
-        if isinstance(error, DecodeError) and not self.stream.decoder.accept.isdisjoint((Call, Reply)):
-            # Tell the other side that only this connection ends; in a handshake it would not understand that.
+        if isinstance(error, DecodeError):
+            # Tell the other side why, and after the handshake that only this connection ends. One with another version of
+            # the protocol does not understand it, and names that version.
+            reason = f"it cannot read what came: {error}"
+            is_in_handshake = self.stream.decoder.accept.isdisjoint((Call, Reply))
             with contextlib.suppress(TransportError, TimeoutError):
-                self.stream.send(Goodbye(f"it cannot read what came: {error}"), deadline=time.monotonic() + 0.2)
+                answer = Refused(reason) if is_in_handshake else Goodbye(reason)
+                self.stream.send(answer, deadline=time.monotonic() + 0.2)
         self.stream.close()
         self._on_end(error)
 

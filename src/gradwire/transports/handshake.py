@@ -3,7 +3,7 @@
 Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce of each
 side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
 means. Where the channel has certificates, the name must be one of those certified. The name then stands for a rank: each
-side asks its directory (`admit`) whether both belong together.
+side asks its directory (`admit`) whether both belong together. Both say which versions they run with, and compare.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
+from gradwire.versions import Versions, find_conflict, own_versions
 from gradwire.wire.exceptions import clean
-from gradwire.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Lane, Message, Proof, Refused, Welcome
+from gradwire.wire.messages import Challenge, Hello, Lane, Message, Proof, Refused, Welcome
 
 _NONCE_BYTES = 16
 _MAX_REASON_BYTES = 2048
@@ -39,11 +40,18 @@ class Identity:
     address: WorkerAddress
     trust: Trust
     token: bytes
+    versions: Versions = field(default_factory=own_versions)
 
 
-def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, nonce: bytes) -> bytes:
+def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, versions: Versions, nonce: bytes) -> bytes:
     """Cover all that both sides have sent, so that a third party cannot change who is meant or what for."""
-    return hmac.digest(token or b"-", _encode((role, hello, listener, nonce)), "sha256")
+    return hmac.digest(token or b"-", _encode((role, hello, listener, versions, nonce)), "sha256")
+
+
+def _check_versions(identity: Identity, other: WorkerAddress, versions: Versions) -> None:
+    conflict = find_conflict(identity.address.info.name, identity.versions, other.info.name, versions, identity.trust)
+    if conflict is not None:
+        raise AuthenticationFailed(conflict)
 
 
 class CallerHandshake:
@@ -57,13 +65,13 @@ class CallerHandshake:
         self._admit = admit
         self._to = to
         self._hello = Hello(
-            version=PROTOCOL_VERSION,
             nonce=secrets.token_bytes(_NONCE_BYTES),
             sender=identity.address,
             to_name=to.info.name,
             to_incarnation=to.incarnation,
             lane=lane,
             trust=identity.trust,
+            versions=identity.versions,
         )
         self.peer: WorkerAddress | None = None
 
@@ -84,9 +92,10 @@ class CallerHandshake:
         if isinstance(message, Challenge) and self.peer is None:
             if message.sender.info.name != name:
                 raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
-            sent = (self._hello, message.sender, message.nonce)
+            sent = (self._hello, message.sender, message.versions, message.nonce)
             if not hmac.compare_digest(message.proof, _proof(self._identity.token, b"listener", *sent)):
                 raise AuthenticationFailed(f"the process that listens for {name} does not know this cluster's token")
+            _check_versions(self._identity, message.sender, message.versions)
             if certified is not None:
                 check_identity(certified, name)
             self._admit(message.sender)
@@ -122,7 +131,7 @@ class ListenerHandshake:
         if isinstance(message, Hello) and self._hello is None:
             self._check(message, certified)
             self._hello = message
-            return Challenge(self._nonce, self._identity.address, self._prove(b"listener"))
+            return Challenge(self._nonce, self._identity.address, self._identity.versions, self._prove(b"listener"))
         if isinstance(message, Proof) and self._hello is not None and not self.is_open:
             if not hmac.compare_digest(message.proof, self._prove(b"caller")):
                 raise AuthenticationFailed("wrong token; start every worker of a cluster with the same one")
@@ -132,14 +141,11 @@ class ListenerHandshake:
         raise AuthenticationFailed(f"{type(message).__name__} in the wrong place of the handshake")
 
     def _prove(self, role: bytes) -> bytes:
-        return _proof(self._identity.token, role, self.hello, self._identity.address, self._nonce)
+        me = self._identity
+        return _proof(me.token, role, self.hello, me.address, me.versions, self._nonce)
 
     def _check(self, hello: Hello, certified: frozenset[str] | None) -> None:
         me, sender = self._identity.address, hello.sender
-        if hello.version != PROTOCOL_VERSION:
-            raise AuthenticationFailed(
-                f"protocol {hello.version} there, {PROTOCOL_VERSION} here; install one gradwire version everywhere"
-            )
         if len(hello.nonce) != _NONCE_BYTES:
             raise AuthenticationFailed("malformed nonce")
         if certified is not None:
@@ -154,3 +160,4 @@ class ListenerHandshake:
             raise AuthenticationFailed(
                 f'trust="{hello.trust}" there, trust="{self._identity.trust}" here; start all workers with the same'
             )
+        _check_versions(self._identity, sender, hello.versions)

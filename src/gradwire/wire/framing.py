@@ -369,7 +369,10 @@ def _explain_front(front: bytes) -> str:
     if magic != MAGIC:
         return f"peer is not a gradwire endpoint: its bytes start with {magic!r}, not {MAGIC!r}"
     if version != PROTOCOL_VERSION:
-        return f"peer uses protocol version {version}, this worker {PROTOCOL_VERSION}"
+        return (
+            f"peer uses protocol version {version}, this worker {PROTOCOL_VERSION}; install one version of gradwire "
+            f"everywhere"
+        )
     if flags or reserved:
         return f"unknown frame flags {flags:#x}, {reserved:#x}"
     kind = MESSAGE_TYPES.get(number)

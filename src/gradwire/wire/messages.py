@@ -8,10 +8,10 @@ shared-memory slot has no bytes in the payload.
 Handshake, on every connection:
 
     caller                                   listener
-      Hello(nonce, who, whom)        ->
-                                     <-      Challenge(nonce, who, proof)    or Refused
+      Hello(nonce, who, whom, ...)   ->
+                                     <-      Challenge(nonce, who, ..., proof)    or Refused
       Proof(proof)                   ->
-                                     <-      Welcome()                       or Refused
+                                     <-      Welcome()                            or Refused
 
 then Call/Reply/Failure. A connection carries the calls of the worker that opened it and the answers to them, never the
 other way round, so that a thread that waits for an answer may read the connection without meeting a request.
@@ -32,6 +32,7 @@ from msgspec import Meta
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
 from gradwire.types import Trust, WorkerAddress, is_worker_name
+from gradwire.versions import Versions
 
 if TYPE_CHECKING:
     Note = Any  # a struct in a message that is sent, or the raw bytes in one that arrived
@@ -40,7 +41,7 @@ else:
 
 N = TypeVar("N")
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Lane = Literal["calls", "control"]
 """User functions travel on ``calls``; cancellation, membership and the layers above on ``control``."""
@@ -91,13 +92,13 @@ class ErrorInfo(_Header, frozen=True):
 class Hello(_Header, frozen=True):
     """The caller introduces itself and names the worker that it means to reach."""
 
-    version: Annotated[int, Meta(ge=0, le=255)]
     nonce: _Secret
     sender: WorkerAddress
     to_name: str
     to_incarnation: _Number
     lane: Lane
     trust: Trust
+    versions: Versions
 
 
 class Challenge(_Header, frozen=True):
@@ -105,6 +106,7 @@ class Challenge(_Header, frozen=True):
 
     nonce: _Secret
     sender: WorkerAddress
+    versions: Versions
     proof: _Secret
 
 

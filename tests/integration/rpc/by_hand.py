@@ -10,6 +10,7 @@ from gradwire.rpc import Agent
 from gradwire.transports.handshake import CallerHandshake, Identity
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.versions import Versions, own_versions
 from gradwire.wire import serialization as objects
 from gradwire.wire.messages import Call, Challenge, Failure, Goodbye, Message, Refused, Reply, Welcome
 
@@ -22,6 +23,7 @@ def connect(
     name: str = "mallory",
     rank: int = 9,
     incarnation: int = 1,
+    versions: Versions | None = None,
 ) -> StreamConnection:
     """A connection past its handshake.
 
@@ -29,7 +31,12 @@ def connect(
         AuthenticationFailed: The agent does not let it in.
     """
     sender = WorkerAddress(WorkerInfo(name, rank), incarnation, "elsewhere", ())
-    identity = Identity(address=sender, trust=agent.trust, token=agent.config.token if token is None else token)
+    identity = Identity(
+        address=sender,
+        trust=agent.trust,
+        token=agent.config.token if token is None else token,
+        versions=versions or own_versions(),
+    )
     uri = agent.address.uris[0]
     connection = agent.transports[uri.partition(":")[0]].connect(uri, time.monotonic() + 5)
     connection.decoder.accept = frozenset({Challenge, Welcome, Refused})

@@ -8,17 +8,26 @@ import pytest
 from gradwire.errors import AuthenticationFailed, IdentityTaken
 from gradwire.transports.handshake import Admit, CallerHandshake, Identity, ListenerHandshake
 from gradwire.types import Trust, WorkerAddress, WorkerInfo
-from gradwire.wire.messages import PROTOCOL_VERSION, Call, Challenge, Hello, Message, Proof, Refused, Welcome
+from gradwire.versions import Versions, own_versions
+from gradwire.wire.messages import Call, Challenge, Hello, Message, Proof, Refused, Welcome
 
 TOKEN = b"the cluster's token"
+VERSIONS = Versions("3.11.9", "2.13.0+cpu", "0.1.0")
 
 
 def make_address(name: str, incarnation: int = 5) -> WorkerAddress:
     return WorkerAddress(WorkerInfo(name, 0), incarnation, "host", ())
 
 
-def make_identity(name: str, *, token: bytes = TOKEN, trust: Trust = "code", incarnation: int = 5) -> Identity:
-    return Identity(address=make_address(name, incarnation), trust=trust, token=token)
+def make_identity(
+    name: str,
+    *,
+    token: bytes = TOKEN,
+    trust: Trust = "code",
+    incarnation: int = 5,
+    versions: Versions = VERSIONS,
+) -> Identity:
+    return Identity(address=make_address(name, incarnation), trust=trust, token=token, versions=versions)
 
 
 CALLER, LISTENER = make_identity("caller"), make_identity("listener")
@@ -119,10 +128,61 @@ def test_the_listener_refuses_what_does_not_fit(caller: Identity, to: WorkerAddr
     assert not listener.is_open
 
 
-def test_another_version_is_refused_with_advice() -> None:
-    hello = msgspec.structs.replace(make_caller().begin(), version=PROTOCOL_VERSION + 1)
-    with pytest.raises(AuthenticationFailed, match="install one gradwire version everywhere"):
-        make_listener().on_message(hello, None)
+OTHER_VERSIONS = [
+    (Versions("3.11.9", "2.13.0+cpu", "0.2.0"), "gradwire 0.2.0", "gradwire 0.1.0"),
+    (Versions("3.12.1", "2.13.0+cpu", "0.1.0"), "Python 3.12.1", "Python 3.11.9"),
+    (Versions("3.11.9", "2.12.1", "0.1.0"), "torch 2.12.1", r"torch 2.13.0\+cpu"),
+]
+
+
+@pytest.mark.parametrize(("other", "theirs", "ours"), OTHER_VERSIONS, ids=["gradwire", "python", "torch"])
+def test_the_listener_names_both_versions_and_the_caller_learns_of_it(other: Versions, theirs: str, ours: str) -> None:
+    caller, listener = make_caller(make_identity("caller", versions=other)), make_listener()
+    words = f"worker listener runs {ours}, and worker caller {theirs}; .*install one version"
+    with pytest.raises(AuthenticationFailed, match=words) as caught:
+        listener.on_message(caller.begin(), None)
+    assert not listener.is_open
+    with pytest.raises(AuthenticationFailed, match=f"listener refused the connection: {words}"):
+        caller.on_message(Refused(str(caught.value)), None)
+
+
+@pytest.mark.parametrize(("other", "theirs", "ours"), OTHER_VERSIONS, ids=["gradwire", "python", "torch"])
+def test_the_caller_looks_at_the_versions_of_a_listener_that_does_not_care(
+    other: Versions, theirs: str, ours: str
+) -> None:
+    caller, listener = make_caller(), make_listener(make_identity("listener", versions=other))
+    # As a listener that takes any version would answer: with a proof that holds.
+    listener._check = lambda hello, certified: None  # type: ignore[method-assign]
+    with pytest.raises(AuthenticationFailed, match=f"worker caller runs {ours}, and worker listener {theirs}"):
+        caller.on_message(listener.on_message(caller.begin(), None), None)
+    assert caller.peer is None
+
+
+@pytest.mark.parametrize(
+    ("trust", "other"),
+    [
+        ("code", Versions("3.11.2", "2.13.1+cu126", "0.1.0")),
+        ("data", Versions("3.12.1", "2.12.0", "0.1.0")),
+    ],
+)
+def test_versions_that_go_together(trust: Trust, other: Versions) -> None:
+    listener = make_listener(make_identity("listener", trust=trust))
+    shake_hands(make_caller(make_identity("caller", trust=trust, versions=other)), listener)
+    assert listener.is_open
+
+
+def test_versions_cannot_be_changed_on_the_way() -> None:
+    caller, listener = make_caller(), make_listener()
+    challenge = listener.on_message(caller.begin(), None)
+    with pytest.raises(AuthenticationFailed, match="does not know"):
+        caller.on_message(msgspec.structs.replace(challenge, versions=OTHER_VERSIONS[0][0]), None)
+    changed = msgspec.structs.replace(caller.begin(), versions=msgspec.structs.replace(VERSIONS, python="3.11.1"))
+    with pytest.raises(AuthenticationFailed, match="does not know"):
+        caller.on_message(make_listener().on_message(changed, None), None)
+
+
+def test_a_worker_says_what_it_runs_with() -> None:
+    assert Identity(address=make_address("x"), trust="code", token=b"").versions == own_versions()
 
 
 @pytest.mark.parametrize("nonce", [b"", b"short", b"x" * 15, b"x" * 17])
@@ -166,7 +226,7 @@ def test_the_listener_takes_each_message_in_its_place_only(kind: type[Message], 
     examples: dict[type[Message], Message] = {
         Hello: sent[0],
         Proof: sent[1] if num_before else Proof(b"x" * 32),
-        Challenge: Challenge(b"n" * 16, CALLER.address, b"p" * 32),
+        Challenge: Challenge(b"n" * 16, CALLER.address, VERSIONS, b"p" * 32),
         Welcome: Welcome(),
         Refused: Refused("no"),
         Call: Call(1, "f", 0.0, 0, 0),

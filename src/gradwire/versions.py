@@ -1,0 +1,64 @@
+"""The versions that two workers compare before they work together."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from gradwire.types import Trust
+
+GRADWIRE_VERSION = "0.1.0.dev0"
+
+_Version = Annotated[str, Meta(max_length=64)]
+
+
+class Versions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker runs with."""
+
+    python: _Version
+    torch: _Version
+    gradwire: _Version
+
+
+def own_versions() -> Versions:
+    import torch  # here, because the command line asks for gradwire's version alone
+
+    return Versions(platform.python_version(), str(torch.__version__), GRADWIRE_VERSION)
+
+
+def find_conflict(worker: str, versions: Versions, other: str, other_versions: Versions, trust: Trust) -> str | None:
+    """Return why two workers cannot work together, and what to do about it; None if they can.
+
+    gradwire must be the same. Python and torch must agree in their first two numbers where functions and pickles travel,
+    which other versions may not understand.
+
+    Args:
+        worker: Name of the one worker.
+        versions: What it runs with.
+        other: Name of the other one.
+        other_versions: What that runs with.
+        trust: Of both.
+    """
+    if versions.gradwire != other_versions.gradwire:
+        return (
+            f"worker {worker} runs gradwire {versions.gradwire}, and worker {other} gradwire {other_versions.gradwire}; "
+            f"install one version of gradwire everywhere"
+        )
+    if trust != "code":
+        return None
+    for name, field in (("Python", "python"), ("torch", "torch")):
+        one, two = getattr(versions, field), getattr(other_versions, field)
+        if _release(one) != _release(two):
+            return (
+                f'worker {worker} runs {name} {one}, and worker {other} {name} {two}; with trust="code" all need the same '
+                f'{name}, as far as its first two numbers go: install one version everywhere, or use trust="data"'
+            )
+    return None
+
+
+def _release(version: str) -> list[str]:
+    """Return the first two numbers of a version, as text: ``["2", "13"]`` for ``2.13.0+cpu``."""
+    return version.partition("+")[0].split(".")[:2]
