@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import gradwire
+from gradwire.cluster import membership
 from gradwire.cluster._worker_main import CALLS_SERVED
 from gradwire.rpc import functions
 from gradwire.rref import _messages as _actions
@@ -52,7 +53,12 @@ def in_sources() -> set[str]:
     return found - {"~self"}  # the definition
 
 
-_CONSTANTS = {"CALLS_SERVED": CALLS_SERVED, "_NOTICE": delivery._NOTICE}
+_CONSTANTS = {
+    "ALIVE": membership.ALIVE,
+    "CALLS_SERVED": CALLS_SERVED,
+    "MEMBERS": membership.MEMBERS,
+    "_NOTICE": delivery._NOTICE,
+}
 
 
 def _is_ours(item: object) -> bool:

@@ -6,13 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradwire.cluster.api import Cluster, Worker
+    from gradwire.cluster.api import Cluster
+    from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import ClusterStatus, WorkerStatus
+    from gradwire.cluster.worker import Worker
 
-__all__ = ["Cluster", "ClusterStatus", "Worker", "WorkerStatus"]
+__all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
 
 # Imported when they are used: the command line shows the status of clusters, and has no need of torch for that.
-_HOMES = {"Cluster": "api", "Worker": "api", "ClusterStatus": "status", "WorkerStatus": "status"}
+_HOMES = {
+    "Cluster": "api",
+    "ClusterStatus": "status",
+    "MembershipEvent": "monitor",
+    "Worker": "worker",
+    "WorkerStatus": "status",
+}
 
 
 def __getattr__(name: str) -> Any:

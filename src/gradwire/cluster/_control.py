@@ -3,7 +3,7 @@
     driver  -- MakeFolder, ForgetFolder, ForkWorker + 4 fds, SendSignal --> fork server
             <-- ForkServerReady, FolderMade, WorkerForked, WorkerExited --
 
-    driver  -- PeerLost, Leave -->                                          worker      (its lifeline)
+    driver  -- Leave -->                                                    worker      (its lifeline)
             <-- Listening --
 
 Both run over SOCK_SEQPACKET, so one send is one message and an empty read is the end. A packet is limited to some
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from gradwire.cluster.launcher import WorkerSpec
+from gradwire.types import WorkerAddress
 
 MAX_PACKET = 1 << 16
 NUM_WORKER_FDS = 4  # WorkerStart, stdout, stderr, lifeline
@@ -84,12 +85,7 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True):
 class Listening(msgspec.Struct, frozen=True, tag=True):
     """The worker can be called."""
 
-
-class PeerLost(msgspec.Struct, frozen=True, tag=True):
-    """Another worker has died: calls to it are to fail at once, with this reason."""
-
-    name: str
-    reason: str
+    address: WorkerAddress
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -98,7 +94,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 ToForkServer = MakeFolder | ForgetFolder | ForkWorker | SendSignal
 FromForkServer = ForkServerReady | FolderMade | WorkerForked | WorkerExited
-ToWorker = PeerLost | Leave
+ToWorker = Leave
 ControlMessage = ToForkServer | FromForkServer | ToWorker | Listening
 
 

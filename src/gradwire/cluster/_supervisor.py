@@ -25,7 +25,6 @@ from gradwire import _interrupts
 from gradwire.cluster._control import (
     Leave,
     Listening,
-    PeerLost,
     ToWorker,
     WorkerExited,
     WorkerForked,
@@ -83,6 +82,12 @@ class Supervisor:
             if ask:
                 worker.send(Leave())
 
+    def give_up(self, workers: Iterable[LocalWorker]) -> None:
+        """Let go of processes that cannot be ended: each ends itself when it finds its lifeline closed."""
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                worker.lifeline.shutdown(socket.SHUT_RDWR)
+
     def close(self, timeout_s: float) -> bool:
         """End the thread; return False if it is stuck, e.g. because the driver's output is blocked. May be called again."""
         self._is_closing = True
@@ -139,15 +144,18 @@ class Supervisor:
                 self._workers[message.ticket].handle.on_process_made(message.pid)
                 self._changed.notify_all()
         elif isinstance(message, WorkerExited):
-            self._on_exited(self._workers[message.ticket], message.error or describe_exit(message.status))
+            with self._changed:
+                worker = self._workers.pop(message.ticket)
+            self._on_exited(worker, message.error or describe_exit(message.status))
 
     def _on_fork_server_ended(self) -> None:
         """Count all workers as ended: the kernel kills them with their parent."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._fork_server)
-        for worker in self._all_workers():
-            if not worker.handle.state.is_over:
-                self._on_exited(worker, "killed because the fork server ended")
+        with self._changed:
+            workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            self._on_exited(worker, "killed because the fork server ended")
 
     def _on_exited(self, worker: LocalWorker, reason: str) -> None:
         for stream in tuple(worker.pipes):
@@ -161,17 +169,13 @@ class Supervisor:
             worker.handle.on_exited(reason)
             self._changed.notify_all()
         if was_running:
-            self._announce_loss(worker, reason)
+            self._announce_loss(worker)
 
-    def _announce_loss(self, lost: LocalWorker, reason: str) -> None:
-        name = lost.handle.info.name
+    def _announce_loss(self, lost: LocalWorker) -> None:
         try:
             lost.on_lost(lost.handle)
         except Exception:
-            _log.exception("the loss of %s could not be handled", name)
-        for worker in self._all_workers():
-            if not worker.handle.state.is_over:
-                worker.send(PeerLost(name, reason))
+            _log.exception("the loss of %s could not be handled", lost.handle.info.name)
 
     def _on_lifeline(self, worker: LocalWorker) -> None:
         if worker.lifeline.fileno() < 0:
@@ -182,7 +186,7 @@ class Supervisor:
         elif isinstance(message, Listening):
             worker.output.release()
             with self._changed:
-                worker.handle.on_listening()
+                worker.handle.on_listening(message.address)
                 self._changed.notify_all()
 
     def _close_lifeline(self, worker: LocalWorker) -> None:
@@ -222,6 +226,7 @@ class LocalWorker:
     def __init__(self, info: WorkerInfo, on_lost: OnLost) -> None:
         self.ticket = next(_tickets)
         self.handle = WorkerHandle(info)  # guarded by the supervisor's condition
+        self.handle.host = socket.gethostname()
         self.on_lost = on_lost
         self.output = WorkerOutput(info.name, info.id)
         self.pipes: dict[Stream, int] = {}  # like the lifeline, closed by the supervisor's thread

@@ -24,19 +24,20 @@ import torch
 from gradwire.cluster._control import (
     Leave,
     Listening,
-    PeerLost,
     WorkerStart,
     read_start,
     receive_message,
     send_message,
 )
 from gradwire.cluster._process import name_process
+from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.status import CALLS_SERVED
 from gradwire.errors import RpcError
-from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
+
+DRIVER = "driver"
 
 
 class WorkerFds(NamedTuple):
@@ -70,10 +71,11 @@ def run_worker(fds: WorkerFds) -> None:
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
     directory.complete()
     agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
+    follow_driver(agent, DRIVER)
     set_current_agent(agent, _refuse_shutdown)
-    send_message(lifeline, Listening())
+    send_message(lifeline, Listening(agent.address))
     with lifeline:
-        _wait_for_leave(lifeline, agent)
+        _wait_for_leave(lifeline)
     if agent.is_quiet:  # else the end of the process is the end of what still runs: it has had its time
         agent.shutdown(graceful=False)
     set_current_agent(None)
@@ -121,13 +123,11 @@ def _reset_seeds(rank: int) -> None:
         numpy.random.seed()
 
 
-def _wait_for_leave(lifeline: socket.socket, agent: Agent) -> None:
-    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone."""
+def _wait_for_leave(lifeline: socket.socket) -> None:
+    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone, or has given it up."""
     while True:
         message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
         if message is None:
             os._exit(1)
-        if isinstance(message, PeerLost):
-            agent.forget(message.name, message.reason)
         if isinstance(message, Leave):
             return

@@ -1,31 +1,35 @@
-"""`Cluster` and `Worker`: the workers that a program started, as it uses them."""
+"""`Cluster`: the workers that a program started, as it uses them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import platform
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar
+
+import torch
 
 from gradwire import _interrupts
-from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerState
-from gradwire.cluster.local_launcher import CLUSTER, LocalOptions, start_local
+from gradwire.cluster.launcher import WorkerState
+from gradwire.cluster.local_launcher import CLUSTER, MAX_WORKERS, LocalOptions, check_count, check_names, start_local
 from gradwire.cluster.map import MapRun
+from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
 from gradwire.cluster.status_socket import StatusSocket
+from gradwire.cluster.supervision import Restart, SupervisionOptions
+from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, WorkerConfig
-from gradwire.errors import NotInitialized, WorkerLost
-from gradwire.nn import RemoteModule
-from gradwire.rpc.agent import Agent
+from gradwire.errors import NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
-from gradwire.rpc.futures import CallFuture
-from gradwire.types import Trust, WorkerInfo
+from gradwire.types import Trust
+from gradwire.versions import GRADWIRE_VERSION
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _DEFAULTS = WorkerConfig()
@@ -33,105 +37,6 @@ _GRACE_S = 5.0
 _LEAVE_S = 1.0
 _QUIET_POLL_S = 0.01
 _SURVEY_S = 1.0
-
-
-class Worker:
-    """One worker of a cluster, to call functions on."""
-
-    def __init__(self, agent: Agent, handle: WorkerHandle, timeout_s: float | None = None) -> None:
-        self._agent = agent
-        self._handle = handle
-        self._timeout_s = timeout_s
-
-    def __repr__(self) -> str:
-        reason = f": {self._handle.exit_reason}" if self._handle.exit_reason else ""
-        return f"<Worker {self.name} rank={self.rank} pid={self.pid} {self._handle.state.value}{reason}>"
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Name and rank, as the functions of `gradwire.rpc` take them."""
-        return self._handle.info
-
-    @property
-    def name(self) -> str:
-        """The name; unique in the cluster."""
-        return self._handle.info.name
-
-    @property
-    def rank(self) -> int:
-        """The number, from 0."""
-        return self._handle.info.id
-
-    @property
-    def pid(self) -> int | None:
-        """The process id."""
-        return self._handle.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process is there."""
-        return not self._handle.state.is_over
-
-    def with_timeout(self, timeout: float | None) -> Worker:
-        """Return the same worker, for calls with another deadline: ``worker.with_timeout(5).call(f)``.
-
-        Args:
-            timeout: Seconds; 0 for no deadline, None for the cluster's `rpc_timeout`.
-        """
-        return Worker(self._agent, self._handle, timeout)
-
-    @overload
-    def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    @overload
-    def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-
-    def call(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a function on this worker and return its result.
-
-        Args:
-            function: The function, or the name that it is exposed under.
-            *args: Its arguments.
-            **kwargs: Its arguments by name.
-
-        Raises:
-            CannotSend: An argument or the result cannot travel.
-            RpcTimeout: The deadline passed.
-            WorkerLost: The worker died.
-            Exception: The one that the function raised, as its own type where that is known here.
-        """
-        return self._agent.call(self.name, function, args, kwargs, self._timeout_s)
-
-    @overload
-    def submit(self, function: str, /, *args: Any, **kwargs: Any) -> CallFuture[Any]: ...
-
-    @overload
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> CallFuture[T]: ...
-
-    def submit(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Start a function on this worker and return a `torch.futures.Future`; takes what `call` takes.
-
-        Raises:
-            CannotSend: An argument cannot travel.
-            WorkerLost: The worker died.
-        """
-        return self._agent.submit(self.name, function, args, kwargs, self._timeout_s)
-
-    def module(self, module_cls: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RemoteModule:
-        """Make a module on this worker and return a handle on it, which is used like the module.
-
-        `gradwire.nn.RemoteModule` does the same with a device and a choice of how trainers share the parameters.
-
-        Args:
-            module_cls: The class, or any function that returns a module.
-            *args: Its arguments.
-            **kwargs: Its arguments by name.
-
-        Raises:
-            CannotSend: An argument cannot travel.
-            WorkerLost: The worker died.
-        """
-        return RemoteModule(self.name, module_cls, args, kwargs)
 
 
 class Cluster:
@@ -144,25 +49,17 @@ class Cluster:
     and the death of the driver by any means.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        agent: Agent,
-        handles: Sequence[WorkerHandle],
-        resources: contextlib.AbstractContextManager[object],
-    ) -> None:
-        """Wrap what a launcher started; leaving `resources` ends all of it. Programs use `local`."""
-        self._launcher = launcher
-        self._agent = agent
-        self._handles = handles
+    def __init__(self, monitor: Monitor, resources: contextlib.AbstractContextManager[object]) -> None:
+        """Wrap the workers that a monitor started; leaving `resources` ends all of them. Programs use `local`."""
+        self._monitor = monitor
+        self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
-        self.workers = tuple(Worker(agent, handle) for handle in handles)
         atexit.register(self.close)
-        agent.extensions[CLUSTER] = self
-        set_current_agent(agent, self._shut_down)
+        self._agent.extensions[CLUSTER] = self
+        set_current_agent(self._agent, self._shut_down)
         self._status_socket = StatusSocket.open(self.status)
 
     @property
@@ -198,6 +95,10 @@ class Cluster:
         imports: Sequence[str] = (),
         trust: Trust = "code",
         limits: Limits | None = None,
+        restart: Restart = "never",
+        on_restart: Callable[[Worker], object] | None = None,
+        lost_after: float | None = None,
+        max_restarts: int = 10,
     ) -> Cluster:
         """Start workers on this machine.
 
@@ -220,6 +121,15 @@ class Cluster:
                 exposed, by modules named in `imports`.
             limits: What members accept from each other, e.g. ``Limits(frame_bytes=4 << 30)`` for arguments of more than
                 1 GiB.
+            restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new process that holds
+                nothing. With ``"never"`` it stays lost.
+            on_restart: Called with each worker that was started again, in a thread of the driver, to rebuild what it held:
+                modules and optimizer state, from the last checkpoint for instance. If it raises, the worker is lost again.
+            lost_after: Seconds without an answer after which a worker counts as lost although its process is there, because
+                it is stopped or a function in it does not let other threads run; it is then killed. 0 for never. 30 with
+                ``restart="on-loss"`` and never otherwise, if not given.
+            max_restarts: How often one worker is started again within a minute, sooner or later, each time after a longer
+                pause. After that it stays lost.
 
         Raises:
             ConfigurationError: An option is wrong, a cluster is open already, or this is not Linux.
@@ -239,9 +149,15 @@ class Cluster:
                 limits=_DEFAULTS.limits if limits is None else limits,
             ),
         )
+        supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         if replace and (old := cls.current()) is not None:
             old.close(grace=0)
-        return cls(*start_local(options))
+        return cls(*start_local(options, supervision, on_restart))
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The workers that belong to the cluster now, in the order of their ranks; those that are lost included."""
+        return tuple(member.worker for member in self._monitor.members())
 
     def __repr__(self) -> str:
         living = sum(worker.is_alive for worker in self.workers)
@@ -280,22 +196,112 @@ class Cluster:
             raise WorkerLost("no worker of this cluster is alive; Cluster.status() shows how they ended")
         return MapRun(alive, function, items, timeout).run()
 
+    def add_workers(
+        self, n: int, *, names: Sequence[str] | None = None, role: str = "worker", timeout: float = 60.0
+    ) -> tuple[Worker, ...]:
+        """Start more workers, like those that the cluster has; every worker can call them by name from then on.
+
+        Args:
+            n: How many.
+            names: Their names; the role and a number if not given: ``worker4``, ``worker5`` ...
+            role: What they are for.
+            timeout: Seconds that the start may take.
+
+        Raises:
+            ConfigurationError: An option is wrong, or a worker has that name.
+            WorkerStartFailed: One did not get ready; none was added.
+        """
+        check_count("n", n, MAX_WORKERS)
+        check_names([role] if names is None else names, 1 if names is None else n)
+        return tuple(member.worker for member in self._monitor.add(n, names, role, timeout))
+
+    def remove(self, worker: Worker | str, grace: float = _GRACE_S) -> None:
+        """End a worker and take it out of the cluster. It is not started again.
+
+        Args:
+            worker: The worker, or its name.
+            grace: Seconds that calls of the driver which are under way on it get to end.
+
+        Raises:
+            UnknownWorker: The cluster has no such worker.
+        """
+        name = worker if isinstance(worker, str) else worker.name
+        for member in self._monitor.members():
+            if member.name == name:
+                self._monitor.remove(member, grace)
+                return
+        known = ", ".join(item.name for item in self.workers)
+        raise UnknownWorker(f"cannot remove {name!r}: this cluster has no such worker; it has: {known}")
+
+    def wait_for_workers(self, n: int | None = None, timeout: float = 60.0) -> tuple[Worker, ...]:
+        """Wait until workers that were lost are back, or others have joined.
+
+        Args:
+            n: How many have to serve calls; all that belong to the cluster if not given.
+            timeout: Seconds to wait.
+
+        Returns:
+            Those that serve calls.
+
+        Raises:
+            RpcTimeout: Fewer than `n` serve when the time is up.
+            WorkerLost: Fewer than `n` are left, and those that are missing are not started again.
+        """
+        return tuple(member.worker for member in self._monitor.wait_for(n, timeout))
+
+    def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
+        """Call back whenever a worker joins, is lost, was restarted or has left.
+
+        Callbacks run one after the other, in the order of the events, in a thread of the driver.
+
+        Args:
+            callback: Called with a `MembershipEvent`.
+
+        Returns:
+            A function that ends this.
+        """
+        return self._monitor.on_membership(callback)
+
+    def describe(self) -> str:
+        """Return what was started, in lines for people: options, processes, addresses and versions."""
+        watched = self._monitor.options
+        silence = f" or has not answered for {watched.silence_s:g} s" if watched.silence_s < float("inf") else ""
+        restarts = f", at most {watched.max_restarts} times a minute" if watched.restart == "on-loss" else ""
+        lines = [
+            f"{self!r} of driver process {self._owner_pid} on {socket.gethostname()}",
+            f"Python {platform.python_version()}, torch {torch.__version__}, gradwire {GRADWIRE_VERSION}",
+            f'a worker is lost when its process ends{silence}; restart="{watched.restart}"{restarts}',
+            self._monitor.launcher.describe(),
+            *map(self._describe_member, self._monitor.members()),
+        ]
+        return "\n".join(lines)
+
+    def _describe_member(self, member: Member) -> str:
+        handle, info = member.handle, member.spec.info
+        where = f" ({handle.place})" if handle.place else ""
+        at = f", listens at {', '.join(handle.address.uris)}" if handle.address is not None else ""
+        process = f"process {handle.pid} on {handle.host}{where}{at}"
+        return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
+
     def status(self) -> ClusterStatus:
         """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
-        running = [handle.info.name for handle in self._handles if handle.state is WorkerState.RUNNING]
+        members = self._monitor.members()
+        running = [member.name for member in members if member.handle.state is WorkerState.RUNNING]
         served = ask_calls_served(self._agent, running, _SURVEY_S)
         return ClusterStatus(
             WorkerStatus(
-                name=handle.info.name,
-                rank=handle.info.id,
-                pid=handle.pid,
-                state=handle.state.value,
-                uptime_s=handle.uptime_s,
-                rss_bytes=self._launcher.rss_bytes(handle),
-                calls_served=served.get(handle.info.name),
-                exit_reason=handle.exit_reason,
+                name=member.name,
+                rank=member.spec.info.id,
+                role=member.spec.role,
+                pid=member.handle.pid,
+                state=self._monitor.state_of(member),
+                uptime_s=member.handle.uptime_s,
+                rss_bytes=self._monitor.launcher.rss_bytes(member.handle),
+                calls_served=served.get(member.name),
+                restarts=self._monitor.num_restarts(member),
+                exit_reason=self._monitor.lost_reason(member),
             )
-            for handle in self._handles
+            for member in members
         )
 
     def close(self, grace: float = _GRACE_S) -> None:
@@ -313,11 +319,13 @@ class Cluster:
         # The resources end what is left if Ctrl-C ends one of the waits.
         with _interrupts.installed(), self._resources, self._status_socket or contextlib.nullcontext():
             atexit.unregister(self.close)
+            self._monitor.stop()
             deadline = time.monotonic() + grace
             # The work of the other workers ends with the driver's calls, which began it all.
             while not self._agent.is_quiet and time.monotonic() < deadline:
                 _interrupts.sleep(_QUIET_POLL_S)
-            self._launcher.terminate(self._handles, max(_LEAVE_S, deadline - time.monotonic()))
+            handles = [member.handle for member in self._monitor.members()]
+            self._monitor.launcher.terminate(handles, max(_LEAVE_S, deadline - time.monotonic()))
 
     def _shut_down(self, graceful: bool, timeout: float) -> None:
         """Do what `gradwire.rpc.shutdown` asks for in the driver."""

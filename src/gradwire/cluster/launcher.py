@@ -35,10 +35,11 @@ class WorkerState(enum.Enum):
 class WorkerSpec:
     info: WorkerInfo
     config: WorkerConfig  # holds the cluster's token
-    addresses: tuple[WorkerAddress, ...]  # of every member of the cluster, this worker and the driver included
+    addresses: tuple[WorkerAddress, ...]  # of the driver, and of the other members as far as they are known
     num_threads: int  # of one torch operation
     environment: dict[str, str]  # on top of the driver's own
     imports: tuple[str, ...] = ()  # modules to import before anything is served
+    role: str = "worker"  # what the program uses it for
 
 
 class WorkerHandle:
@@ -47,6 +48,9 @@ class WorkerHandle:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.pid: int | None = None
+        self.address: WorkerAddress | None = None  # known once it listens
+        self.host = ""  # name of its machine, for people
+        self.place: str | None = None  # what the scheduler calls the place that it runs in
         self.state = WorkerState.STARTING
         self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
         self._started_at = time.monotonic()
@@ -63,7 +67,8 @@ class WorkerHandle:
     def on_process_made(self, pid: int) -> None:
         self.pid = pid
 
-    def on_listening(self) -> None:
+    def on_listening(self, address: WorkerAddress | None = None) -> None:
+        self.address = address
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.RUNNING
 
@@ -86,9 +91,16 @@ class Launcher(Protocol):
     """Starts and ends worker processes."""
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Start one worker for each spec and wait until all of them listen; if one fails, only `close` may be called.
+        """Start one worker for each spec, wait until all of them listen, and return them in the same order.
 
-        `on_lost` is called, in a thread of the launcher, for each that was ready and ends without being asked to.
+        May be called again, in any thread: with new names to add workers, and with the name of a worker that has ended to
+        start it again, where it was if that place still exists. If one fails, those of the same call are ended, too.
+
+        `on_lost` is called, in a thread of the launcher, for each that was ready and ends without being asked to. Its
+        handle says so by then. It may be called before this returns.
+
+        Raises:
+            WorkerStartFailed: A worker did not get ready in time; says why, with what it printed.
         """
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
@@ -97,8 +109,16 @@ class Launcher(Protocol):
     def rss_bytes(self, handle: WorkerHandle) -> int | None:
         """Return the memory that the process has resident now, or None where that cannot be known."""
 
-    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
-        """Ask workers to leave, and end by force those that are still there after `grace_s`."""
+    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
+        """Ask workers to leave, and end by force those that are still there after `grace_s`.
+
+        Returns:
+            Whether all are gone. One that cannot be ended, because its machine does not answer for instance, ends itself
+            when it finds that the driver has given it up.
+        """
+
+    def describe(self) -> str:
+        """Return what was started, and how, in lines for people; without secrets."""
 
     def close(self) -> None:
         """End every worker at once and free everything. May be called again."""

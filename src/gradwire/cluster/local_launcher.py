@@ -37,20 +37,22 @@ from gradwire.cluster._control import (
 )
 from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
+from gradwire.cluster._worker_main import DRIVER
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
+from gradwire.cluster.monitor import Monitor
 from gradwire.cluster.status import rss_of
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, WorkerStartFailed
-from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerAddress, WorkerInfo
 
 CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
-DRIVER = "driver"
 
-_MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
+MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
 _MAX_NAME_CHARS = 40  # the path of a socket is limited to 107 bytes
 _MAX_BASE_CHARS = 40  # likewise
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -76,8 +78,8 @@ class LocalOptions:
     token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
-        _check_count("n", self.num_workers, _MAX_WORKERS)
-        _check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
+        check_count("n", self.num_workers, MAX_WORKERS)
+        check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
         if not self.start_timeout_s > 0:
             raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
         if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
@@ -85,7 +87,7 @@ class LocalOptions:
         if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
             raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
         if self.names is not None:
-            _check_names(self.names, self.num_workers)
+            check_names(self.names, self.num_workers)
 
     def infos(self) -> list[WorkerInfo]:
         """Return names and ranks of the workers, and of the driver at the end."""
@@ -96,12 +98,12 @@ class LocalOptions:
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
-def _check_count(option: str, value: object, most: int) -> None:
+def check_count(option: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigurationError(f"{option} must be a whole number from 1 to {most:,}, not {value!r}")
 
 
-def _check_names(names: Sequence[object], num_workers: int) -> None:
+def check_names(names: Sequence[object], num_workers: int) -> None:
     if isinstance(names, str) or len(names) != num_workers:
         raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
     for name in names:
@@ -113,11 +115,16 @@ def _check_names(names: Sequence[object], num_workers: int) -> None:
         raise ConfigurationError(f'names must differ, and "{DRIVER}" is this process: {list(names)!r}')
 
 
-def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[WorkerHandle], contextlib.ExitStack]:
+def start_local(
+    options: LocalOptions,
+    supervision: SupervisionOptions = SupervisionOptions(),  # noqa: B008  (frozen)
+    on_restart: Callable[[Worker], object] | None = None,
+) -> tuple[Monitor, contextlib.ExitStack]:
     """Start everything, or nothing; closing the stack ends all of it at once."""
     _check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
+        last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
@@ -143,13 +150,11 @@ def start_local(options: LocalOptions) -> tuple[LocalLauncher, Agent, Sequence[W
             )
             for info in infos
         ]
-        forget = agent.forget
-        handles = launcher.start(
-            specs,
-            on_lost=lambda handle: forget(handle.info.name, handle.exit_reason or "it ended"),
-            timeout_s=max(0.0, deadline - time.monotonic()),
-        )
-        return launcher, agent, handles, resources.pop_all()
+        monitor = Monitor(agent, launcher, supervision, on_restart, options.start_timeout_s)
+        last.callback(monitor.close)
+        resources.callback(monitor.stop)
+        monitor.start(specs, max(0.0, deadline - time.monotonic()))
+        return monitor, resources.pop_all()
 
 
 def _check_no_other() -> None:
@@ -186,7 +191,7 @@ class LocalLauncher(Launcher):
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed
+        self._lock = threading.Lock()  # guards _is_closed and _workers
         self._is_closed = False
         self._workers: list[LocalWorker] = []
         self.folder = self._make_folder()  # removed when the launcher is closed or the driver dies
@@ -207,14 +212,17 @@ class LocalLauncher(Launcher):
             waiting = [w for w in workers if w.handle.pid is None and not w.handle.state.is_over]
             return len(waiting) < _FORKS_AT_ONCE
 
-        try:
-            for spec in specs:
-                workers.append(self._fork(spec, on_lost))
-                wait(is_room)
-        except OSError as error:
-            raise WorkerStartFailed(f"cannot start {spec.info.name}: {error}") from error
-        wait(lambda: _are_settled(workers))
-        _raise_if_not_running(workers, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: self._end(workers, grace_s=0))
+            try:
+                for spec in specs:
+                    workers.append(self._fork(spec, on_lost))
+                    wait(is_room)
+            except OSError as error:
+                raise WorkerStartFailed(f"cannot start {spec.info.name}: {error}") from error
+            wait(lambda: _are_settled(workers))
+            _raise_if_not_running(workers, timeout_s)
+            undo.pop_all()
         return [worker.handle for worker in workers]
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
@@ -223,21 +231,31 @@ class LocalLauncher(Launcher):
     def rss_bytes(self, handle: WorkerHandle) -> int | None:
         return None if handle.pid is None or handle.state.is_over else rss_of(handle.pid)
 
-    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> None:
-        """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL, then the end of the fork server.
+    def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
+        """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL.
 
-        After that the kernel kills what is left; so it works, too, for a worker that holds the interpreter's lock or
-        ignores signals.
+        A worker that is there even after that, because it hangs in the kernel for instance, ends when it finds its lifeline
+        closed. The end of the fork server, with `close`, takes it along at the latest.
         """
-        workers = [worker for worker in self._workers if worker.handle in handles]
+        with self._lock:
+            workers = [worker for worker in self._workers if worker.handle in handles]
+        return self._end(workers, grace_s)
+
+    def _end(self, workers: Sequence[LocalWorker], grace_s: float) -> bool:
         self._supervisor.expect_end_of(workers, ask=grace_s > 0)
         steps = [(None, grace_s), (signal.SIGTERM, _TERM_TIMEOUT_S), (signal.SIGKILL, _KILL_TIMEOUT_S)]
         for signum, timeout_s in steps if grace_s > 0 else steps[-1:]:
             if signum is not None:
                 self._signal(workers, signum)
             if self._supervisor.wait_until(lambda: all(w.handle.state.is_over for w in workers), timeout_s):
-                return
-        self._fork_server.close(force=True)
+                return True
+        self._supervisor.give_up(worker for worker in workers if not worker.handle.state.is_over)
+        return False
+
+    def describe(self) -> str:
+        return (
+            f"processes of this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
+        )
 
     def close(self) -> None:
         """End every worker at once and remove the folder; keep the fork server. May be called again."""
@@ -246,11 +264,11 @@ class LocalLauncher(Launcher):
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
+            workers = tuple(self._workers)
         is_clean = False
         try:
-            if self._fork_server.is_alive:
-                self.terminate([worker.handle for worker in self._workers], grace_s=0)
-            is_clean = self._supervisor.close(_STOP_TIMEOUT_S)
+            is_over = not self._fork_server.is_alive or self._end(workers, grace_s=0)
+            is_clean = self._supervisor.close(_STOP_TIMEOUT_S) and is_over
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # the fork server is gone
@@ -285,7 +303,11 @@ class LocalLauncher(Launcher):
             for fd in worker.make_pipes():
                 sent.callback(os.close, fd)
                 fds.append(fd)
-            self._workers.append(worker)
+            with self._lock:
+                if self._is_closed:
+                    worker.close()
+                    raise WorkerStartFailed(f"{spec.info.name} is not started any more: the cluster is closed")
+                self._workers = [*(item for item in self._workers if not item.handle.state.is_over), worker]
             self._supervisor.watch(worker)
             self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))
         return worker

@@ -18,7 +18,7 @@ from gradwire._progress_bar import DelayedBar
 from gradwire.errors import RpcTimeout
 
 if TYPE_CHECKING:
-    from gradwire.cluster.api import Worker
+    from gradwire.cluster.worker import Worker
     from gradwire.rpc.futures import CallFuture
 
 

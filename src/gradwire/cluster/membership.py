@@ -1,29 +1,51 @@
 """Who belongs to a cluster while it runs: the driver says so, and the workers take it from the driver alone.
 
-    driver -- cluster.members(addresses) --> every worker     somebody is new, or was started again
-    driver -- cluster.left(name, reason) --> every worker     a worker is gone, for good or until it is started again
+    driver -- cluster.members(addresses, departures) --> every worker     whenever something has changed
+           -- cluster.alive() ---------------------->                     now and then, where workers are watched
 
-Both are control operations, so that a worker whose threads are all busy hears of them.
+Each message has the whole truth, and what it says only ever grows: incarnations rise. So a message may be lost, come late or
+twice, or overtake another one, and the driver repeats it until it is confirmed. Both are control operations, which a worker
+serves even if all of its threads are busy.
 """
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
+from gradwire import _interrupts
 from gradwire.errors import AuthenticationFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import EncodedAddress
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import decode_address, encode_address
 
 MEMBERS = "cluster.members"
-LEFT = "cluster.left"
+ALIVE = "cluster.alive"
+
+MAX_REASON_CHARS = 4096
+_SLICE_S = 0.1  # between two looks whether this worker was closed
 
 _Name = Annotated[str, Meta(max_length=1024)]
-_Reason = Annotated[str, Meta(max_length=4096)]
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
+
+
+class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An incarnation that does not belong to the cluster any more, nor any before it."""
+
+    name: _Name
+    incarnation: _Number
+    reason: _Reason
+    is_final: bool  # whether the worker is not a member any more; else it may be started again
 
 
 def follow_driver(agent: Agent, driver: str) -> None:
@@ -33,24 +55,63 @@ def follow_driver(agent: Agent, driver: str) -> None:
         if source.name != driver:
             raise AuthenticationFailed(f"only {driver} may say who belongs to this cluster, not {source.name}")
 
-    def on_members(source: WorkerInfo, addresses: list[bytes]) -> None:
+    def on_members(source: WorkerInfo, addresses: list[bytes], departures: list[Departure]) -> InterruptibleFuture[Any]:
         check(source)
-        for raw in addresses:
-            agent.welcome(decode_address(raw, agent.config.limits))
+        decoded = [decode_address(raw, agent.config.limits) for raw in addresses]
+        confirmed: InterruptibleFuture[Any] = InterruptibleFuture()
+        # In another thread: it waits until the layers above have been told of an end, and this one reads from the driver.
+        agent.reactor.run_soon(partial(_apply, agent, decoded, departures, confirmed))
+        return confirmed
 
-    def on_left(source: WorkerInfo, name: str, reason: str) -> None:
-        check(source)
-        agent.forget(name, reason)
-
-    agent.server.register_control(MEMBERS, on_members, list[EncodedAddress])
-    agent.server.register_control(LEFT, on_left, _Name, _Reason)
-
-
-def tell_members(agent: Agent, to: Iterable[str], addresses: Sequence[WorkerAddress], timeout_s: float) -> set[str]:
-    """Tell workers the addresses of members that are new or were started again; return those that have confirmed it."""
-    return set(agent.ask_all(to, MEMBERS, ([encode_address(address) for address in addresses],), timeout_s, None))
+    agent.server.register_control(MEMBERS, on_members, list[EncodedAddress], list[Departure])
+    agent.server.register_control(ALIVE, check)
 
 
-def tell_left(agent: Agent, to: Iterable[str], name: str, reason: str, timeout_s: float) -> set[str]:
-    """Tell workers that one is gone; return those that have confirmed it."""
-    return set(agent.ask_all(to, LEFT, (name, reason), timeout_s, None))
+def _apply(
+    agent: Agent, addresses: list[WorkerAddress], departures: list[Departure], confirmed: InterruptibleFuture[Any]
+) -> None:
+    try:
+        for item in departures:
+            if item.name != agent.info.name:
+                agent.dismiss(item.name, item.incarnation, item.reason, is_final=item.is_final)
+        for address in addresses:
+            agent.welcome(address)
+    except Exception as error:
+        confirmed.set_exception(error)
+    else:
+        confirmed.set_result(None)
+
+
+def tell_members(
+    agent: Agent,
+    to: Iterable[str],
+    addresses: Sequence[WorkerAddress],
+    timeout_s: float,
+    departures: Sequence[Departure] = (),
+) -> set[str]:
+    """Tell workers, all at once, who belongs to the cluster and who does not any more; return those that confirmed it."""
+    args = ([encode_address(address) for address in addresses], [msgspec.to_builtins(item) for item in departures])
+    deadline = time.monotonic() + timeout_s
+    answers: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
+
+    def on_done(name: str, call: PendingCall) -> None:
+        answers.put((name, call.error))
+
+    def ask(name: str) -> None:  # in a thread of its own: connecting to a worker that is stopped takes a while
+        try:
+            agent.control(name, MEMBERS, args, timeout_s, partial(on_done, name), None)
+        except Exception as error:  # it is lost as well, or too busy to be connected to
+            answers.put((name, error))
+
+    waiting, confirmed = set(to), set()
+    for name in waiting:
+        agent.reactor.run_soon(partial(ask, name))
+    while waiting and not agent.is_closed and (left_s := deadline - time.monotonic()) > 0:
+        try:
+            name, error = _interrupts.get(answers, min(left_s, _SLICE_S))
+        except queue.Empty:
+            continue
+        waiting.discard(name)
+        if error is None:
+            confirmed.add(name)
+    return confirmed

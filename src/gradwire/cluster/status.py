@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CALLS_SERVED = "calls_served"
 """The control operation that returns how many calls a worker has answered."""
 
-_STYLES = {"running": "green", "starting": "yellow", "leaving": "yellow", "lost": "bold red"}
+_STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "leaving": "yellow", "lost": "bold red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +27,25 @@ class WorkerStatus:
     Attributes:
         name: Its name.
         rank: Its rank.
+        role: What the program uses it for.
         pid: Process id, or None if no process was made.
-        state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to) or ``lost`` (it was not).
+        state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to), ``lost`` (it was not) or ``restarting``.
         uptime_s: Seconds since its start, until its end.
         rss_bytes: Memory resident now; None when the process is gone.
         calls_served: Calls it has answered; None when it did not answer the question.
+        restarts: How often it was started again.
         exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
     """
 
     name: str
     rank: int
+    role: str
     pid: int | None
     state: str
     uptime_s: float
     rss_bytes: int | None
     calls_served: int | None
+    restarts: int
     exit_reason: str | None
 
 
@@ -54,7 +58,7 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
         from rich.table import Table
 
         table = Table()
-        for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls"):
+        for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "restarts"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")
         for worker in self:
@@ -80,6 +84,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
         format_duration(worker.uptime_s),
         "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
         "-" if worker.calls_served is None else str(worker.calls_served),
+        str(worker.restarts),
         worker.exit_reason or "",
     ]
 

@@ -23,7 +23,15 @@ import msgspec
 
 from gradwire import _interrupts
 from gradwire.config import WorkerConfig
-from gradwire.errors import AuthenticationFailed, DuplicateWorker, GradwireError, IdentityTaken, InvalidName, WorkerLost
+from gradwire.errors import (
+    AuthenticationFailed,
+    DuplicateWorker,
+    GradwireError,
+    IdentityTaken,
+    InvalidName,
+    UnknownWorker,
+    WorkerLost,
+)
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
@@ -200,8 +208,16 @@ class Agent:
     def admit(self, address: WorkerAddress) -> None:
         """Let a worker in that has shown who it is."""
         if not self._membership.is_current(address):
-            raise AuthenticationFailed("a newer incarnation of this worker is connected")
+            raise self._outdated(address)
         self.directory.update(address)
+
+    def _outdated(self, address: WorkerAddress) -> AuthenticationFailed:
+        name, reason = address.info.name, self._membership.lost_reason(address.info.name)
+        if reason is not None:
+            return AuthenticationFailed(
+                f"this incarnation of worker {name} does not belong to the cluster any more: {reason}"
+            )
+        return AuthenticationFailed(f"a newer incarnation of worker {name} is known")
 
     def incarnation_of(self, name: str) -> int:
         """Return the newest incarnation of a worker that was connected here, or is now; connect if there is none."""
@@ -215,19 +231,34 @@ class Agent:
         """Return whether a worker's end was noticed, and it has not been connected since."""
         return self._membership.has_ended(name)
 
+    def lost_reason(self, name: str) -> str | None:
+        """Return how a worker ended, as the process that supervises it says; None while it counts as a member."""
+        return self._membership.lost_reason(name)
+
     def on_connected(self, address: WorkerAddress) -> int:
-        """Note a connection with a worker; return what its end has to be told with, as `num_ends`."""
+        """Note a connection with a worker; return what its end has to be told with, as `num_ends`.
+
+        Raises:
+            AuthenticationFailed: The process that supervises the worker has given it up since it was admitted.
+        """
+        num_ends = self._on_alive(address)
+        for callback in list(self._connected_callbacks):
+            callback(address)
+        return num_ends
+
+    def _on_alive(self, address: WorkerAddress) -> int:
+        """Note that an incarnation of a worker is there: an older one has ended."""
         name, own = address.info.name, threading.get_ident()
         with self._told:
             # What is told of an earlier end comes before what is told of this connection.
             _interrupts.wait_for(self._told, lambda: self._telling.get(name, own) == own, _TELL_S)
+            if self._membership.is_dismissed(address):
+                raise self._outdated(address)
             older = self._membership.on_seen(address)
             num_ends = self._membership.num_ends(name)
         self.gathering.on_returned(address.info.name)
         if older is not None and not self.is_closed:
             self._tell_end(older, "it was restarted", was_orderly=False)
-        for callback in list(self._connected_callbacks):
-            callback(address)
         return num_ends
 
     def on_worker_ended(
@@ -268,29 +299,40 @@ class Agent:
         """Call back for every worker that dies or leaves, once for each incarnation."""
         self._lost_callbacks.append(callback)
 
-    def forget(self, name: str, reason: str) -> None:
-        """Note the end of a worker as the process that supervises it reports it (``killed by SIGKILL``)."""
-        peer = self.peers.peer(name)
-        peer.lost_reason = reason
-        address = self.directory.find(name)
-        incarnation = max(address.incarnation, self._membership.newest(name))
-        self.on_worker_ended(msgspec.structs.replace(address, incarnation=incarnation), reason, was_orderly=False)
-        peer.end_lanes(1 << 63, reason)
+    def dismiss(self, name: str, incarnation: int, reason: str, *, is_final: bool = False) -> None:
+        """Give up an incarnation of a worker, and earlier ones, because the process that supervises it says so.
+
+        Calls to it fail with this reason (``killed by SIGKILL``) until a later incarnation is there. It is refused here from
+        now on, even if it still lives. Nothing happens to a later one.
+
+        Args:
+            name: The worker.
+            incarnation: The one that ended, or does not belong to the cluster any more.
+            reason: In words.
+            is_final: Whether the worker is not a member any more.
+        """
+        with self._told:
+            is_newest = self._membership.on_dismissed(name, incarnation, reason)
+        with contextlib.suppress(UnknownWorker):  # it came and went before this worker was told of it
+            if is_newest:
+                address = msgspec.structs.replace(self.directory.find(name), incarnation=incarnation)
+                self.on_worker_ended(address, reason, was_orderly=False)
+                if (peer := self.peers.by_name.get(name)) is not None:
+                    peer.end_lanes(incarnation, reason)
+                self.server.end_incoming(name, incarnation)
+        if is_final and is_newest:
+            self.directory.remove(name)
 
     def welcome(self, address: WorkerAddress) -> None:
         """Take a worker for a member because the process that supervises the cluster says so: a new one, or a new start."""
-        if address.info.name == self.info.name:
+        is_news = self._membership.is_current(address) and address.incarnation > self._membership.newest(
+            address.info.name
+        )
+        if address.info.name == self.info.name or not is_news:
             return
         self.directory.add(address)
-        peer = self.peers.by_name.get(address.info.name)
-        if peer is not None and not self.has_ended_since(address):
-            peer.lost_reason = None
-
-    def has_ended_since(self, address: WorkerAddress) -> bool:
-        """Return whether the end of this incarnation, or of a later one, was told already."""
-        return self._membership.has_ended(address.info.name) and self._membership.newest(address.info.name) >= max(
-            1, address.incarnation
-        )
+        with contextlib.suppress(AuthenticationFailed):  # it was given up meanwhile
+            self._on_alive(address)
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster.

@@ -208,7 +208,11 @@ class Connection:
         self.address, self.info, self.lane = address, address.info, lane
         self.shares_main = self.agent.address.shares_main(address)
         self.reader.is_lingered_on = lane == "calls"
-        self._num_ends = self.agent.on_connected(address)
+        try:
+            self._num_ends = self.agent.on_connected(address)
+        except AuthenticationFailed:
+            self.lane = ""  # it was never open
+            raise
 
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
@@ -216,6 +220,8 @@ class Connection:
         deadline = time.monotonic() + 1.0
         try:
             answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
+            if handshake.is_open:
+                self._open(handshake.hello.lane, handshake.hello.sender)
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
                 refusal = Refused(str(error), isinstance(error, IdentityTaken))
@@ -227,7 +233,6 @@ class Connection:
             self._handshake = None
             if handshake.hello.lane == "control":
                 self.max_in_flight = _MAX_CONTROL
-            self._open(handshake.hello.lane, handshake.hello.sender)
             self.server.make_room_for(self)
             self.stream.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_request

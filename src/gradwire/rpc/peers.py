@@ -55,7 +55,6 @@ class Peer:
     Attributes:
         lanes: The connections that this worker has opened to it, by lane.
         last_seen: When its last answer came, as `time.time` tells.
-        lost_reason: How it ended, as the process that supervises it says.
     """
 
     def __init__(self, agent: Agent, name: str) -> None:
@@ -63,11 +62,15 @@ class Peer:
         self.name = name
         self.lanes: dict[str, Connection] = {}
         self.last_seen: float | None = None
-        self.lost_reason: str | None = None
         self._lock = threading.Lock()  # held by the one thread that connects
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {'connected' if self.lanes else self.lost_reason or 'not connected'}>"
+
+    @property
+    def lost_reason(self) -> str | None:
+        """How it ended, as the process that supervises it says; None while it counts as a member."""
+        return self.agent.lost_reason(self.name)
 
     def lane(self, kind: Lane, deadline: float) -> Connection:
         """Return the open lane, connecting first if need be."""
@@ -87,8 +90,6 @@ class Peer:
 
     def _open(self, deadline: float) -> dict[str, Connection]:
         """Open the lanes that are missing; either all of them are watched and known afterwards, or none is left."""
-        if self.lost_reason is not None:
-            raise self.lost(self.lost_reason)
         self._check_open()
         address = self.agent.directory.find(self.name)
         lanes: dict[str, Connection] = {}
@@ -108,7 +109,8 @@ class Peer:
             for connection in lanes.values():
                 if connection.reader.has_ended:  # before it was listed, so that it was not struck off
                     self.forget_lane(connection)
-            self._check_open()  # again: `close` may have looked for lanes before these were listed
+            # Again: `close` or `Agent.dismiss` may have looked for lanes before these were listed.
+            self._check_open()
             is_complete = True
             return lanes
         except TimeoutError as error:
@@ -118,7 +120,9 @@ class Peer:
                 self.name,
                 "connect",
             ) from error
-        except AuthenticationFailed:
+        except AuthenticationFailed as error:
+            if self.lost_reason is not None:  # meanwhile
+                raise self.lost(self.lost_reason) from error
             raise
         except TransportError as error:
             raise self.lost(f"it cannot be reached: {error}") from error
@@ -131,6 +135,8 @@ class Peer:
     def _check_open(self) -> None:
         if self.agent.is_closed:
             raise NotInitialized(f"worker {self.agent.info.name} has shut down; it opens no more connections")
+        if self.lost_reason is not None:
+            raise self.lost(self.lost_reason)
 
     def _connect(self, lanes: dict[str, Connection], address: WorkerAddress, deadline: float) -> None:
         try:
@@ -258,15 +264,35 @@ class PeerTable:
 
 
 class Membership:
-    """What this worker knows about the lives of the others."""
+    """What this worker knows about the lives of the others.
+
+    Incarnations only rise, here and in what the supervising process says. So its messages may come late, twice or in any
+    order.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._ended: dict[str, int] = {}  # the newest incarnation whose end was told, by name
         self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
+        # The newest incarnation that the supervising process has given up, and why: it cannot come back, even if it lives.
+        self._dismissed: dict[str, tuple[int, str]] = {}
 
     def is_current(self, address: WorkerAddress) -> bool:
-        return address.incarnation >= self.newest(address.info.name)
+        return address.incarnation >= self.newest(address.info.name) and not self.is_dismissed(address)
+
+    def is_dismissed(self, address: WorkerAddress) -> bool:
+        return 0 < address.incarnation <= self._dismissed.get(address.info.name, (0, ""))[0]
+
+    def lost_reason(self, name: str) -> str | None:
+        """Return why the newest incarnation of a worker was given up; None if it was not."""
+        incarnation, reason = self._dismissed.get(name, (0, ""))
+        return reason if incarnation and incarnation >= self.newest(name) else None
+
+    def on_dismissed(self, name: str, incarnation: int, reason: str) -> bool:
+        """Note that an incarnation does not belong to the cluster any more; return False if a later one is known."""
+        if incarnation >= self._dismissed.get(name, (0, ""))[0]:
+            self._dismissed[name] = incarnation, reason
+        return incarnation >= self.newest(name)
 
     def newest(self, name: str) -> int:
         return self._newest.get(name, 0)
@@ -378,9 +404,10 @@ class StaticDirectory:
 
     def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
         self._is_complete = False
-        self._binding = threading.Lock()  # guards changes of the two tables below
+        self._binding = threading.Lock()  # guards changes of the tables below
         self._by_name: dict[str, WorkerAddress] = {}
         self._names: dict[int, str] = {}  # by rank
+        self._former: dict[str, WorkerAddress] = {}  # those that were removed
         for address in addresses:
             self.update(address)
 
@@ -391,6 +418,10 @@ class StaticDirectory:
     def find(self, worker: str | int) -> WorkerAddress:
         name = worker if isinstance(worker, str) else self._names.get(worker)
         found = self._by_name.get(name) if name is not None else None
+        if found is None:
+            found = next(
+                (item for item in list(self._former.values()) if worker in (item.info.name, item.info.id)), None
+            )
         if found is None:
             known = ", ".join(info.name for info in self.infos())
             raise UnknownWorker(f"could not find destination: no worker {worker!r} in this cluster; it has: {known}")
@@ -416,10 +447,22 @@ class StaticDirectory:
 
     def add(self, address: WorkerAddress) -> None:
         """Let in one more worker, or a new start of one, although all were known."""
+        name = address.info.name
         with self._binding:
             self.check(address.info)
-            self._by_name[address.info.name] = address
-            self._names[address.info.id] = address.info.name
+            known = self._by_name.get(name)
+            if known is None or known.incarnation <= address.incarnation:
+                self._by_name[name] = address
+            self._names[address.info.id] = name
+            self._former.pop(name, None)
+
+    def remove(self, name: str) -> None:
+        """Take a worker out; it can still be found, by those who hold something of it, until its name is given again."""
+        with self._binding:
+            address = self._by_name.pop(name, None)
+            if address is not None:
+                self._names.pop(address.info.id, None)
+                self._former[name] = address
 
     def check(self, info: WorkerInfo) -> None:
         known, holder = self._by_name.get(info.name), self._names.get(info.id, info.name)

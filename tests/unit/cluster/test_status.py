@@ -15,11 +15,13 @@ from gradwire.cluster.status import ClusterStatus, WorkerStatus, describe_exit, 
 _RUNNING = WorkerStatus(
     name="worker0",
     rank=0,
+    role="worker",
     pid=4711,
     state="running",
     uptime_s=3.25,
     rss_bytes=200 << 20,
     calls_served=12,
+    restarts=0,
     exit_reason=None,
 )
 _LOST = dataclasses.replace(
@@ -30,6 +32,7 @@ _LOST = dataclasses.replace(
     uptime_s=7_265,
     rss_bytes=None,
     calls_served=None,
+    restarts=3,
     exit_reason="killed by SIGKILL",
 )
 
@@ -62,7 +65,9 @@ def test_status_is_a_sequence_of_frozen_records() -> None:
 def test_printed_it_is_a_table() -> None:
     text = str(ClusterStatus([_RUNNING, _LOST]))
     header, running, lost = (line for line in text.splitlines() if line.startswith(("│", "┃")))
-    assert all(word in header for word in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "ended by"))
+    assert all(
+        word in header for word in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "restarts", "ended by")
+    )
     assert all(word in running for word in ("worker0", "4711", "running", "3.2 s", "200 MiB", "12"))
     assert all(word in lost for word in ("worker1", "lost", "2:01:05", "killed by SIGKILL"))
     assert repr(ClusterStatus([_RUNNING, _LOST])) == text

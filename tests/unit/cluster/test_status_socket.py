@@ -22,11 +22,13 @@ from gradwire.cluster.status_socket import ClusterGone, NoReport, StatusSocket, 
 _WORKER = WorkerStatus(
     name="worker0",
     rank=0,
+    role="worker",
     pid=4711,
     state="running",
     uptime_s=3.25,
     rss_bytes=1 << 20,
     calls_served=12,
+    restarts=0,
     exit_reason=None,
 )
 
