@@ -57,7 +57,7 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        table = Table()
+        table = Table(pad_edge=False, collapse_padding=True)  # all of it fits into 80 characters
         for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "restarts"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -108,7 +109,8 @@ def test_what_a_client_sends_is_not_read() -> None:
     with opened():
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(list_sockets()[0]))
-            client.sendall(b"\x00" * 10_000)
+            with contextlib.suppress(ConnectionError):  # the driver has answered and closed already
+                client.sendall(b"\x00" * 10_000)
         assert read_report(list_sockets()[0], 5.0).workers
 
 
