@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
@@ -18,6 +19,17 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_MAX_PORT = 65_535
+
+
+def _is_port(value: Any) -> bool:
+    ports = list(value) if isinstance(value, tuple) and len(value) == 2 else [value]
+    if not all(isinstance(port, int) and not isinstance(port, bool) for port in ports):
+        return False
+    least = 0 if len(ports) == 1 else 1
+    return bool(least <= ports[0] <= ports[-1] <= _MAX_PORT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +108,7 @@ class WorkerConfig:
         trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` beyond it.
         transports: Schemes to listen on, or None for ``unix``, and ``tcp`` too where keys are given.
         bind_host: Where ``tcp`` listens. Anything but loopback needs `tls`.
-        bind_port: Port for ``tcp``; 0 takes a free one.
+        bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
         advertised_host: What others connect to where `bind_host` is a wildcard.
         tls: Keys for TLS 1.3 on both sides.
         token: Secret shared by the workers of a cluster; shown by HMAC in the handshake.
@@ -109,7 +121,7 @@ class WorkerConfig:
     trust: Trust | None = None
     transports: tuple[str, ...] | None = None
     bind_host: str = "127.0.0.1"
-    bind_port: int = 0
+    bind_port: int | tuple[int, int] = 0
     advertised_host: str | None = None
     tls: TlsKeys | None = None
     token: bytes = field(default=b"", repr=False)
@@ -126,5 +138,9 @@ class WorkerConfig:
         for scheme in self.transports or ():
             if scheme not in ("inproc", "unix", "tcp"):
                 raise ConfigurationError(f'transports may name "inproc", "unix" and "tcp", not {scheme!r}')
+        if not _is_port(self.bind_port):
+            raise ConfigurationError(
+                f"a port is a number up to {_MAX_PORT:,}, or (first, last) for a range from 1 on, not {self.bind_port!r}"
+            )
         if not isinstance(self.limits, Limits):
             raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")

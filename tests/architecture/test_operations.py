@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 import gradwire
-from gradwire.cluster import membership
-from gradwire.cluster._worker_main import CALLS_SERVED
 from gradwire.rpc import functions
 from gradwire.rref import _messages as _actions
-from gradwire.rref import context as delivery
 from gradwire.testing import local_agents
 from gradwire.wire import plain as _registry
 from gradwire.wire.messages import MESSAGE_TYPES
@@ -49,16 +46,14 @@ def in_sources() -> set[str]:
     found = set()
     for path in SOURCES.rglob("*.py"):
         for name in re.findall(r"(?:register_control|notices\.register)\(([^,()]+), ", path.read_text()):
-            found.add("~" + _CONSTANTS.get(name, name.strip('"')))
+            found.add("~" + (name.strip('"') if '"' in name else _constant(path, name)))
     return found - {"~self"}  # the definition
 
 
-_CONSTANTS = {
-    "ALIVE": membership.ALIVE,
-    "CALLS_SERVED": CALLS_SERVED,
-    "MEMBERS": membership.MEMBERS,
-    "_NOTICE": delivery._NOTICE,
-}
+def _constant(path: Path, name: str) -> str:
+    """The value that a module gives a name; the name itself where it is not a constant."""
+    module = ".".join(("gradwire", *path.relative_to(SOURCES).with_suffix("").parts))
+    return str(getattr(importlib.import_module(module), name, name))
 
 
 def _is_ours(item: object) -> bool:

@@ -30,14 +30,12 @@ from gradwire.cluster._control import (
     send_message,
 )
 from gradwire.cluster._process import name_process
+from gradwire.cluster.driver import DRIVER
 from gradwire.cluster.membership import follow_driver
-from gradwire.cluster.status import CALLS_SERVED
-from gradwire.errors import RpcError
-from gradwire.rpc.api import reserve_process, reserved_for, set_current_agent
+from gradwire.cluster.status import serve_usage
+from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-
-DRIVER = "driver"
 
 
 class WorkerFds(NamedTuple):
@@ -70,9 +68,9 @@ def run_worker(fds: WorkerFds) -> None:
     directory = StaticDirectory(spec.addresses)
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
     directory.complete()
-    agent.server.register_control(CALLS_SERVED, lambda _: agent.statistics().num_calls_served)
+    serve_usage(agent)
     follow_driver(agent, DRIVER)
-    set_current_agent(agent, _refuse_shutdown)
+    set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening(agent.address))
     with lifeline:
         _wait_for_leave(lifeline)
@@ -81,13 +79,6 @@ def run_worker(fds: WorkerFds) -> None:
     set_current_agent(None)
     # The usual end of an interpreter would wait for the user's threads and take torch apart; neither is of use.
     atexit._run_exitfuncs()
-
-
-def _refuse_shutdown(graceful: bool, timeout: float) -> None:
-    raise RpcError(
-        f"{reserved_for()} was started by Cluster.local in another process, which ends it: call cluster.close() or "
-        "gradwire.rpc.shutdown() there"
-    )
 
 
 def flush_output() -> None:
@@ -106,12 +97,12 @@ def _settle_in(start: WorkerStart) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     torch.set_num_threads(start.spec.num_threads)
-    _reset_seeds(start.spec.info.id)
+    reset_seeds(start.spec.info.id)
     for module in start.spec.imports:
         importlib.import_module(module)
 
 
-def _reset_seeds(rank: int) -> None:
+def reset_seeds(rank: int) -> None:
     """Make the workers' random numbers differ.
 
     Python and numpy start from the system's entropy, as in any new process. torch starts every process from the same

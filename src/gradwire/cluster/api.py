@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 from gradwire import _interrupts
+from gradwire.cluster.driver import CLUSTER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
-from gradwire.cluster.local_launcher import CLUSTER, MAX_WORKERS, LocalOptions, check_count, check_names, start_local
+from gradwire.cluster.local_launcher import LocalOptions, start_local
 from gradwire.cluster.map import MapRun
-from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
-from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_calls_served
+from gradwire.cluster.monitor import MembershipEvent, Monitor
+from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
 from gradwire.cluster.worker import Worker
@@ -87,6 +88,7 @@ class Cluster:
         *,
         replace: bool = False,
         names: Sequence[str] | None = None,
+        roles: Mapping[str, int] | None = None,
         num_worker_threads: int = _DEFAULTS.num_worker_threads,
         rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
         threads_per_worker: int = 1,
@@ -111,6 +113,8 @@ class Cluster:
             replace: Close the cluster that is open in this process, if there is one, and take its place. Calls that are
                 under way on its workers fail. Without it, a second cluster is an error.
             names: Their names; ``worker0``, ``worker1`` ... if not given.
+            roles: How many workers have each role, in place of names: ``{"ps": 1, "trainer": 3}`` makes ``ps0``,
+                ``trainer0``, ``trainer1`` and ``trainer2``, whose `Worker.role` says so.
             num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
             rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
             threads_per_worker: Threads of one torch operation.
@@ -138,6 +142,7 @@ class Cluster:
         options = LocalOptions(
             num_workers=n,
             names=names,
+            roles=roles,
             threads_per_worker=threads_per_worker,
             start_timeout_s=start_timeout,
             environment=env,
@@ -148,11 +153,12 @@ class Cluster:
                 trust=trust,
                 limits=_DEFAULTS.limits if limits is None else limits,
             ),
+            supervision=SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts),
+            on_restart=on_restart,
         )
-        supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         if replace and (old := cls.current()) is not None:
             old.close(grace=0)
-        return cls(*start_local(options, supervision, on_restart))
+        return cls(*start_local(options))
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -267,27 +273,23 @@ class Cluster:
         watched = self._monitor.options
         silence = f" or has not answered for {watched.silence_s:g} s" if watched.silence_s < float("inf") else ""
         restarts = f", at most {watched.max_restarts} times a minute" if watched.restart == "on-loss" else ""
+        roles: dict[str, list[str]] = {}
+        for worker in self.workers:
+            roles.setdefault(worker.role, []).append(worker.name)
         lines = [
             f"{self!r} of driver process {self._owner_pid} on {socket.gethostname()}",
             f"Python {platform.python_version()}, torch {torch.__version__}, gradwire {GRADWIRE_VERSION}",
             f'a worker is lost when its process ends{silence}; restart="{watched.restart}"{restarts}',
+            *(f"role {role}: {', '.join(names)}" for role, names in roles.items() if len(roles) > 1),
             self._monitor.launcher.describe(),
-            *map(self._describe_member, self._monitor.members()),
         ]
         return "\n".join(lines)
-
-    def _describe_member(self, member: Member) -> str:
-        handle, info = member.handle, member.spec.info
-        where = f" ({handle.place})" if handle.place else ""
-        at = f", listens at {', '.join(handle.address.uris)}" if handle.address is not None else ""
-        process = f"process {handle.pid} on {handle.host}{where}{at}"
-        return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
 
     def status(self) -> ClusterStatus:
         """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
         members = self._monitor.members()
         running = [member.name for member in members if member.handle.state is WorkerState.RUNNING]
-        served = ask_calls_served(self._agent, running, _SURVEY_S)
+        usage = ask_usage(self._agent, running, _SURVEY_S)
         return ClusterStatus(
             WorkerStatus(
                 name=member.name,
@@ -296,8 +298,8 @@ class Cluster:
                 pid=member.handle.pid,
                 state=self._monitor.state_of(member),
                 uptime_s=member.handle.uptime_s,
-                rss_bytes=self._monitor.launcher.rss_bytes(member.handle),
-                calls_served=served.get(member.name),
+                rss_bytes=usage[member.name].rss_bytes if member.name in usage else None,
+                calls_served=usage[member.name].calls_served if member.name in usage else None,
                 restarts=self._monitor.num_restarts(member),
                 exit_reason=self._monitor.lost_reason(member),
             )
@@ -316,8 +318,9 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        # The resources end what is left if Ctrl-C ends one of the waits.
-        with _interrupts.installed(), self._resources, self._status_socket or contextlib.nullcontext():
+        # The resources end what is left if Ctrl-C ends one of the waits; the threads of the monitor end after that.
+        status_socket = self._status_socket or contextlib.nullcontext()
+        with _interrupts.installed(), contextlib.closing(self._monitor), self._resources, status_socket:
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

@@ -1,8 +1,8 @@
 """The seam between a cluster and what starts its processes.
 
 A `Launcher` starts workers, knows when they end, and ends them. `gradwire.cluster.local_launcher` has the one for this
-machine. One for torchrun or Ray needs these methods and nothing else, because everything a cluster does with a running
-worker goes through calls.
+machine, `gradwire.cluster.remote_launcher` the one for all others, over a small `Scheduler`. Everything a cluster does with
+a running worker goes through calls.
 """
 
 from __future__ import annotations
@@ -48,16 +48,24 @@ class WorkerHandle:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.pid: int | None = None
-        self.address: WorkerAddress | None = None  # known once it listens
-        self.host = ""  # name of its machine, for people
-        self.place: str | None = None  # what the scheduler calls the place that it runs in
         self.state = WorkerState.STARTING
         self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
+        self.address: WorkerAddress | None = None  # once it listens
+        self.host = ""  # name of its machine; empty for this one
+        self.place: str | None = None  # where a scheduler put it, for people
         self._started_at = time.monotonic()
         self._ended_at: float | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerHandle {self.info.name} pid={self.pid} {self.state.value}>"
+
+    def describe(self) -> str:
+        """Return one line for people: what it is, where it runs, where it listens, how it is."""
+        where = " ".join(text for text in (self.host, self.place and f"({self.place})") if text)
+        listens = f", listens at {', '.join(self.address.uris)}" if self.address is not None else ""
+        ended = f": {self.exit_reason}" if self.exit_reason else ""
+        at = f" on {where}" if where else ""
+        return f"{self.info.name}: rank {self.info.id}, process {self.pid}{at}{listens}, {self.state.value}{ended}"
 
     @property
     def uptime_s(self) -> float:
@@ -68,7 +76,7 @@ class WorkerHandle:
         self.pid = pid
 
     def on_listening(self, address: WorkerAddress | None = None) -> None:
-        self.address = address
+        self.address = address or self.address
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.RUNNING
 
@@ -106,9 +114,6 @@ class Launcher(Protocol):
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
         """Wait until that worker's process is gone; return False if it is still there after `timeout_s`."""
 
-    def rss_bytes(self, handle: WorkerHandle) -> int | None:
-        """Return the memory that the process has resident now, or None where that cannot be known."""
-
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
         """Ask workers to leave, and end by force those that are still there after `grace_s`.
 
@@ -118,7 +123,7 @@ class Launcher(Protocol):
         """
 
     def describe(self) -> str:
-        """Return what was started, and how, in lines for people; without secrets."""
+        """Return exactly what was started, for people."""
 
     def close(self) -> None:
         """End every worker at once and free everything. May be called again."""

@@ -12,16 +12,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
-import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire import _interrupts
@@ -37,25 +34,17 @@ from gradwire.cluster._control import (
 )
 from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
-from gradwire.cluster._worker_main import DRIVER
+from gradwire.cluster.driver import ClusterOptions, check_no_other
 from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
-from gradwire.cluster.monitor import Monitor
-from gradwire.cluster.status import rss_of
-from gradwire.cluster.supervision import SupervisionOptions
-from gradwire.cluster.worker import Worker
+from gradwire.cluster.monitor import Monitor, start_members
 from gradwire.config import WorkerConfig
-from gradwire.errors import ConfigurationError, NotInitialized, WorkerStartFailed
-from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for, set_current_agent
+from gradwire.errors import WorkerStartFailed
+from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerAddress
 
-CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
-
-MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
-_MAX_NAME_CHARS = 40  # the path of a socket is limited to 107 bytes
-_MAX_BASE_CHARS = 40  # likewise
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MAX_BASE_CHARS = 40  # the path of a socket is limited to 107 bytes
 _HOST = "local"
 _ANY_INCARNATION = 0
 _FORKS_AT_ONCE = 16  # descriptors on their way through a socket count against a limit
@@ -65,66 +54,18 @@ _STOP_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalOptions:
-    """The options of `gradwire.Cluster.local`, checked when they are made; see there."""
-
-    num_workers: int
-    names: Sequence[str] | None = None
-    threads_per_worker: int = 1
-    start_timeout_s: float = 60.0
-    environment: Mapping[str, str] | None = None
-    imports: Sequence[str] = ()
-    config: WorkerConfig = field(default_factory=WorkerConfig)
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-
-    def __post_init__(self) -> None:
-        check_count("n", self.num_workers, MAX_WORKERS)
-        check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
-        if not self.start_timeout_s > 0:
-            raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
-        if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
-            raise ConfigurationError(f"env must map text to text: {dict(self.environment or {})!r}")
-        if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
-            raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
-        if self.names is not None:
-            check_names(self.names, self.num_workers)
-
-    def infos(self) -> list[WorkerInfo]:
-        """Return names and ranks of the workers, and of the driver at the end."""
-        names = self.names or [f"worker{rank}" for rank in range(self.num_workers)]
-        return [WorkerInfo(name, rank) for rank, name in enumerate((*names, DRIVER))]
+class LocalOptions(ClusterOptions):
+    """The options of `gradwire.Cluster.local`; see there."""
 
     def worker_config(self) -> WorkerConfig:
         return dataclasses.replace(self.config, transports=("unix",), token=self.token)
 
 
-def check_count(option: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigurationError(f"{option} must be a whole number from 1 to {most:,}, not {value!r}")
-
-
-def check_names(names: Sequence[object], num_workers: int) -> None:
-    if isinstance(names, str) or len(names) != num_workers:
-        raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
-    for name in names:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
-            raise ConfigurationError(
-                f"a worker's name has 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes, underscores; not {name!r}"
-            )
-    if len(set(names)) != len(names) or DRIVER in names:
-        raise ConfigurationError(f'names must differ, and "{DRIVER}" is this process: {list(names)!r}')
-
-
-def start_local(
-    options: LocalOptions,
-    supervision: SupervisionOptions = SupervisionOptions(),  # noqa: B008  (frozen)
-    on_restart: Callable[[Worker], object] | None = None,
-) -> tuple[Monitor, contextlib.ExitStack]:
+def start_local(options: LocalOptions) -> tuple[Monitor, contextlib.ExitStack]:
     """Start everything, or nothing; closing the stack ends all of it at once."""
-    _check_no_other()
+    check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
-        last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
         launcher = LocalLauncher(options.start_timeout_s)
         resources.callback(launcher.close)
         members = [
@@ -139,52 +80,9 @@ def start_local(
         resources.callback(set_current_agent, None)
         resources.callback(agent.shutdown, graceful=False)
         set_current_agent(agent)
-        specs = [
-            WorkerSpec(
-                info=info,
-                config=config,
-                addresses=tuple(members),
-                num_threads=options.threads_per_worker,
-                environment=dict(options.environment or {}),
-                imports=tuple(options.imports),
-            )
-            for info in infos
-        ]
-        monitor = Monitor(agent, launcher, supervision, on_restart, options.start_timeout_s)
-        last.callback(monitor.close)
-        resources.callback(monitor.stop)
-        monitor.start(specs, max(0.0, deadline - time.monotonic()))
+        specs = [options.spec(info, config, tuple(members)) for info in infos]
+        monitor = start_members(agent, launcher, options, specs, deadline, resources)
         return monitor, resources.pop_all()
-
-
-def _check_no_other() -> None:
-    hint = guard_hint("with gradwire.Cluster.local(...) as cluster:\n            ...")
-    if (name := reserved_for()) is not None:
-        raise ConfigurationError(f"{name} is a worker of a cluster: only the driver can start one{hint}")
-    if _imports_the_script():
-        raise ConfigurationError(f"the program's script was imported, and would start a second cluster{hint}")
-    with contextlib.suppress(NotInitialized):
-        agent = current_agent()
-        if CLUSTER in agent.extensions:
-            raise ConfigurationError(
-                "a cluster is open in this process already. Use it (Cluster.current()), close it (Cluster.current().close() "
-                f"or gradwire.rpc.shutdown()), or have the new one take its place: Cluster.local(..., replace=True){hint}"
-            )
-        raise ConfigurationError(
-            f"this process is worker {agent.info.name} of a cluster already, by init_rpc; leave that one first, with "
-            f"gradwire.rpc.shutdown(){hint}"
-        )
-
-
-def _imports_the_script() -> bool:
-    """Whether this runs because the program's own script is imported: by itself, or where multiprocessing spawns."""
-    importing = find_import()
-    if importing is None:
-        return False
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return importing.f_globals.get("__name__") == "__mp_main__" or (
-        script is not None and os.path.realpath(script) == os.path.realpath(importing.f_code.co_filename)
-    )
 
 
 class LocalLauncher(Launcher):
@@ -228,9 +126,6 @@ class LocalLauncher(Launcher):
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
         return self._supervisor.wait_until(lambda: handle.state.is_over, timeout_s)
 
-    def rss_bytes(self, handle: WorkerHandle) -> int | None:
-        return None if handle.pid is None or handle.state.is_over else rss_of(handle.pid)
-
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
         """Ask workers to leave; after the time of grace come SIGTERM, then SIGKILL.
 
@@ -253,8 +148,9 @@ class LocalLauncher(Launcher):
         return False
 
     def describe(self) -> str:
+        workers = "".join(f"\n  {worker.handle.describe()}" for worker in self._workers)
         return (
-            f"processes of this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
+            f"processes on this machine, forked by process {self._fork_server.pid}; sockets in {self.folder}{workers}"
         )
 
     def close(self) -> None:

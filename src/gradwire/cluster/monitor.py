@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from gradwire import _interrupts
+from gradwire.cluster.driver import ClusterOptions
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.membership import ALIVE, MAX_REASON_CHARS, Departure, tell_members
 from gradwire.cluster.supervision import (
@@ -494,7 +495,7 @@ class Monitor:
     def _ensure_watched(self) -> None:
         """Start the thread that wakes when something is due, unless there is one; the caller holds the lock."""
         if self._watcher is None and not self._is_stopped and min(self._supervision.next_due(), self._tell_at) < _NEVER:
-            self._watcher = self._start_thread("gradwire-driver-watcher", self._watch)
+            self._watcher = self._start_thread("gradwire-driver-monitor", self._watch)
 
     def _watch(self) -> None:
         while True:
@@ -527,3 +528,18 @@ def _unused_names(role: str, count: int, taken: Container[str]) -> list[str]:
     """Return the next names of a role that were never used."""
     names = (f"{role}{number}" for number in itertools.count())
     return list(itertools.islice((name for name in names if name not in taken), count))
+
+
+def start_members(
+    agent: Agent,
+    launcher: Launcher,
+    options: ClusterOptions,
+    specs: Sequence[WorkerSpec],
+    deadline: float,
+    resources: contextlib.ExitStack,
+) -> Monitor:
+    """Start the workers of a new cluster; return their monitor, which `resources` stops."""
+    monitor = Monitor(agent, launcher, options.supervision, options.on_restart, options.start_timeout_s)
+    resources.callback(monitor.stop)
+    monitor.start(specs, max(0.0, deadline - time.monotonic()))
+    return monitor

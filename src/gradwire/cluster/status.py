@@ -7,15 +7,14 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from gradwire.rpc.agent import Agent
-
-CALLS_SERVED = "calls_served"
-"""The control operation that returns how many calls a worker has answered."""
 
 _STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "leaving": "yellow", "lost": "bold red"}
 
@@ -31,7 +30,7 @@ class WorkerStatus:
         pid: Process id, or None if no process was made.
         state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to), ``lost`` (it was not) or ``restarting``.
         uptime_s: Seconds since its start, until its end.
-        rss_bytes: Memory resident now; None when the process is gone.
+        rss_bytes: Memory resident now; None when it did not answer the question.
         calls_served: Calls it has answered; None when it did not answer the question.
         restarts: How often it was started again.
         exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
@@ -117,9 +116,25 @@ def rss_of(pid: int) -> int | None:
         return None
 
 
-def ask_calls_served(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, int]:
-    """Return how many calls each worker has served, for those that answer within `timeout_s`.
+USAGE = "cluster.usage"
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says about itself."""
+
+    calls_served: Annotated[int, msgspec.Meta(ge=0)]
+    rss_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
+
+
+def serve_usage(agent: Agent) -> None:
+    """Let this worker answer `ask_usage`."""
+    pid = os.getpid()
+    agent.server.register_control(USAGE, lambda _: Usage(agent.statistics().num_calls_served, rss_of(pid)))
+
+
+def ask_usage(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, Usage]:
+    """Return how many calls each worker has served, and its memory, for those that answer within `timeout_s`.
 
     The question travels on the control lane: it does not count as a call, and a worker whose threads are all busy answers.
     """
-    return agent.ask_all(names, CALLS_SERVED, (), timeout_s, int)
+    return agent.ask_all(names, USAGE, (), timeout_s, Usage)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcTimeout
+from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcError, RpcTimeout
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent, start_worker
 from gradwire.rpc.futures import CallFuture
@@ -84,8 +84,11 @@ def _check_no_agent() -> None:
         )
 
 
-def reserve_process(name: str) -> None:
-    """Note that a cluster started this process to be one worker: `init_rpc` and `Cluster.local` are refused in it."""
+def reserve_process(name: str | None) -> None:
+    """Note that a cluster has this process to be one worker: `init_rpc` and `Cluster.local` are refused in it.
+
+    None notes that it has given the process back.
+    """
     global _reserved_for
     _reserved_for = name
 
@@ -93,6 +96,14 @@ def reserve_process(name: str) -> None:
 def reserved_for() -> str | None:
     """Return the name of the worker that a cluster started this process to be; None in any other process."""
     return _reserved_for
+
+
+def refuse_shutdown(graceful: bool, timeout: float) -> None:
+    """Do what `shutdown` does in a process that a cluster started to be a worker."""
+    raise RpcError(
+        f"{_reserved_for} was started by a cluster's driver, in another process, which ends it: call cluster.close() or "
+        "gradwire.rpc.shutdown() there"
+    )
 
 
 def find_import() -> FrameType | None:

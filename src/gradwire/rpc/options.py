@@ -56,7 +56,7 @@ class RpcOptions(RpcBackendOptions):
         transports: Schemes to use; by default ``unix``, and ``tcp`` where TLS keys are given.
         tls: Keys for other machines.
         bind_host: Address for ``tcp``; by default the one that faces the meeting point.
-        bind_port: Port for ``tcp``; 0 takes a free one.
+        bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
         limits: What is accepted from other workers.
         shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
     """
@@ -72,7 +72,7 @@ class RpcOptions(RpcBackendOptions):
         transports: tuple[str, ...] | None = None,
         tls: TlsKeys | None = None,
         bind_host: str | None = None,
-        bind_port: int = 0,
+        bind_port: int | tuple[int, int] = 0,
         limits: Limits | None = None,
         shared_memory_from: int = _DEFAULTS.shared_memory_from,
     ) -> None:

@@ -8,6 +8,7 @@ kernel's own limit, TCP_USER_TIMEOUT, would also end connections to a worker tha
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import ssl
@@ -147,13 +148,16 @@ def _translate(error: Exception) -> TransportError:
 class TcpListener(SocketListener):
     """Listens at one address of this machine."""
 
-    def __init__(self, host: str, port: int, options: StreamOptions, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, host: str, port: int | tuple[int, int], options: StreamOptions, context: ssl.SSLContext | None
+    ) -> None:
         self._context = context
+        first, last = port if isinstance(port, tuple) else (port, port)
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            sock = socket.create_server((host, port), family=family, backlog=1024)
+            sock = _listen(host, first, last)
         except OSError as error:
-            raise ConfigurationError(f"cannot listen at tcp://{host}:{port}: {error}") from error
+            where = first if first == last else f"{first}-{last}"
+            raise ConfigurationError(f"cannot listen at tcp://{host}:{where}: {error}") from error
         super().__init__(sock, _make_uri(host, sock.getsockname()[1], context is not None), options)
 
     def accept_nowait(self) -> StreamConnection | None:
@@ -167,11 +171,24 @@ class TcpListener(SocketListener):
             return None
 
 
+def _listen(host: str, first: int, last: int) -> socket.socket:
+    """Return a listener at the first port of a range that is free."""
+    family = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM)[0][0]
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                raise
+    raise AssertionError("a range has at least one port")
+
+
 class TcpTransport:
     """Reaches workers over a network.
 
     Args:
         host: Address to bind; must be loopback without `keys`.
+        port: Port to bind; 0 for any, ``(first, last)`` for a range.
         advertised_host: What others connect to, when `host` is a wildcard.
     """
 
@@ -180,7 +197,7 @@ class TcpTransport:
     def __init__(
         self,
         host: str,
-        port: int,
+        port: int | tuple[int, int],
         keys: TlsKeys | None,
         options: StreamOptions,
         advertised_host: str | None = None,

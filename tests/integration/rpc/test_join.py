@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.cluster.status import ask_calls_served
+from gradwire.cluster.status import USAGE, ask_usage
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent
 from gradwire.rpc.rendezvous import Host, StoreDirectory, open_meeting_point
@@ -106,5 +106,5 @@ def test_a_worker_cannot_speak_for_others_when_rank_0_restarts(host: Host, direc
 @pytest.mark.parametrize("answer", ["many", None, [1], 1.5])
 def test_a_worker_that_does_not_say_how_many_calls_it_served(make_agents: MakeAgents, answer: Any) -> None:
     a, b = make_agents("a", "b")
-    b.server.register_control("calls_served", lambda _: answer)
-    assert ask_calls_served(a, ["b"], 5.0) == {}
+    b.server.register_control(USAGE, lambda _: answer)
+    assert ask_usage(a, ["b"], 5.0) == {}

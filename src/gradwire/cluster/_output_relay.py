@@ -1,0 +1,223 @@
+"""What a worker on another machine prints, on its way to the driver.
+
+    worker   file descriptors 1, 2 --> pipe --> OutputCapture  -- cluster.output -->  OutputPrinter   driver's stdout, stderr
+
+Each piece is answered once it is printed, and the next one waits for that: a driver whose output is stuck holds up the
+workers' printing, as with a pipe, and memory is bounded on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+import time
+from typing import Annotated
+
+from msgspec import Meta
+
+from gradwire.cluster._output import Stream, WorkerOutput
+from gradwire.errors import AuthenticationFailed
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.types import WorkerInfo
+
+OUTPUT = "cluster.output"
+
+_PIECE_BYTES = 1 << 16
+_KEPT_BYTES = 1 << 14
+_STREAMS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
+_Piece = Annotated[bytes, Meta(max_length=_PIECE_BYTES)]
+
+_log = logging.getLogger("gradwire")
+
+
+class OutputCapture:
+    """Takes over the output of this process until it is closed, and then gives it back.
+
+    As long as there is no driver to send it to, and when there is none any more, it goes where it went before.
+    """
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._driver = ""
+        self._kept = bytearray()  # the end of what was printed so far; used by the thread, but for `kept`
+        self._lock = threading.Lock()  # guards _is_closed
+        self._is_closed = False
+        self._before = {stream: os.dup(fd) for stream, fd in _STREAMS.items()}
+        self._pipes: dict[int, Stream] = {}
+        self._stop, self._stopper = os.pipe2(os.O_CLOEXEC)
+        _flush()
+        for text in (sys.stdout, sys.stderr):
+            if isinstance(
+                text, io.TextIOWrapper
+            ):  # before: it asks for its place in a file, which a pipe does not have
+                text.reconfigure(line_buffering=True, errors="backslashreplace")
+        for stream, fd in _STREAMS.items():
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(reader, False)
+            self._pipes[reader] = stream
+            os.dup2(writer, fd)  # inheritable: what processes of this one print is the worker's, too
+            os.close(writer)
+        self._thread = threading.Thread(target=self._run, name="gradwire-output", daemon=True)
+        self._thread.start()
+
+    @property
+    def stderr_before(self) -> int:
+        """The descriptor that leads to where stderr went before."""
+        return self._before["stderr"]
+
+    def forward_to(self, agent: Agent, driver: str) -> None:
+        """From now on, send what is printed to the driver."""
+        self._driver, self._agent = driver, agent
+
+    def kept(self) -> str:
+        """Return the end of what was printed before there was a driver to send it to."""
+        _flush()
+        deadline = time.monotonic() + 1.0
+        while any(_has_bytes(fd) for fd in self._pipes) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return bytes(self._kept).decode(errors="replace")
+
+    def close(self, timeout_s: float) -> None:
+        """Give the output back, and send what is left; what cannot be sent in time goes where it went before."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        _flush()
+        for stream, fd in _STREAMS.items():
+            os.dup2(self._before[stream], fd)
+        os.write(self._stopper, b"!")
+        self._thread.join(timeout_s)
+        self._agent = None
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return  # stuck in a write of its own: its descriptors are needed until the process ends
+        for fd in (*self._before.values(), *self._pipes, self._stop, self._stopper):
+            os.close(fd)
+
+    def _run(self) -> None:
+        open_pipes = dict(self._pipes)
+        poll = select.poll()
+        for fd in (*open_pipes, self._stop):
+            poll.register(fd, select.POLLIN)
+        is_stopping = False
+        while open_pipes:
+            ready = [fd for fd, _ in poll.poll(0 if is_stopping else None)]
+            if is_stopping and not ready:
+                return  # a process that was started here may hold the other end open
+            if self._stop in ready:
+                is_stopping = True
+                poll.unregister(self._stop)
+            for fd in [fd for fd in ready if fd in open_pipes]:
+                data = _read(fd)
+                if data:
+                    self._pass_on(open_pipes[fd], data)
+                elif data is not None:
+                    poll.unregister(fd)
+                    del open_pipes[fd]
+
+    def _pass_on(self, stream: Stream, data: bytes) -> None:
+        agent = self._agent
+        if agent is not None:
+            try:
+                agent.ask(self._driver, OUTPUT, (stream, data), 0.0, None).wait()
+                return
+            except Exception:  # the driver is lost, or this worker is closed
+                self._agent = None
+        else:
+            self._kept = (self._kept + data)[-_KEPT_BYTES:]
+        with contextlib.suppress(OSError):
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._before[stream], view) :]
+
+
+def _read(fd: int) -> bytes | None:
+    try:
+        return os.read(fd, _PIECE_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _has_bytes(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poll.poll(0))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the user's code, or None
+            stream.flush()
+
+
+_Item = tuple[str, Stream | None, bytes, InterruptibleFuture[None] | None]
+
+
+class OutputPrinter:
+    """Prints in the driver what its workers on other machines print, with their names in front."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._outputs: dict[str, WorkerOutput] = {}  # single operations only
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="gradwire-driver-output", daemon=True)
+        self._thread.start()
+        agent.server.register_control(OUTPUT, self._on_output, Stream, _Piece)
+
+    def add(self, info: WorkerInfo) -> None:
+        """Print what this worker sends."""
+        output = WorkerOutput(info.name, info.id)
+        output.release()
+        self._outputs[info.name] = output
+
+    def finish(self, name: str) -> None:
+        """Print what a worker that has ended left without a line end."""
+        if name in self._outputs:
+            for stream in _STREAMS:
+                self._queue.put((name, stream, b"", None))
+
+    def close(self, timeout_s: float) -> None:
+        """Print what has arrived, and end. May be called again."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)  # it is stuck for as long as the driver's own output is
+
+    def _on_output(self, source: WorkerInfo, stream: Stream, data: bytes) -> InterruptibleFuture[None]:
+        if source.name not in self._outputs:
+            raise AuthenticationFailed(f"{source.name} is not a worker whose output is printed here")
+        printed: InterruptibleFuture[None] = InterruptibleFuture()
+        self._queue.put((source.name, stream, data, printed))
+        return printed
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=self._refresh())
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            name, stream, data, printed = item
+            try:
+                if stream is not None and (output := self._outputs.get(name)) is not None:
+                    output.feed(stream, data, time.monotonic())
+            except Exception:
+                _log.exception("the output of %s could not be printed", name)
+            if printed is not None:
+                printed.set_result(None)
+
+    def _refresh(self) -> float | None:
+        """Show the progress bars for which it is time; return the seconds until the next, or None for no limit."""
+        now, soonest = time.monotonic(), float("inf")
+        for output in list(self._outputs.values()):
+            output.refresh(now)
+            soonest = min(soonest, float("inf") if output.refresh_at is None else output.refresh_at)
+        return None if soonest == float("inf") else max(0.0, soonest - now)

@@ -1,0 +1,143 @@
+"""What all clusters have in common at their start: options, and whether this process can be a driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gradwire.cluster.launcher import WorkerSpec
+from gradwire.cluster.supervision import SupervisionOptions
+from gradwire.config import WorkerConfig
+from gradwire.errors import ConfigurationError, NotInitialized
+from gradwire.rpc.api import current_agent, find_import, guard_hint, reserved_for
+from gradwire.types import WorkerAddress, WorkerInfo
+
+if TYPE_CHECKING:
+    from gradwire.cluster.worker import Worker
+
+CLUSTER = "cluster"  # where the driver's agent keeps the cluster that it belongs to
+DRIVER = "driver"
+
+MAX_WORKERS = 65_535  # ranks are 16 bits, and the driver has the one after the workers'
+_MAX_NAME_CHARS = 40  # the path of a socket is limited to 107 bytes
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The options that every kind of cluster takes, checked when they are made; see `gradwire.Cluster.local`."""
+
+    num_workers: int
+    names: Sequence[str] | None = None
+    roles: Mapping[str, int] | None = None  # how many workers have each role: ps0, ps1, trainer0, ...
+    threads_per_worker: int = 1
+    start_timeout_s: float = 60.0
+    environment: Mapping[str, str] | None = None
+    imports: Sequence[str] = ()
+    config: WorkerConfig = field(default_factory=WorkerConfig)
+    supervision: SupervisionOptions = field(default_factory=SupervisionOptions)
+    on_restart: Callable[[Worker], object] | None = None
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def __post_init__(self) -> None:
+        check_count("n", self.num_workers, MAX_WORKERS)
+        check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
+        if not self.start_timeout_s > 0:
+            raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
+        if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
+            raise ConfigurationError(f"env must map text to text: {dict(self.environment or {})!r}")
+        if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
+            raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
+        if self.roles is not None:
+            self._check_roles(self.roles)
+        check_names(self._names(), self.num_workers)
+
+    def _check_roles(self, roles: Mapping[str, int]) -> None:
+        if self.names is not None:
+            raise ConfigurationError("names and roles exclude each other: a role gives its workers their names")
+        for role, count in roles.items():
+            check_count(f"roles[{role!r}]", count, MAX_WORKERS)
+        if sum(roles.values()) != self.num_workers:
+            raise ConfigurationError(
+                f"roles have {sum(roles.values())} workers in all, and n is {self.num_workers}: {dict(roles)!r}"
+            )
+
+    def _names(self) -> Sequence[str]:
+        if self.roles is not None:
+            return [f"{role}{index}" for role, count in self.roles.items() for index in range(count)]
+        return self.names if self.names is not None else [f"worker{rank}" for rank in range(self.num_workers)]
+
+    def roles_by_name(self) -> dict[str, str]:
+        """Return the role of each worker; empty without roles."""
+        each = [role for role, count in (self.roles or {}).items() for _ in range(count)]
+        return dict(zip(self._names(), each, strict=False))
+
+    def infos(self) -> list[WorkerInfo]:
+        """Return names and ranks of the workers, and of the driver at the end."""
+        return [WorkerInfo(name, rank) for rank, name in enumerate((*self._names(), DRIVER))]
+
+    def spec(self, info: WorkerInfo, config: WorkerConfig, addresses: tuple[WorkerAddress, ...] = ()) -> WorkerSpec:
+        """Return what a launcher needs to start that worker."""
+        return WorkerSpec(
+            info=info,
+            config=config,
+            addresses=addresses,
+            num_threads=self.threads_per_worker,
+            environment=dict(self.environment or {}),
+            imports=tuple(self.imports),
+            role=self.roles_by_name().get(info.name, "worker"),
+        )
+
+
+def check_count(option: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigurationError(f"{option} must be a whole number from 1 to {most:,}, not {value!r}")
+
+
+def check_names(names: Sequence[object], num_workers: int) -> None:
+    if isinstance(names, str) or len(names) != num_workers:
+        raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
+            raise ConfigurationError(
+                f"a worker's name has 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes, underscores; not {name!r}"
+            )
+    if len(set(names)) != len(names) or DRIVER in names:
+        raise ConfigurationError(f'names must differ, and "{DRIVER}" is this process: {list(names)!r}')
+
+
+def check_no_other() -> None:
+    """Refuse to start a cluster in a process that belongs to one."""
+    hint = guard_hint("with gradwire.Cluster.local(...) as cluster:\n            ...")
+    if (name := reserved_for()) is not None:
+        raise ConfigurationError(f"{name} is a worker of a cluster: only the driver can start one{hint}")
+    if _imports_the_script():
+        raise ConfigurationError(f"the program's script was imported, and would start a second cluster{hint}")
+    with contextlib.suppress(NotInitialized):
+        agent = current_agent()
+        if CLUSTER in agent.extensions:
+            raise ConfigurationError(
+                "a cluster is open in this process already. Use it (Cluster.current()), close it (Cluster.current().close() "
+                f"or gradwire.rpc.shutdown()), or have the new one take its place: Cluster.local(..., replace=True){hint}"
+            )
+        raise ConfigurationError(
+            f"this process is worker {agent.info.name} of a cluster already, by init_rpc; leave that one first, with "
+            f"gradwire.rpc.shutdown(){hint}"
+        )
+
+
+def _imports_the_script() -> bool:
+    """Whether this runs because the program's own script is imported: by itself, or where multiprocessing spawns."""
+    importing = find_import()
+    if importing is None:
+        return False
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return importing.f_globals.get("__name__") == "__mp_main__" or (
+        script is not None and os.path.realpath(script) == os.path.realpath(importing.f_code.co_filename)
+    )

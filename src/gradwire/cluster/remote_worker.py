@@ -1,0 +1,278 @@
+"""A worker in a process that a scheduler started.
+
+It runs inside of that process, beside what the scheduler has in it: it forks nothing, installs no signal handler, and need
+not be in the main thread. The scheduler's program passes messages to `RemoteWorker.handle`, one thread of it waits in
+`RemoteWorker.serve`; `gradwire.cluster.enrolment` has the messages. From `Ready` on the driver speaks to the worker over
+gradwire's own connections:
+
+    driver  -- cluster.members --> worker     who belongs to the cluster
+            -- cluster.dial    -->            whether it reaches others
+            -- cluster.leave   -->            that it may go
+            <-- cluster.output --             what it prints
+
+A worker whose driver is lost ends, for it has lost what it was started for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradwire import _interrupts
+from gradwire.cluster import enrolment
+from gradwire.cluster._output_relay import OutputCapture
+from gradwire.cluster._worker_main import reset_seeds
+from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
+from gradwire.cluster.membership import follow_driver
+from gradwire.cluster.network_address import address_of_interface, address_towards
+from gradwire.cluster.status import serve_usage
+from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
+from gradwire.rpc.agent import Agent
+from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent
+from gradwire.rpc.functions import Group, Seconds
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.rpc.peers import StaticDirectory
+from gradwire.runtime import start_worker
+from gradwire.types import WorkerInfo
+
+LEAVE = "cluster.leave"
+DIAL = "cluster.dial"
+
+_ASSIGN_S = 600.0
+_LAST_OUTPUT_S = 2.0
+_RETURN_S = 5.0  # how long a driver may be cut off
+_LOOK_S = 0.2
+
+
+class RemoteWorker:
+    """The worker's side of `gradwire.cluster.remote_launcher`.
+
+    Args:
+        address: Where the other machines reach this one; the address on the way to the driver if not given.
+        local_index: Counts the processes of this machine; ranks follow it.
+        host: Name of this machine, for people.
+        assign_timeout_s: How long to wait for the driver's decision.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        local_index: int = 0,
+        host: str | None = None,
+        assign_timeout_s: float = _ASSIGN_S,
+    ) -> None:
+        self._address = address
+        self._local_index = local_index
+        self._host = host or enrolment.host_name()
+        self._lock = threading.Lock()  # held while a message is handled
+        self._key: object = None
+        self._agent: Agent | None = None
+        self._capture: OutputCapture | None = None
+        self._had_faulthandler = False
+        self._changed = threading.Condition()  # guards the three below
+        self._deadline: float | None = time.monotonic() + assign_timeout_s  # for the driver; None while it is connected
+        self._lost_reason: str | None = "the driver did not give this process a name in time"  # when that has passed
+        self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"<RemoteWorker {self._agent.info.name if self._agent is not None else 'without a name yet'}>"
+
+    @property
+    def info(self) -> WorkerInfo | None:
+        """Name and rank, once the driver has decided."""
+        return None if self._agent is None else self._agent.info
+
+    def handle(self, message: bytes) -> bytes:
+        """Return the answer to a message of the driver; a failure is an answer, too."""
+        with self._lock:
+            try:
+                question = enrolment.decode_question(message)
+                answer = self._introduce(question) if isinstance(question, Introduce) else self._join(question)
+                return enrolment.encode(answer)
+            except (Exception, SystemExit) as error:  # an import may do anything
+                text = "".join(traceback.format_exception(error))
+                if isinstance(error, GradwireError):  # it says all there is to say
+                    text = f"{error}\n"
+                printed = self._capture.kept() if self._capture is not None else ""
+                self._give_up()
+                return enrolment.encode(Failed(f"{text}It printed:\n{printed}" if printed else text))
+
+    def serve(self) -> str | None:
+        """Return when the driver has let this worker go; the reason if the driver was lost instead.
+
+        Afterwards the process is as it was before, but for what calls have left in it. Functions that still run go on, and
+        their results are dropped.
+        """
+        with self._changed:
+            while not self._is_over:
+                left = None if self._deadline is None else self._deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                _interrupts.wait(self._changed, left)
+            self._is_over = True
+        self._give_up()
+        return self._lost_reason
+
+    def _introduce(self, question: Introduce) -> Introduction:
+        from gradwire.transports.certificates import ProcessKey
+
+        if self._key is None:
+            self._key = ProcessKey()
+        assert isinstance(self._key, ProcessKey)
+        if question.interface is not None:
+            self._address = address_of_interface(question.interface)
+        elif self._address is None:
+            self._address = address_towards(question.driver_host)
+        return Introduction(
+            certificate_request=self._key.request(),
+            host=self._host,
+            address=self._address,
+            local_index=self._local_index,
+            pid=os.getpid(),
+            versions=enrolment.own_versions(),
+        )
+
+    def _join(self, assignment: Assign) -> Ready:
+        from gradwire.transports.certificates import ProcessKey
+
+        if not isinstance(self._key, ProcessKey) or self._address is None:
+            raise ConfigurationError("the driver gave this process a name before it was asked who it is")
+        if (name := reserved_for()) is not None or self._agent is not None:
+            raise ConfigurationError(f"this process is worker {name} already, and cannot be {assignment.name} as well")
+        settings = enrolment.decode_settings(self._key.open(assignment.sealed_settings, assignment.name.encode()))
+        reserve_process(assignment.name)  # before any import of the user's
+        self._capture = capture = OutputCapture()
+        # A crash in native code prints where it happened, and ends the thread that would send that to the driver.
+        self._had_faulthandler = faulthandler.is_enabled()
+        faulthandler.enable(file=capture.stderr_before)
+        self._settle_in(assignment.rank, settings)
+        driver = assignment.driver.info.name
+        directory = StaticDirectory([assignment.driver])
+        with self._key.files(assignment.certificate, assignment.authority) as keys:
+            config = dataclasses.replace(settings.config, transports=("unix", "tcp"), bind_host=self._address, tls=keys)
+            self._agent = agent = start_worker(assignment.info, config, directory)
+        directory.complete()
+        self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
+        self._follow(agent, driver)
+        set_current_agent(agent, refuse_shutdown)
+        capture.forward_to(agent, driver)
+        return Ready(agent.address)
+
+    def _settle_in(self, rank: int, settings: enrolment.WorkerSettings) -> None:
+        os.environ.update(settings.environment)
+        sys.path.extend(entry for entry in settings.path if entry not in sys.path and os.path.exists(entry))
+        importlib.invalidate_caches()
+        torch.set_num_threads(settings.num_threads)
+        reset_seeds(rank)
+        for module in settings.imports:
+            importlib.import_module(module)
+
+    def _follow(self, agent: Agent, driver: str) -> None:
+        """Take orders from the driver, and from nobody else."""
+
+        def check(source: WorkerInfo) -> None:
+            if source.name != driver:
+                raise AuthenticationFailed(f"only {driver} may ask {agent.info.name} for that, not {source.name}")
+
+        def on_leave(source: WorkerInfo) -> None:
+            check(source)
+            self._end()
+
+        def on_dial(source: WorkerInfo, names: list[str], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
+            check(source)
+            answer: InterruptibleFuture[dict[str, str]] = InterruptibleFuture()
+            _start_thread(_dial, agent, names, timeout_s, answer)
+            return answer
+
+        def on_connected(name: str) -> None:
+            if name == driver:
+                with self._changed:
+                    self._deadline = None
+
+        def on_lost(name: str, reason: str) -> None:
+            if name == driver:
+                self._expect_driver(_RETURN_S, reason)
+                _start_thread(self._reach_driver, agent, driver)
+
+        follow_driver(agent, driver)
+        serve_usage(agent)
+        agent.server.register_control(LEAVE, on_leave)
+        agent.server.register_control(DIAL, on_dial, Group, Seconds)
+        agent.on_worker_connected(lambda address: on_connected(address.info.name))
+        agent.on_worker_lost(lambda address, reason: on_lost(address.info.name, reason))
+
+    def _expect_driver(self, seconds: float, lost_reason: str) -> None:
+        """End after so many seconds unless the driver connects before."""
+        with self._changed:
+            if not self._is_over:
+                self._deadline, self._lost_reason = time.monotonic() + seconds, lost_reason
+                self._changed.notify_all()
+
+    def _reach_driver(self, agent: Agent, driver: str) -> None:
+        """Try to connect to the driver again, which may only have been cut off; `on_connected` tells of success."""
+        while (deadline := self._deadline) is not None and time.monotonic() < deadline and not self._is_over:
+            try:
+                agent.peers.peer(driver).lane("control", deadline)
+            except Exception as error:
+                if _is_refusal(error):
+                    self._expect_driver(0.0, self._lost_reason or "the driver is gone")
+                    return
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over, self._lost_reason = True, None
+            self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        """Leave the process as it was."""
+        agent, self._agent = self._agent, None
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            faulthandler.disable()
+            if self._had_faulthandler and sys.stderr is not None:
+                faulthandler.enable()
+            capture.close(_LAST_OUTPUT_S)
+            reserve_process(None)
+        if agent is not None:
+            agent.close()
+            set_current_agent(None)
+
+
+def _start_thread(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name="gradwire-connect", daemon=True).start()
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the answer is that the other process does not listen any more, or has given this one up."""
+    while error is not None and not isinstance(
+        error, ConnectionRefusedError | FileNotFoundError | AuthenticationFailed
+    ):
+        error = error.__cause__
+    return error is not None
+
+
+def _dial(agent: Agent, names: list[str], timeout_s: float, answer: InterruptibleFuture[dict[str, str]]) -> None:
+    """Open a connection to each of the workers; answer with the errors of those that cannot be reached, by name."""
+    deadline = time.monotonic() + timeout_s
+    failed = {}
+    for name in names:
+        try:
+            agent.peers.peer(name).lane("control", deadline)
+        except Exception as error:
+            failed[name] = str(error)
+    with contextlib.suppress(Exception):  # the driver is gone
+        answer.set_result(failed)
