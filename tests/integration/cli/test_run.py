@@ -53,19 +53,11 @@ def test_a_module_is_found_as_python_finds_it(tmp_path: Path) -> None:
 
 
 def test_init_rpc_meets_in_every_rank(tmp_path: Path) -> None:
-    program = write_program(
-        tmp_path,
-        """
-        import os, torch
-        from gradwire import rpc
-        rank = int(os.environ["RANK"])
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-        print(rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.tensor(rank), 1)).item())
-        rpc.shutdown()
-        """,
-    )
-    done = run_command("run", "-n", "2", program)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[rank0] 1", "[rank1] 2"]), done.stderr
+    """The program of the documentation, with the output that is shown there."""
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    program, output = re.findall(r"^```text\n(import os\n.*?|\$ gradwire run -n 2 ring.py\n.*?)^```", page, re.M | re.S)
+    done = run_command("run", "-n", "2", write_program(tmp_path, program))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(output.splitlines()[1:])), done.stderr
 
 
 def test_a_rank_that_fails_ends_the_others_and_gives_its_code(tmp_path: Path) -> None:
