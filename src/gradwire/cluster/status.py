@@ -129,7 +129,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 def serve_usage(agent: Agent) -> None:
     """Let this worker answer `ask_usage`."""
     pid = os.getpid()
-    agent.server.register_control(USAGE, lambda _: Usage(agent.statistics().num_calls_served, rss_of(pid)))
+    agent.server.register_control(USAGE, lambda _: [agent.statistics().num_calls_served, rss_of(pid)])
 
 
 def ask_usage(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, Usage]:
