@@ -165,7 +165,7 @@ class RankProcesses:
         self._selector = selectors.DefaultSelector()
         stack.callback(self._selector.close)
         stack.enter_context(self._watching_signals())
-        self._port = stack.enter_context(_reserve_port())
+        self._port = stack.enter_context(reserve_port())
         stack.callback(self._end_all)
 
     def run(self) -> int:
@@ -360,7 +360,7 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _reserve_port() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """Keep a free port of loopback from being given to other programs, while a rank may still listen on it.
 
     Both ends ask for SO_REUSEADDR, as servers do, and this one never listens.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import Running, run_command, write_program
+from cluster.processes import children_of
 
 PRINTS = """
     import os, sys
@@ -92,6 +93,16 @@ def test_the_end_of_the_command_is_the_end_of_all_it_started(tmp_path: Path, how
         code, _, err = command.finish()
         assert code == (-9 if how == signal.SIGKILL else 128 + how)
         assert ("KeyboardInterrupt" in err) == (how == signal.SIGINT)
+
+
+def test_ranks_end_with_the_command_even_if_the_guard_was_killed(tmp_path: Path) -> None:
+    program = write_program(tmp_path, "import os, time; print(os.getpid()); time.sleep(600)")
+    with Running("run", "-n", "2", program) as command:
+        ranks = {int(line.split()[1]) for line in command.lines(2)}
+        (guard,) = set(children_of(command.process.pid)) - ranks
+        os.kill(guard, signal.SIGKILL)
+        command.process.kill()
+        command.wait_gone()
 
 
 def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:

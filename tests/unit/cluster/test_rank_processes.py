@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import signal
+import socket
+
+import pytest
 
 from gradwire.cluster.environment import detect
-from gradwire.cluster.rank_processes import RunState, Say, SignalRanks, make_environment, python_command, threads_for
+from gradwire.cluster.rank_processes import (
+    RunState,
+    Say,
+    SignalRanks,
+    make_environment,
+    python_command,
+    reserve_port,
+    threads_for,
+)
 
 _FAILED = 7 << 8  # as os.waitpid gives it
 _SEGFAULT = int(signal.SIGSEGV)
@@ -90,3 +101,10 @@ def test_what_the_user_decided_about_threads_stays() -> None:
 
 def test_a_module_runs_as_python_runs_it() -> None:
     assert python_command("package.module", ["-n", "1"], is_module=True)[1:] == ["-m", "package.module", "-n", "1"]
+
+
+def test_the_port_is_kept_from_others_but_not_from_a_rank() -> None:
+    with reserve_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # as rank 0 does
