@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 from gradwire.cli.app import app
 from gradwire.cluster.message_auth import read_secret
 from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.transports import certificates
 from gradwire.transports.certificates import check_files
 from gradwire.transports.tls import keys_for, make_keys
 
@@ -110,6 +112,17 @@ def test_show_fails_for_a_certificate_of_another_authority(tmp_path: Path) -> No
     done = keys("show", tmp_path / "k" / "worker.pem")
     assert done.exit_code == 1
     assert "was not signed by" in done.output
+
+
+def test_show_fails_for_a_certificate_that_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long_ago = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "_now", lambda: long_ago)
+        make_keys(tmp_path / "k", days=5)
+    done = keys("show", tmp_path / "k")
+    assert done.exit_code == 1
+    assert "worker.pem expired at 2025-01-06" in done.output
+    assert "gradwire keys init" in done.output
 
 
 @pytest.mark.parametrize("path", ["missing.pem", "."])
