@@ -42,6 +42,7 @@ _READ_BYTES = 1 << 16
 _BACKLOG = 16
 _SEND_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 0.2
+_PID = re.compile(rf"-(\d+)(?:-\d)?{re.escape(SUFFIX)}$")  # at the end of the name of a socket
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 _log = logging.getLogger("gradwire")
@@ -263,9 +264,11 @@ def _is_stale(path: Path) -> bool:
 
 
 def _remove_stale(folder: Path) -> None:
+    """Remove what drivers have left that were killed. Those that live are not bothered with a connection."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*{SUFFIX}"):
-            if _is_stale(path):
+            driver = _PID.search(path.name)
+            if driver and not os.path.exists(f"/proc/{driver[1]}") and _is_stale(path):
                 path.unlink(missing_ok=True)
 
 

@@ -19,6 +19,7 @@ import pytest
 from gradwire.cluster import status_socket
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import ClusterGone, NoReport, StatusSocket, list_sockets, read_report, read_reports
+from gradwire.testing import wait_until
 
 _WORKER = WorkerStatus(
     name="worker0",
@@ -142,6 +143,26 @@ def test_what_a_killed_driver_left_is_removed_by_the_one_who_asks(runtime_folder
     with pytest.raises(ClusterGone):
         read_report(path, 5.0)
     assert list_sockets() == []
+
+
+def test_a_driver_removes_what_others_left_and_asks_none_that_lives(
+    runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runtime_folder / "gradwire").mkdir(mode=0o700)
+    left = [leave_behind(runtime_folder / "gradwire", name) for name in (f"old-{2**22 + 1}", f"old-{2**22 + 1}-2")]
+    questions: list[None] = []
+
+    def count() -> ClusterStatus:
+        questions.append(None)
+        return answer()
+
+    living = StatusSocket.open(count)
+    assert living is not None
+    monkeypatch.setattr(sys, "argv", ["/some/where/other.py"])
+    with living, opened():
+        wait_until(lambda: not any(path.exists() for path in left))
+        assert len(list_sockets()) == 2
+    assert questions == []
 
 
 def test_a_driver_takes_the_name_of_one_that_was_killed_but_not_of_one_that_lives(runtime_folder: Path) -> None:
