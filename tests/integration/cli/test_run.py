@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import gradwire
 from cli.commands import Running, run_command, write_program
 from cluster.processes import children_of
 
@@ -59,6 +60,23 @@ def test_init_rpc_meets_in_every_rank(tmp_path: Path) -> None:
     program, output = re.findall(r"^```text\n(import os\n.*?|\$ gradwire run -n 2 ring.py\n.*?)^```", page, re.M | re.S)
     done = run_command("run", "-n", "2", write_program(tmp_path, program))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(output.splitlines()[1:])), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(gradwire.Cluster, "from_env"), reason="this version has no Cluster.from_env")
+def test_from_env_makes_a_cluster_of_the_ranks(tmp_path: Path) -> None:
+    program = write_program(
+        tmp_path,
+        """
+        import torch
+        import gradwire
+        if __name__ == "__main__":
+            with gradwire.Cluster.from_env() as cluster:
+                print([worker.call(torch.add, torch.tensor(1), 1).item() for worker in cluster.workers])
+        """,
+    )
+    done = run_command("run", "-n", "3", program)
+    assert (done.returncode, done.stdout) == (0, "[rank0] [2, 2]\n"), done.stderr
+    assert "2 workers on 1 host" in done.stderr
 
 
 def test_a_rank_that_fails_ends_the_others_and_gives_its_code(tmp_path: Path) -> None:
