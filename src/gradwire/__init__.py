@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from gradwire import autograd, config, errors, rpc, runtime
-from gradwire.types import WorkerInfo
 from gradwire.versions import GRADWIRE_VERSION
+
+# The command line imports the parts that a command needs: `gradwire --help` does without torch.
+if TYPE_CHECKING or "gradwire_command" not in sys.modules:
+    from gradwire import autograd, config, errors, rpc, runtime
+    from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
     from gradwire import checkpoint, nn, optim, shard
@@ -30,11 +34,14 @@ __all__ = [
     "shard",
 ]
 
+_HOMES = {"Cluster": "gradwire.cluster", "WorkerInfo": "gradwire.types"}
+_PACKAGES = {*__all__, "cluster", "rref"} - {*_HOMES, "__version__"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Cluster":
-        return importlib.import_module("gradwire.cluster").Cluster
-    if name == "cluster" or name in runtime.DEFERRED:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
         return importlib.import_module(f"gradwire.{name}")
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
 

@@ -6,7 +6,6 @@ import platform
 from typing import Annotated
 
 import msgspec
-import torch
 from msgspec import Meta
 
 from gradwire.types import Trust
@@ -25,6 +24,8 @@ class Versions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def own_versions() -> Versions:
+    import torch  # here, because the command line asks for gradwire's version alone
+
     return Versions(platform.python_version(), str(torch.__version__), GRADWIRE_VERSION)
 
 

@@ -113,7 +113,7 @@ def test_torch_s_own_rpc_and_autograd_stay_out(outcome: dict[str, Any]) -> None:
 
 
 def test_neither_tests_nor_optional_parts_come_along(outcome: dict[str, Any]) -> None:
-    unwanted = ("gradwire.testing", "gradwire.cli", "gradwire.dashboard", "gradwire.compat", "pytest", "ray")
+    unwanted = ("gradwire.testing", "gradwire.cli", "gradwire.dashboard", "gradwire.compat", "pytest", "ray", "typer")
     assert [name for name in outcome["modules"] if name.startswith(unwanted)] == []
     assert "gradwire.rpc.agent" in outcome["modules"]
 
@@ -144,6 +144,19 @@ def test_compat_brings_nothing_but_itself() -> None:
 def test_schedulers_are_imported_when_they_are_used() -> None:
     found = run("import json, gradwire; gradwire.Cluster.ray\nprint(json.dumps(sorted(sys.modules)))")
     assert [name for name in found if name.split(".")[0] in ("ray", "submitit")] == []
+
+
+def test_the_command_line_does_without_torch() -> None:
+    """`gradwire --help` has to appear at once; `run`, `status` and `keys` must not take a second to begin, either."""
+    found = run(
+        "import json, gradwire_command, gradwire.cli.app\n"
+        "names = {'torch', 'numpy', 'cryptography', 'rich.console'}\n"
+        "first = sorted(names & set(sys.modules))\n"
+        "import gradwire.cli.doctor, gradwire.cli.keys, gradwire.cli.status_view, gradwire.cluster.rank_processes\n"
+        "import gradwire.cluster.message_auth, gradwire.transports.certificates\n"
+        "print(json.dumps([first, sorted({'torch', 'numpy'} & set(sys.modules))]))"
+    )
+    assert found == [[], []]
 
 
 def test_packages_are_imported_when_they_are_used(outcome: dict[str, Any]) -> None:

@@ -45,8 +45,9 @@ def _unit_test_of(module: Path) -> str:
 
 
 def test_every_module_has_a_name_of_its_own() -> None:
-    """A name in a traceback or a search then means one file. The front doors of packages are `__init__` and `api`."""
-    paths = [path.relative_to(SOURCE).as_posix() for path in MODULES if path.stem not in ("__init__", "api")]
+    """A name in a traceback or a search then means one file. The front doors of packages are these three."""
+    doors = ("__init__", "__main__", "api")
+    paths = [path.relative_to(SOURCE).as_posix() for path in MODULES if path.stem not in doors]
     names = Counter(_bare(path) for path in paths if path not in LIKE_TORCH_S)
     found = [path for path in paths if path not in LIKE_TORCH_S and names[_bare(path)] > 1]
     check("basename", Counter(found), "has the name of another module")

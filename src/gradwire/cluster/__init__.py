@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from gradwire.cluster.api import Cluster
-from gradwire.cluster.monitor import MembershipEvent
-from gradwire.cluster.status import ClusterStatus, WorkerStatus
-from gradwire.cluster.worker import Worker
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwire.cluster.api import Cluster
+    from gradwire.cluster.monitor import MembershipEvent
+    from gradwire.cluster.status import ClusterStatus, WorkerStatus
+    from gradwire.cluster.worker import Worker
 
 __all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
+
+# Imported when they are used: the command line shows the status of clusters, and has no need of torch for that.
+_HOMES = {
+    "Cluster": "api",
+    "ClusterStatus": "status",
+    "MembershipEvent": "monitor",
+    "Worker": "worker",
+    "WorkerStatus": "status",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"gradwire.cluster.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'gradwire.cluster' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

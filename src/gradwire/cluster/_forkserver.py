@@ -49,7 +49,8 @@ from gradwire.cluster._control import (
     send_message,
     text_path,
 )
-from gradwire.cluster._worker_main import WorkerFds, die_with_parent, flush_output, name_process, run_worker
+from gradwire.cluster._process import die_with_parent, name_process
+from gradwire.cluster._worker_main import WorkerFds, flush_output, run_worker
 from gradwire.errors import ConfigurationError, WorkerStartFailed
 from gradwire.runtime import import_all
 

@@ -25,6 +25,7 @@ from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
+from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
@@ -65,6 +66,12 @@ class Cluster:
         atexit.register(self.close)
         self._agent.extensions[CLUSTER] = self
         set_current_agent(self._agent, self._shut_down)
+        self._status_socket = StatusSocket.open(self.status)
+
+    @property
+    def name(self) -> str | None:
+        """What `gradwire status` calls this cluster, ``<script>-<pid>``; None where it cannot be shown."""
+        return None if self._status_socket is None else self._status_socket.name
 
     @classmethod
     def current(cls) -> Cluster | None:
@@ -604,7 +611,9 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
-        with _interrupts.installed(), self._resources:  # the latter ends what is left if Ctrl-C ends one of the waits
+        status_socket = self._status_socket or contextlib.nullcontext()
+        # The resources end what is left if Ctrl-C ends one of the waits.
+        with _interrupts.installed(), self._resources, status_socket:
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

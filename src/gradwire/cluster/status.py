@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from gradwire.rpc.agent import Agent
-
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gradwire.rpc.agent import Agent
 
 _STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "leaving": "yellow", "lost": "bold red"}
 
@@ -57,7 +56,7 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        table = Table()
+        table = Table(pad_edge=False, collapse_padding=True)  # all of it fits into 80 characters
         for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "restarts"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")
@@ -81,7 +80,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
         worker.name,
         "-" if worker.pid is None else str(worker.pid),
         worker.state,
-        _as_duration(worker.uptime_s),
+        format_duration(worker.uptime_s),
         "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
         "-" if worker.calls_served is None else str(worker.calls_served),
         str(worker.restarts),
@@ -89,7 +88,8 @@ def _cells(worker: WorkerStatus) -> list[str]:
     ]
 
 
-def _as_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return a time for people: ``3.2 s``, from a minute on ``0:01:15``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)

@@ -10,6 +10,7 @@ Both hold their private keys in memory alone.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import os
@@ -59,6 +60,29 @@ def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
     authority = _load_authority(folder) or _make_authority(folder, days)
     for uri, files in wanted.items():
         _write_identity(files, _issue(authority, uri, days), may_replace=True)
+
+
+def write_request(files: TlsKeys, request: Path) -> str:
+    """Write a new private key, and a certificate request for it; return the fingerprint of the key."""
+    _make_folder(request.parent)
+    key = ec.generate_private_key(_CURVE())
+    _write_file(files.key, _key_as_pem(key), 0o600, may_replace=False)
+    _write_file(request, _request_for(key), 0o644, may_replace=True)
+    return _fingerprint_of_key(key.public_key())
+
+
+def sign_request(folder: Path, request: bytes, uri: str, days: int) -> tuple[bytes, str]:
+    """Sign a request with the authority in a folder; return the certificate (PEM) and the fingerprint of its key.
+
+    Raises:
+        AuthenticationFailed: The request is not one, is not signed with its own key, or its key is of another kind.
+        ConfigurationError: The folder holds no authority, half of one, or an expired one.
+    """
+    authority = _load_authority(folder)
+    if authority is None:
+        raise ConfigurationError(f"{folder} holds no authority (ca.pem and ca.key); `gradwire keys init` makes one")
+    key = _read_request(request)
+    return _as_pem(_certify(authority, key, uri, days)), _fingerprint_of_key(key)
 
 
 def _make_folder(folder: Path) -> None:
@@ -159,6 +183,18 @@ def _key_as_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
 
 
+def _request_for(key: ec.EllipticCurvePrivateKey) -> bytes:
+    request = x509.CertificateSigningRequestBuilder(x509.Name([])).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM)
+
+
+def _fingerprint_of_key(key: ec.EllipticCurvePublicKey) -> str:
+    """Return what two people can compare to know that they look at the same key: SHA-256 of it, in base64, as ssh does."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return "SHA256:" + base64.b64encode(digest.finalize()).decode().rstrip("=")
+
+
 def _as_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
@@ -198,8 +234,7 @@ class ProcessKey:
 
     def request(self) -> bytes:
         """Return a certificate request (PEM) without a name: the authority decides what the certificate is good for."""
-        request = x509.CertificateSigningRequestBuilder(x509.Name([])).sign(self._key, hashes.SHA256())
-        return request.public_bytes(serialization.Encoding.PEM)
+        return _request_for(self._key)
 
     def open(self, sealed: bytes, context: bytes) -> bytes:
         """Return what `seal` has sealed for this key.
@@ -316,6 +351,62 @@ def check_files(keys: TlsKeys) -> None:
         )
     _check_time(certificate, keys.certificate, "run `make_keys` again with the same folder to renew it")
     _check_time(issuer, keys.ca, "make keys in a new folder")
+
+
+class CertificateFacts(NamedTuple):
+    """What a certificate says.
+
+    Attributes:
+        uris: What it is good for; empty for an authority.
+        is_authority: Whether it signs others.
+        begin: It is not valid before that time.
+        end: It is not valid after that time.
+        fingerprint: Of its key; the same as that of the request it was made for.
+        problem: Why it cannot be used now, and what to do; None if it can.
+    """
+
+    uris: tuple[str, ...]
+    is_authority: bool
+    begin: datetime.datetime
+    end: datetime.datetime
+    fingerprint: str
+    problem: str | None
+
+
+def read_facts(path: Path, ca: Path) -> CertificateFacts:
+    """Read a certificate, and check it against the clock and the authority in `ca`, where that file exists.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not a certificate of an elliptic-curve key.
+    """
+    certificate = _read_certificates(path)[0]
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigurationError(f"{path} is not a certificate for an elliptic-curve key; make one with `make_keys`")
+    problem = None
+    try:
+        _check_time(certificate, path, "renew it with `gradwire keys init` or `gradwire keys sign`")
+        if ca.exists() and not any(_is_issued_by(certificate, authority) for authority in _read_certificates(ca)):
+            problem = f"{path} was not signed by {ca}; take both from one folder"
+    except ConfigurationError as error:
+        problem = str(error)
+    extensions = certificate.extensions
+    return CertificateFacts(
+        uris=_uris_of(extensions),
+        is_authority=extensions.get_extension_for_class(x509.BasicConstraints).value.ca,
+        begin=certificate.not_valid_before_utc,
+        end=certificate.not_valid_after_utc,
+        fingerprint=_fingerprint_of_key(key),
+        problem=problem,
+    )
+
+
+def _uris_of(extensions: x509.Extensions) -> tuple[str, ...]:
+    try:
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return tuple(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 def _check_time(certificate: x509.Certificate, path: Path, next_step: str) -> None:

@@ -57,6 +57,60 @@ def make_keys(folder: str | Path, names: Iterable[str] = ("worker",), *, days: i
         raise ConfigurationError(f"cannot write keys to {base}: {error}; name a folder that can be written") from error
 
 
+def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
+    """Write a private key for a worker and a request for its certificate, on the machine where the worker will run.
+
+    Args:
+        folder: Made with mode 0700 if it does not exist.
+        name: Of the worker.
+
+    Returns:
+        The worker's files, of which the certificate is still to come; the request; the fingerprint of the key.
+
+    Raises:
+        ConfigurationError: The folder is open to others, cannot be written, or has a key for that worker.
+    """
+    from gradwire.transports import certificates
+
+    _check_name(name)
+    files = keys_for(folder, name)
+    request = files.certificate.with_suffix(".csr")
+    try:
+        return files, request, certificates.write_request(files, request)
+    except FileExistsError as error:
+        raise ConfigurationError(f"{files.key} exists already; remove it to make a new key") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write keys to {folder}: {error}; name a folder that can be written"
+        ) from error
+
+
+def sign_request(folder: str | Path, request: str | Path, name: str, *, days: int = 365) -> tuple[bytes, str]:
+    """Sign a request for a worker with the authority that `make_keys` has written to a folder.
+
+    Args:
+        folder: Where ``ca.pem`` and ``ca.key`` are.
+        request: The file that `make_request` has written. A name in it would not count.
+        name: What the certificate is good for: one worker, or ``"worker"`` or ``"*"`` for all.
+        days: How long it is valid, as far as the authority is.
+
+    Returns:
+        The certificate (PEM), and the fingerprint of its key.
+
+    Raises:
+        AuthenticationFailed: The request is damaged, or for a key of another kind.
+        ConfigurationError: The folder has no authority, or a file cannot be read.
+    """
+    from gradwire.transports import certificates
+
+    _check_name(name)
+    try:
+        content = Path(request).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {request}: {error.strerror}") from error
+    return certificates.sign_request(Path(folder), content, _uri_of(name), days)
+
+
 def keys_for(folder: str | Path, name: str = "worker") -> TlsKeys:
     """Return the files that `make_keys` writes for a worker; odd characters are percent-encoded in file names."""
     if name == ANY_WORKER:
@@ -81,7 +135,7 @@ def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
     try:
         certificate: dict[str, Any] = sock.getpeercert() or {}
         uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
-        names = frozenset(_name_of(uri) for uri in uris if uri.startswith(_URI_PREFIX))
+        names = frozenset(names_of_uris(uris))
     except ValueError as error:
         raise AuthenticationFailed(f"the other side's certificate cannot be read: {error}") from error
     if not names:
@@ -102,6 +156,16 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
 def uri_of_worker(name: str) -> str:
     """Return the URI that makes a certificate good for exactly this worker, or for all of them with `ANY_WORKER`."""
     return _URI_PREFIX + (ANY_WORKER if name == ANY_WORKER else quote(name, safe=""))
+
+
+def names_of_uris(uris: Iterable[str]) -> list[str]:
+    """Return the worker names among the URIs of a certificate."""
+    return [_name_of(uri) for uri in uris if uri.startswith(_URI_PREFIX)]
+
+
+def _check_name(name: str) -> None:
+    if not _is_name(name):
+        raise ConfigurationError(f"a worker's name must be text that is not empty, not {name!r}")
 
 
 def _is_name(name: str) -> bool:

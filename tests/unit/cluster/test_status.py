@@ -84,3 +84,11 @@ def test_memory_of_a_process() -> None:
     assert own is not None
     assert own > 1 << 20
     assert rss_of(2**22 + 1) is None
+
+
+def test_it_fits_into_a_terminal_of_80_characters() -> None:
+    file = io.StringIO()
+    worker = dataclasses.replace(_LOST, name="trainer0", pid=123_456, rss_bytes=1100 << 20, calls_served=12_345)
+    Console(width=80, file=file).print(ClusterStatus([worker]))
+    assert "ended by" in file.getvalue()
+    assert "…" not in file.getvalue()

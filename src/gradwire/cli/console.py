@@ -1,0 +1,44 @@
+"""What the command line prints: colours on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH_OF_FILES = 120
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console that is as wide as the terminal; tables in files and pipes do not depend on where they were made."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_OF_FILES, highlight=False)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """Print a line to stdout; it is not cut or broken where it is longer than the terminal is wide."""
+    make_console().print(text, style=style, markup=False, soft_wrap=True)
+
+
+def say_note(text: str, label: str = "gradwire", style: str = "bold") -> None:
+    """Print a line to stderr, with a label in front."""
+    from rich.text import Text
+
+    make_console(stderr=True).print(Text.assemble((f"{label}:", style), " ", text), soft_wrap=True)
+
+
+def say_error(text: str) -> None:
+    """Print what went wrong to stderr."""
+    say_note(text, "error", "bold red")
+
+
+def fail(text: str) -> NoReturn:
+    """Print what went wrong, and end the command with code 1."""
+    say_error(text)
+    raise typer.Exit(1)

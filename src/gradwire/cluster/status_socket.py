@@ -1,0 +1,345 @@
+"""The status of open clusters, for `gradwire status` in another terminal.
+
+    driver     listens on <folder>/<cluster>.sock as long as its cluster is open
+    command    connects, and reads one JSON document until the end of the stream
+
+The folder belongs to the user alone (mode 0700), and the driver answers processes of the same user only. It reads nothing:
+a client can ask for the status, and for nothing else. A socket whose driver was killed is removed by the next one that
+finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from gradwire.cluster.status import ClusterStatus, WorkerStatus
+from gradwire.errors import GradwireError
+from gradwire.versions import GRADWIRE_VERSION
+
+SUFFIX = ".sock"
+
+_MAX_SCRIPT_CHARS = 40
+_MAX_SOCKET_PATH = 107  # bytes that the kernel takes
+_MAX_NAMESAKES = 9
+_MAX_REPORT_BYTES = 64 << 20
+_READ_BYTES = 1 << 16
+_BACKLOG = 16
+_SEND_TIMEOUT_S = 2.0
+_STOP_TIMEOUT_S = 0.2
+_PID = re.compile(rf"-(\d+)(?:-\d)?{re.escape(SUFFIX)}$")  # at the end of the name of a socket
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+_log = logging.getLogger("gradwire")
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a driver answers.
+
+    Attributes:
+        name: What `gradwire status` calls the cluster.
+        pid: Process id of the driver.
+        gradwire: Its version of gradwire.
+        command: The driver's program and its arguments.
+        folder: The folder in which the driver was started.
+        uptime_s: Seconds since the cluster was opened.
+        workers: As `Cluster.status` returns them.
+    """
+
+    name: str
+    pid: int
+    gradwire: str
+    command: tuple[str, ...]
+    folder: str
+    uptime_s: float
+    workers: tuple[WorkerStatus, ...]
+
+
+# The driver's side
+
+
+class StatusSocket:
+    """Answers with the status of one cluster, in a thread that does not keep the process alive.
+
+    As a context manager it closes itself at the end.
+    """
+
+    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+        self._status = status
+        self._opened_at = time.monotonic()
+        self._owner_pid = os.getpid()
+        self._folder = ""
+        with contextlib.suppress(FileNotFoundError):  # it has been removed
+            self._folder = os.getcwd()
+        self._listener, self._path = _listen(_default_name())
+        self._thread = threading.Thread(target=self._serve, name="gradwire-driver-status", daemon=True)
+        self._thread.start()
+        _open_sockets.add(self)
+
+    @classmethod
+    def open(cls, status: Callable[[], ClusterStatus]) -> StatusSocket | None:
+        """Start to answer; return None where that is not possible, which must not keep a cluster from working."""
+        try:
+            return cls(status)
+        except OSError as error:
+            _log.warning("`gradwire status` will not show this cluster: %s", error)
+            return None
+
+    @property
+    def name(self) -> str:
+        return self._path.name.removesuffix(SUFFIX)
+
+    def __enter__(self) -> StatusSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop to answer, and remove the socket. May be called again."""
+        if os.getpid() != self._owner_pid:
+            return  # a process that the driver forked
+        _open_sockets.discard(self)
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # unlike close, it ends the wait in accept
+        self._thread.join(_STOP_TIMEOUT_S)  # a thread that is still asking workers ends when they have answered
+        self._listener.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the copy of the socket in a process that the driver forked, so that it ends with the driver."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        _remove_stale(self._path.parent)
+        while True:
+            try:
+                connection, _ = self._listener.accept()  # no deadline: it waits as long as the cluster is open
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
+                    time.sleep(_STOP_TIMEOUT_S)  # the process is short of something now
+                    continue
+                return  # closed
+            with connection, contextlib.suppress(OSError, GradwireError, RuntimeError):
+                connection.settimeout(_SEND_TIMEOUT_S)
+                if _user_of(connection) == os.geteuid():
+                    connection.sendall(msgspec.json.encode(self._report()))
+
+    def _report(self) -> ClusterReport:
+        return ClusterReport(
+            name=self.name,
+            pid=os.getpid(),
+            gradwire=GRADWIRE_VERSION,
+            command=tuple(sys.argv),
+            folder=self._folder,
+            uptime_s=time.monotonic() - self._opened_at,
+            workers=tuple(self._status()),
+        )
+
+
+_open_sockets: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for opened in tuple(_open_sockets):
+        opened.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _default_name() -> str:
+    """Return ``<script>-<pid>``, of characters that need no quotes in a shell."""
+    script = Path(sys.argv[0] if sys.argv else "").stem
+    if script in ("", "-c", "-"):
+        script = "python"  # typed, or from standard input
+    elif script == "ipykernel_launcher":
+        script = "notebook"
+    elif script == "__main__":
+        script = Path(sys.argv[0]).parent.name
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', script)[:_MAX_SCRIPT_CHARS]}-{os.getpid()}"
+
+
+def _listen(name: str) -> tuple[socket.socket, Path]:
+    """Listen under that name, or under a similar one if another driver has it: containers may share the folder."""
+    folder = _make_folder(len(name) + len(SUFFIX) + 3)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as undo:
+        undo.callback(listener.close)
+        for number in range(1, _MAX_NAMESAKES + 1):
+            path = folder / f"{name}{'' if number == 1 else f'-{number}'}{SUFFIX}"
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
+            try:
+                listener.bind(str(path))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or number == _MAX_NAMESAKES:
+                    raise
+                continue
+            listener.listen(_BACKLOG)
+            break
+        undo.pop_all()
+    return listener, path
+
+
+def _make_folder(num_name_bytes: int) -> Path:
+    """Return the first of the user's folders that can be used.
+
+    Raises:
+        OSError: None can.
+    """
+    problem: OSError | None = None
+    for folder in _folders():
+        try:
+            if len(os.fsencode(folder)) + 1 + num_name_bytes > _MAX_SOCKET_PATH:
+                raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", str(folder))
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            _check_folder(folder)
+            return folder
+        except OSError as error:
+            problem = error
+    assert problem is not None
+    raise problem
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(raw)[1]
+    return uid
+
+
+# Both sides
+
+
+def _folders() -> list[Path]:
+    """Return where sockets of this user may be, the best place first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return [*([Path(runtime, "gradwire")] if runtime else []), Path(f"/tmp/gradwire-{os.geteuid()}")]
+
+
+def check_place() -> Path:
+    """Return the folder for the sockets of this user, which is made if need be.
+
+    Raises:
+        OSError: None can be used.
+    """
+    return _make_folder(len(_default_name()) + len(SUFFIX))
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder in which other users could place or remove sockets."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise OSError(errno.EPERM, "must be a folder of this user with mode 0700; remove it", str(folder))
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether nothing listens on that socket any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # there is none, or it is busy
+        return False
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what drivers have left that were killed. Those that live are not bothered with a connection."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"*{SUFFIX}"):
+            driver = _PID.search(path.name)
+            if driver and not os.path.exists(f"/proc/{driver[1]}") and _is_stale(path):
+                path.unlink(missing_ok=True)
+
+
+# The side of the command line
+
+
+class NoReport(Exception):
+    """A cluster did not tell its status; the text says why."""
+
+
+class ClusterGone(NoReport):
+    """The driver was killed; its socket has been removed."""
+
+
+def list_sockets() -> list[Path]:
+    """Return the sockets of the clusters of this user on this machine, sorted by name. Some may be left behind."""
+    found: list[Path] = []
+    for folder in _folders():
+        try:
+            _check_folder(folder)
+        except OSError:
+            continue
+        found += folder.glob(f"*{SUFFIX}")
+    return sorted(found, key=lambda path: path.name)
+
+
+def read_report(path: Path, timeout_s: float) -> ClusterReport:
+    """Ask a driver for the status of its cluster.
+
+    Raises:
+        NoReport: It did not answer in time, has just ended, or runs a version of gradwire that answers differently.
+    """
+    deadline = time.monotonic() + timeout_s
+    text = bytearray()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(path))
+            while len(text) < _MAX_REPORT_BYTES:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                data = connection.recv(_READ_BYTES)
+                if not data:
+                    break
+                text += data
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+        raise ClusterGone("the driver was killed") from None
+    except FileNotFoundError:
+        raise ClusterGone("the cluster was closed") from None
+    except TimeoutError:
+        raise NoReport(f"no answer within {timeout_s:g} s: the driver is stopped, or busy outside of Python") from None
+    except OSError as error:
+        raise NoReport(f"the driver has just ended ({error.strerror})") from None
+    if not text:
+        raise NoReport("the cluster is being closed")
+    try:
+        return msgspec.json.decode(text, type=ClusterReport)
+    except msgspec.MsgspecError as error:
+        raise NoReport(f"the driver runs another version of gradwire ({error})") from None
+
+
+def read_reports(paths: Sequence[Path], timeout_s: float) -> list[ClusterReport | NoReport]:
+    """Ask several drivers at once."""
+
+    def read(path: Path) -> ClusterReport | NoReport:
+        try:
+            return read_report(path, timeout_s)
+        except NoReport as problem:
+            return problem
+
+    if not paths:
+        return []
+    with ThreadPoolExecutor(max_workers=16, thread_name_prefix="gradwire-status") as pool:
+        return list(pool.map(read, paths))

@@ -1,0 +1,91 @@
+"""The `gradwire` command, run as people run it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from cluster.processes import processes_with
+from gradwire.testing import wait_until
+
+_SOURCE = str(Path(gradwire.__file__).parents[1])
+_END_S = 60.0
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """What a command runs with: neither a terminal's width nor colours depend on where the tests run."""
+    unwanted = ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return {**kept, "PYTHONPATH": _SOURCE, **variables}
+
+
+def run_command(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``gradwire <arguments>`` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "gradwire_command", *arguments],
+        env=environment(**variables),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=_END_S,
+        check=False,
+    )
+
+
+class Running:
+    """A command that is running. Leaving the block checks that no process is left of it.
+
+    Args:
+        *arguments: Of ``gradwire``, or of the program.
+        program: A script to run in its place.
+        variables: Of its environment.
+        **options: For `subprocess.Popen`.
+    """
+
+    def __init__(
+        self, *arguments: str, program: str | None = None, variables: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        name, value = "TEST_MARK", uuid.uuid4().hex
+        self._mark = f"{name}={value}"
+        self.process = subprocess.Popen(
+            [sys.executable, *(["-m", "gradwire_command"] if program is None else [program]), *arguments],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
+            env=environment(**{name: value, **(variables or {})}),
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=_END_S)
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        """Waits until no process is left that this command has started."""
+        wait_until(lambda: not processes_with(self._mark), _END_S, f"the end of {processes_with(self._mark)}")
+
+    def lines(self, count: int) -> list[str]:
+        """The next lines of its output, sorted: ranks print in any order."""
+        assert self.process.stdout is not None
+        return sorted(self.process.stdout.readline().rstrip("\n") for _ in range(count))
+
+    def finish(self) -> tuple[int, str, str]:
+        """Waits for its end: code, the rest of its output, its errors."""
+        out, err = self.process.communicate(timeout=_END_S)
+        return self.process.returncode, out, err
+
+
+def write_program(folder: Path, text: str, name: str = "program.py") -> str:
+    """Writes a program for a command to run."""
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return str(path)
