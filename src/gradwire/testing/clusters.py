@@ -227,7 +227,7 @@ def check_calls(cluster: Cluster) -> None:
     status = cluster.status()
     assert [row.name for row in status] == [worker.name for worker in workers]
     assert {row.state for row in status} == {"running"}
-    # describe
+    assert all(worker.name in cluster.describe() for worker in workers)
 
 
 def check_references(cluster: Cluster) -> None:
