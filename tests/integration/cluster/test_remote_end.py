@@ -84,6 +84,7 @@ def test_crash_while_importing_shows_what_was_printed(module: Callable[[str], st
     assert 'start_module.py", line 4' in text
 
 
+@pytest.mark.slow
 def test_import_that_hangs_is_given_up_at_the_deadline(module: Callable[[str], str]) -> None:
     name = module("import threading\nprint('waiting for a licence', flush=True)\nthreading.Event().wait()\n")
     scheduler = ProcessScheduler()
@@ -126,6 +127,7 @@ def test_ctrl_c_while_workers_start_ends_them(module: Callable[[str], str]) -> N
 # Losses
 
 
+@pytest.mark.slow
 def test_lost_worker_is_told_to_all_and_started_again_in_its_place() -> None:
     machines = [Machine(host="node1"), Machine(host="node2")]
     with cluster_of(2, ProcessScheduler(machines), restart="on-loss") as (cluster, scheduler):
@@ -163,6 +165,7 @@ def test_lost_worker_has_the_schedulers_reason_everywhere() -> None:
         wait_until(is_told, 10.0, "that the other worker is told")
 
 
+@pytest.mark.slow
 def test_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     with cluster_of(1) as (cluster, scheduler):
         cluster.workers[0].submit(tasks.hold_interpreter, str(tmp_path / "ready"))
@@ -205,7 +208,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_death_of_the_driver_ends_the_workers(tmp_path: Path, transport: str) -> None:
     text = DRIVER.replace("TRANSPORT", transport)
     with Script(tmp_path, text if transport == "tcp" else text.replace('("unix",)', "None")) as script:
