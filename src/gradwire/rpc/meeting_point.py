@@ -140,11 +140,13 @@ def _open_hinted(
     if rank == 0:
         is_wildcard = bind_host in ("0.0.0.0", "::")
         store = secure_store.serve(bind_host, 0, tls, where, facing_host if is_wildcard else None)
+        is_known = False
         try:
             hints.write(_HINT, store.uri.encode())
-        except BaseException:
-            store.close()
-            raise
+            is_known = True
+        finally:
+            if not is_known:
+                store.close()
         hints.rest()
         return store
 

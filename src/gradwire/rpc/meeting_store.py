@@ -246,12 +246,12 @@ def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
         ResourceExhausted: No thread can be started.
         TimeoutError: The function has not ended by the deadline.
     """
-    done, results, errors = threading.Event(), list[T](), list[BaseException]()
+    done, results, errors = threading.Event(), list[T](), list[Exception]()
 
     def run() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # raised in the thread that waits
+        except Exception as error:  # raised in the thread that waits
             errors.append(error)
         finally:
             done.set()
