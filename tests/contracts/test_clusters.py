@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from gradwire.testing import CLUSTER_CHECKS, check_cluster
+from gradwire.testing.clusters import NUM_WORKERS
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS + 1}"]
+checks = pytest.mark.parametrize("check", CLUSTER_CHECKS)
 
 
-@pytest.mark.parametrize("check", CLUSTER_CHECKS)
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the programs of the checks need."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
+
+
+@checks
 def test_local(check: str) -> None:
     check_cluster("gradwire:Cluster.local", checks=[check])
+
+
+@pytest.mark.parametrize("check", [check for check in CLUSTER_CHECKS if check != "worker_death"])
+def test_from_env_under_torchrun(check: str) -> None:
+    """Without the death of a worker: torchrun ends all ranks then, the driver included."""
+    check_cluster("cluster_starts:start_from_env", TORCHRUN, checks=[check])
+
+
+@checks
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="submitit needs Python 3.11")
+def test_slurm_on_this_machine(check: str) -> None:
+    check_cluster("cluster_starts:start_slurm", checks=[check])
+
+
+@checks
+@pytest.mark.slow
+def test_ray(check: str) -> None:
+    check_cluster("cluster_starts:start_ray", checks=[check])
