@@ -294,7 +294,7 @@ def serve_rank(
     with _ignoring_ctrl_c():
         try:
             exchange = WorkerExchange(store, environment.topic, environment.rank, auth or NoAuth())
-            exchange.serve(handle, lambda: worker.info is not None, deadline)
+            exchange.serve(handle, lambda: worker.has_driver, deadline)
             if worker.info is not None:
                 who += f" ({worker.info.name})"
             store.close()

@@ -320,6 +320,8 @@ class RemoteLauncher(Launcher):
     def _connect(self, member: _Member, deadline: float) -> None:
         try:
             self._agent.peers.peer(member.spec.info.name).lane("control", deadline)
+        except AuthenticationFailed as error:  # it was reached, and says itself what to do
+            raise WorkerStartFailed(f"{member} cannot join: {error}") from error
         except (GradwireError, OSError) as error:
             raise WorkerStartFailed(
                 f"{_where(self._agent.address)} cannot reach {member} at {_uris(member.address)}: {error}; "

@@ -99,6 +99,11 @@ class RemoteWorker:
         """Name and rank, once the driver has decided."""
         return None if self._agent is None else self._agent.info
 
+    @property
+    def has_driver(self) -> bool:
+        """Whether the driver has connected; until then it can say over the scheduler's channel alone that it gave up."""
+        return self._agent is not None and self._deadline is None
+
     def handle(self, message: bytes) -> bytes:
         """Return the answer to a message of the driver; a failure is an answer, too."""
         with self._lock:

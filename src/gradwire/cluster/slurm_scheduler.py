@@ -352,7 +352,7 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
     store = FolderStore(Path(folder))
     worker = RemoteWorker(local_index=number)
     exchange = WorkerExchange(store, _TOPIC, number, NoAuth())
-    exchange.serve(worker.handle, lambda: worker.info is not None, time.monotonic() + start_timeout_s)
+    exchange.serve(worker.handle, lambda: worker.has_driver, time.monotonic() + start_timeout_s)
     lost_reason = worker.serve()
     if lost_reason is not None:
         raise WorkerLost(f"the driver was lost: {lost_reason}")

@@ -289,13 +289,17 @@ class WorkerExchange:
             RendezvousFailed: The driver has given up, or has not made this process a worker by the deadline.
             AuthenticationFailed: What claims to be the driver cannot show that it belongs to this run.
         """
-        pause = _Pause(deadline)
-        while not is_done():
-            self._follow_round()
-            if self._round and not self._is_taken and self._answer_next(handle):
-                pause = _Pause(deadline)
-            elif not pause():
-                raise RendezvousFailed(self._late_text())
+        try:
+            pause = _Pause(deadline)
+            while not is_done():
+                self._follow_round()
+                if self._round and not self._is_taken and self._answer_next(handle):
+                    pause = _Pause(deadline)
+                elif not pause():
+                    raise RendezvousFailed(self._late_text())
+        except RendezvousFailed:
+            if not is_done():  # else the driver removed the store because all is done
+                raise
 
     def _follow_round(self) -> None:
         raw = self._post.store.get("round")
