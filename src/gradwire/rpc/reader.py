@@ -237,10 +237,12 @@ class Reader:
                 self._is_watched = True
                 self.reactor.disarm(self._fd)
 
-    def take_over_if_stuck(self, before: float) -> None:
-        """Pass the connection on when its holder has been inside one frame since before that time."""
-        if 0.0 < self._busy_since < before:
+    def take_over_if_stuck(self, before: float) -> bool:
+        """Pass the connection on, and return True, when its holder has been inside one frame since before that time."""
+        is_stuck = 0.0 < self._busy_since < before
+        if is_stuck:
             self._take_over(self._epoch, before)
+        return is_stuck
 
     def _take_over(self, epoch: int, before: float | None = None) -> None:
         with self._lock:
