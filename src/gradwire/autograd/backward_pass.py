@@ -149,7 +149,6 @@ class BackwardPass:
         self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
         self.sends, self.recvs = dict(context.sends), dict(context.recvs)
         self._introduced: set[int] = set()
-        self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}  # of leaves, as far as they are found
         # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -238,15 +237,10 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             self._num_sent += 1
-            if peer != self.own:
-                self.last_peer = peer
             if peer in self._introduced:
                 return None
             self._introduced.add(peer)
             return self.state.introduction_to(peer)
-
-    def has_moved_on(self, peer: int) -> bool:
-        return self.state.is_over or self.last_peer != peer
 
     def lose_worker(self, rank: int) -> list[Action] | None:
         """A worker died or left; None if the pass must fail for it."""

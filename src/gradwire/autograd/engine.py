@@ -126,6 +126,7 @@ class DistEngine:
         self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
         self.lost: set[int] = set()  # ranks of workers whose end was noticed and that have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
+        self._last_participants: set[int] = set()  # ranks, of the last pass from here: the next may well have the same
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders have no part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
@@ -188,6 +189,7 @@ class DistEngine:
             self._perform(current, actions)
             if not current.state.is_over:
                 self._wait_over(current)
+            self._last_participants = current.participants()
             if follow_up is not None and current.error is None:
                 commit = CommitPass(context.context_id, pass_id)
                 follow_up.run(commit, current.participants() & follow_up.ranks)
@@ -221,13 +223,11 @@ class DistEngine:
                 self._wait(current, None)
 
     def _read_along(self, current: BackwardPass) -> None:
-        """Read what the next gradient is likely to come over, for a moment: that spares waking two threads."""
+        """Read what gradients and reports are likely to come over, for a moment: that spares waking threads for them."""
         is_own = functools.partial(is_about_pass, current.pass_id)  # others' passes run their users' code
-        while not current.state.is_over and (peer := current.last_peer) is not None:
-            # Until another worker is written to: the next gradient is likely to come from there then.
-            is_enough = functools.partial(current.has_moved_on, peer)
-            name = self._names.get(peer) or self.name_of(peer)
-            if not self._agent.server.take_notices(name, _READ_S, is_enough, is_own):
+        ranks = current.context.known_workers | self._last_participants
+        while not current.state.is_over:
+            if not self._agent.server.take_notices(ranks, _READ_S, lambda: current.state.is_over, is_own):
                 return
 
     def _wait(self, current: BackwardPass, send: int | None) -> None:
