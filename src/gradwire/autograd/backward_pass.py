@@ -163,7 +163,7 @@ class BackwardPass:
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
         for message_id, send in self.sends.items():
-            sends[message_id] = send.output.grad_fn
+            sends[message_id] = send.start
         graph = self.graph = LocalGraph(nodes, sends, self.recvs)
         # What is asked for may be what passes through; and a recorded pass records what passes through.
         is_asked = roots.inputs is not None or options.create_graph

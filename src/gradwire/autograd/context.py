@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import leaf_hooks
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.config import Limits
 from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownContext
@@ -70,22 +71,52 @@ def find_call_site() -> CallSite:
 
 
 class RecordedSend:
-    """A message that left, with the gradient edges of its tensors."""
+    """A message that left, with the gradient edges of its tensors.
 
-    __slots__ = ("_metadata", "function", "message_id", "output", "peer", "site")
+    A tensor's history may change after this, so the node that keeps it is made at once. The edge of a leaf is the leaf: if
+    the message has nothing else, its node is made only where one is asked for.
+    """
+
+    __slots__ = ("_leaves", "_metadata", "_output", "function", "message_id", "peer", "site")
     is_send = True
 
     def __init__(
-        self, message_id: int, peer: int, function: str, site: CallSite, tensors: Sequence[torch.Tensor]
+        self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]
     ) -> None:
         self.message_id = message_id
         self.peer = peer  # the receiver
         self.function = function  # the called function, or the one whose result it is
         self.site = site
         self._metadata: list[tuple[torch.Size, torch.dtype]] = []
+        self._leaves: list[torch.Tensor] | None = tensors
         for tensor in tensors:
             self._metadata.append((tensor.shape, tensor.dtype))
-        self.output = make_send(message_id, tensors)  # handle on the node; see `SendFunction`
+            if not tensor.is_leaf:
+                self._leaves = None
+        self._output = make_send(message_id, tensors) if self._leaves is None else None
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The handle on the node; see `SendFunction`."""
+        output = self._output
+        if output is None:
+            assert self._leaves is not None
+            # One that was frozen since has no edge any more; the others keep their places.
+            edges = [leaf if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in self._leaves]
+            output = self._output = make_send(self.message_id, edges)
+        return output
+
+    @property
+    def start(self) -> Any:
+        """Where a pass goes on from here: the leaves, if there is nothing else and no hook wants to look; else the node."""
+        leaves = self._leaves
+        if leaves is not None:
+            for leaf in leaves:
+                if leaf_hooks(leaf):
+                    break
+            else:
+                return leaves
+        return self.output.grad_fn
 
     @property
     def no_gradients(self) -> Gradients:
@@ -170,7 +201,7 @@ class DistAutogradContext:
     # -- recording -----------------------------------------------------------------------------------------------
 
     def record_send(
-        self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
+        self, message_id: int, peer: int, function: str, tensors: list[torch.Tensor], site: CallSite | None = None
     ) -> None:
         """Record tensors that leave in a message; the site is the caller's line unless given."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
