@@ -154,7 +154,6 @@ class BackwardPass:
         # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
-        self.last_answer: Answers | None = None  # to the root; waits for the report, to travel with it
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
         self._gates: set[int] = set()  # sends that a run stands still for
         self.error: BaseException | None = None  # why it failed, on the root
@@ -305,21 +304,21 @@ class BackwardPass:
                 self._wake()
         return actions
 
-    def run_hooks(self) -> Answers | None:
-        """Everything here is done: hooks see the totals; return an answer to the root that waits for the report."""
+    def report_early(self) -> Report | None:
+        """The last answer is about to go to the root: return the report that goes with it, if nothing else is to be done."""
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            return self.state.report_early()
+
+    def run_hooks(self) -> None:
+        """Everything here is done: hooks see the totals."""
         if self.roots.joins_context and self.gradients:
             self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
             self.state.done_here()
-            answer, self.last_answer = self.last_answer, None
-        return answer
-
-    def take_last_answer(self) -> Answers | None:
-        with self._lock:
-            answer, self.last_answer = self.last_answer, None
-        return answer
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -371,7 +370,6 @@ class BackwardPass:
         self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
         if self.root != self.own:
             self._arrived.clear()
-            self.last_answer = None
             self.gradients, self.totals = {}, {}
         self._wake()
 
