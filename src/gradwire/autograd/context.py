@@ -80,9 +80,7 @@ class RecordedSend:
     __slots__ = ("_leaves", "_metadata", "_output", "function", "message_id", "peer", "site")
     is_send = True
 
-    def __init__(
-        self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]) -> None:
         self.message_id = message_id
         self.peer = peer  # the receiver
         self.function = function  # the called function, or the one whose result it is
