@@ -295,10 +295,10 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             for leaf, gradient in found:
-                if leaf in self.gradients:
+                num_known = len(self.gradients)
+                self.gradients.setdefault(leaf, gradient)  # one hash of a tensor, which is a function in Python
+                if len(self.gradients) == num_known:
                     add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
-                else:
-                    self.gradients[leaf] = gradient
             actions = self.state.component_finished(index)
             if self._gates:  # a message to oneself that has no gradient is settled without one
                 self._wake()

@@ -266,12 +266,12 @@ class DistAutogradContext:
                         joined[leaf] = known
                         if counted is not None:
                             add_gradient(joined, leaf, -counted, current.options.create_graph)
-                for leaf, gradient in current.gradients.items():
+                for leaf, gradient in current.gradients.items() if joined else ():
                     if leaf in joined:
                         add_gradient(joined, leaf, gradient, current.options.create_graph)
                     else:
                         joined[leaf] = gradient
-                self.gradients = joined
+                self.gradients = joined or dict(current.gradients)  # a copy needs no hashes of tensors
             self.ended_passes[current.pass_id] = is_committed
             self.passes.pop(current.pass_id, None)
             if self._changed is not None:
@@ -437,7 +437,10 @@ class DistAutogradContainer:
         self._contexts: dict[int, DistAutogradContext] = {}
         self.find: Callable[[int], DistAutogradContext | None] = self._contexts.get  # None if it is not here
         self._released: dict[int, str] = {}  # where
-        self._released_by: dict[int, collections.deque[int]] = {}  # by rank: the latest contexts that it released
+        # By rank: the latest contexts that it released.
+        self._released_by: collections.defaultdict[int, collections.deque[int]] = collections.defaultdict(
+            collections.deque
+        )
 
     def __repr__(self) -> str:
         return f"<DistAutogradContainer of worker {self.worker}, {len(self)} contexts>"
@@ -498,7 +501,7 @@ class DistAutogradContainer:
             context = self._contexts.pop(context_id, None)
             if context_id not in self._released:
                 # What one worker releases pushes out its own oldest contexts alone.
-                latest = self._released_by.setdefault(self.worker if worker is None else worker, collections.deque())
+                latest = self._released_by[self.worker if worker is None else worker]
                 latest.append(context_id)
                 self._released[context_id] = where
                 if len(latest) > _MEMORY:
