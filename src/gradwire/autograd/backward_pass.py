@@ -153,7 +153,6 @@ class BackwardPass:
         # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
-        self.last_answer: Answers | None = None  # to the root; waits for the report, to travel with it
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
         self._gates: set[int] = set()  # sends that a run stands still for
         self.error: BaseException | None = None  # why it failed, on the root
@@ -162,7 +161,7 @@ class BackwardPass:
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
         for message_id, send in self.sends.items():
-            sends[message_id] = send.output.grad_fn
+            sends[message_id] = send.start
         graph = self.graph = LocalGraph(nodes, sends, self.recvs)
         # What is asked for may be what passes through; and a recorded pass records what passes through.
         is_asked = roots.inputs is not None or options.create_graph
@@ -290,30 +289,30 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             for leaf, gradient in found:
-                if leaf in self.gradients:
+                num_known = len(self.gradients)
+                self.gradients.setdefault(leaf, gradient)  # one hash of a tensor, which is a function in Python
+                if len(self.gradients) == num_known:
                     add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
-                else:
-                    self.gradients[leaf] = gradient
             actions = self.state.component_finished(index)
             if self._gates:  # a message to oneself that has no gradient is settled without one
                 self._wake()
         return actions
 
-    def run_hooks(self) -> Answers | None:
-        """Everything here is done: hooks see the totals; return an answer to the root that waits for the report."""
+    def report_early(self) -> Report | None:
+        """The last answer is about to go to the root: return the report that goes with it, if nothing else is to be done."""
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            return self.state.report_early()
+
+    def run_hooks(self) -> None:
+        """Everything here is done: hooks see the totals."""
         if self.roots.joins_context and self.gradients:
             self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
             self.state.done_here()
-            answer, self.last_answer = self.last_answer, None
-        return answer
-
-    def take_last_answer(self) -> Answers | None:
-        with self._lock:
-            answer, self.last_answer = self.last_answer, None
-        return answer
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -365,7 +364,6 @@ class BackwardPass:
         self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
         if self.root != self.own:
             self._arrived.clear()
-            self.last_answer = None
             self.gradients, self.totals = {}, {}
         self._wake()
 

@@ -249,7 +249,7 @@ class DistEngine:
         operation = ""
         try:
             # What follows from a run is not done inside it: chains of runs may be long.
-            while actions or current.last_answer is not None:
+            while actions:
                 runs: list[RunComponent] = []
                 following: list[Action] = []
                 for action in actions:
@@ -262,10 +262,6 @@ class DistEngine:
                     else:
                         operation = "telling others"
                         self._do(current, action)
-                if current.last_answer is not None:  # no report follows, yet: something else runs here, or it is sent
-                    answer = current.take_last_answer()
-                    if answer is not None:
-                        self._post(current, current.root, *answer)
                 for action in runs[1:]:  # components run side by side
                     self._perform_soon(current, [action])
                 if runs:
@@ -302,15 +298,12 @@ class DistEngine:
 
     def _report(self, current: BackwardPass, report: Report) -> list[Action]:
         """Everything here is done: tell the root. Return what follows, on the root."""
-        answer = current.run_hooks()
+        current.run_hooks()
         if current.root == self._own:
             return current.report_received(self._own, report)
-        if answer is not None:
-            self._post(current, current.root, *answer, report)
-        else:
-            note = ReportDone(current.context.context_id, current.pass_id, report)
-            name = self._names.get(current.root) or self.name_of(current.root)
-            self._agent.notices.send(name, "autograd.report", note, (), current.deadline)
+        note = ReportDone(current.context.context_id, current.pass_id, report)
+        name = self._names.get(current.root) or self.name_of(current.root)
+        self._agent.notices.send(name, "autograd.report", note, (), current.deadline)
         return []
 
     def _post(
@@ -724,8 +717,9 @@ class _Run:
         if firing.routes is not None:
             self._follow_shortcut(recv, firing.routes, gradients)
         else:
-            # Where there are leaves, their nodes and hooks may take long after this.
-            self._answer(recv, gradients, firing.is_lost, firing.is_last and not current.graph.has_leaves)
+            # Leaves, and hooks of this node, come after it.
+            is_last = firing.is_last and not (current.graph.has_leaves or recv.node.is_watched)
+            self._answer(recv, gradients, firing.is_lost, is_last)
 
     def _answer(
         self, recv: RecordedRecv, gradients: Gradients, is_lost: bool, is_last: bool, via: int | None = None
@@ -740,8 +734,8 @@ class _Run:
         elif is_lost:  # even if it lives after all: what it would send back was settled without it
             peer = engine._agent.peers.peer(engine.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
-        elif is_last and recv.peer == current.root:  # the report is about to follow: one message for both
-            current.last_answer = items, tensors
+        elif is_last and recv.peer == current.root:  # one message for both: what is left of the run is its end
+            engine._post(current, recv.peer, items, tensors, current.report_early())
         else:
             engine._post(current, recv.peer, items, tensors)
 

@@ -97,6 +97,61 @@ def test_failure_after_the_decision_does_not_fail_the_root_alone(
         assert torch.allclose(context_of(b, ctx).wait_gradients(5.0)[layers.weight], expected(1)[1])
 
 
+def double(x: torch.Tensor, watch: str = "") -> torch.Tensor:
+    """Reach no leaf here; with hooks on what came, or on its node."""
+    node: Any = x.grad_fn
+    if watch == "tensor":
+        x.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+    elif watch == "node":
+        node.register_hook(lambda *_: None)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("watch", "names"),
+    [
+        ("", ["autograd.propagate"]),
+        ("tensor", ["autograd.propagate", "autograd.report"]),
+        ("node", ["autograd.propagate", "autograd.report"]),
+    ],
+)
+def test_report_goes_with_the_last_answer_unless_hooks_may_follow_it(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, watch: str, names: list[str]
+) -> None:
+    _, b, _ = trio
+    sent: list[str] = []
+    send = b.notices.send
+
+    def noted(to: str, name: str, *args: Any) -> None:
+        sent.append(name)
+        send(to, name, *args)
+
+    monkeypatch.setattr(b.notices, "send", noted)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("b", double, args=(x, watch)).sum(), timeout=20)
+        assert sent == names
+        assert torch.equal(ctx.gradients()[x], torch.full((3,), 6.0 if watch == "tensor" else 2.0))
+
+
+def test_hook_that_fails_after_the_last_answer_fails_the_pass(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", fail_at_the_end, args=(x,)).sum()
+        with pytest.raises(BackwardFailed, match="a hook that fails"):
+            ctx.backward(loss, timeout=20)
+        assert ctx.gradients() == {}
+
+
+def fail_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    def fail(*_: Any) -> None:
+        raise ValueError("a hook that fails")
+
+    node: Any = x.grad_fn
+    node.register_hook(fail)
+    return x * 2
+
+
 def test_root_hears_of_a_death_from_one_who_has_reported(trio: list[Agent]) -> None:
     """The root has never talked to the worker that dies, and would wait for its report for ever."""
     _, b, c = trio
