@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,7 +35,7 @@ from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd.context import RESULT, DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.local_engine import Found, run_accumulators
-from gradwire.autograd.messages import NO_ID, AbortPass, CommitPass, GradientItem, PassOptions, PropagateGradients
+from gradwire.autograd.messages import NO_ID, AbortPass, GradientItem, PassOptions, PropagateGradients
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.types import COUNTER_BITS, WorkerInfo
@@ -46,25 +46,11 @@ if TYPE_CHECKING:
 _MOST_TENSORS = 1 << 20  # in one message, whatever others say
 
 
-class FollowUp(Protocol):
-    """What one pass is followed by."""
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Workers that it is going to tell something: they learn of the commit from it."""
-
-    def run(self, commit: CommitPass, ranks: Set[int]) -> None:
-        """The pass is committed: do what follows, and tell those workers of the commit.
-
-        If it raises, they are told of it once more; what has joined a context stays there.
-        """
-
-
 class FollowsBackward(Protocol):
     """What `backward` can be given to go on with: an optimizer."""
 
-    def follow_backward(self, context_id: int) -> FollowUp:
-        """Return what is to follow a pass in that context."""
+    def follow_backward(self, context_id: int) -> None:
+        """A pass in that context is committed: do what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +62,12 @@ class Roots:
     inputs: tuple[torch.Tensor, ...] | None = None  # collect gradients only for these; None for all leaves
     # For `backward`, not for `grad`: gradients join the context, and post-accumulate hooks run.
     joins_context: bool = True
-    follow_up: FollowUp | None = None  # what is done as soon as the pass is committed
 
 
 NO_ROOTS = Roots()
 
 
-def check_roots(
-    roots: Any, gradients: Any, inputs: Any, joins_context: bool = True, follow_up: FollowUp | None = None
-) -> Roots:
+def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = True) -> Roots:
     """Return the roots of a pass, with a gradient for each."""
     tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not tensors:
@@ -116,7 +99,7 @@ def check_roots(
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
         raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
-    return Roots(tensors, tuple(found), wanted, joins_context, follow_up)
+    return Roots(tensors, tuple(found), wanted, joins_context)
 
 
 class PassDropped(Exception):
@@ -156,6 +139,7 @@ class BackwardPass:
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
         self._gates: set[int] = set()  # sends that a run stands still for
         self.error: BaseException | None = None  # why it failed, on the root
+        self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
         nodes, sends = [], {}
         for tensor in roots.tensors:
@@ -323,6 +307,7 @@ class BackwardPass:
             if actions and type(actions[0]) is Commit:
                 try:
                     self._commit()
+                    self.followers = actions[0].peers
                 except Exception as error:  # out of memory, say; no worker was told yet
                     return [Fail(error=error)]
             return actions
@@ -354,6 +339,16 @@ class BackwardPass:
                 self.context.end_pass(self, is_committed=False)
                 self._forget()
         return abort
+
+    def drop(self) -> bool:
+        """The context is over: end the pass here if this worker has reported, and so need not tell any other."""
+        with self._lock:
+            if self.is_root or not self.is_undecided:
+                return False
+            self.state.abort(is_final=True)
+            self.context.end_pass(self, is_committed=False)
+            self._forget()
+        return True
 
     def may_abort(self, sender: int, message: AbortPass) -> bool:
         with self._lock:

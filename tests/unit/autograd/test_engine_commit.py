@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd._backward_state import PassPhase, Report
+from gradwire.autograd._backward_state import Action, PassPhase, Report
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
@@ -40,13 +40,21 @@ from unit.autograd.layers import (
 def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[BackwardPass], object]) -> None:
     """Does something between the root's decision and the moment when anybody hears of it."""
     engine = engine_of(agent)
-    tell = engine._tell_committed
+    owe = engine.owe_commit
 
-    def act_first(current: BackwardPass, others: Collection[int]) -> None:
-        act(current)
-        tell(current, others)
+    def act_first(context_id: int, pass_id: int, ranks: Collection[int]) -> None:
+        act(made[pass_id])
+        owe(context_id, pass_id, ranks)
 
-    monkeypatch.setattr(engine, "_tell_committed", act_first)
+    made: dict[int, BackwardPass] = {}
+    perform = engine._perform
+
+    def note(current: BackwardPass, actions: Sequence[Action]) -> None:
+        made[current.pass_id] = current
+        perform(current, actions)
+
+    monkeypatch.setattr(engine, "_perform", note)
+    monkeypatch.setattr(engine, "owe_commit", act_first)
 
 
 def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
