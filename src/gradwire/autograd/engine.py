@@ -131,6 +131,7 @@ class DistEngine:
         # Passes that count, by context: the pass, ranks of workers that are to be told, and when at the latest. Changed by
         # single operations only.
         self.due: dict[int, tuple[int, frozenset[int], float]] = {}
+        self._has_owed = False  # a commit since the last look of the clock
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders have no part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
@@ -447,6 +448,7 @@ class DistEngine:
         earlier, self.due[context_id] = self.due.get(context_id), (pass_id, frozenset(ranks), when)
         if earlier is not None:
             self._tell_all(earlier[1], "autograd.commit", CommitPass(context_id, earlier[0]))
+        self._has_owed = True
         self._agent.reactor.expect(when)
 
     def take_due(self, context_id: int, ranks: Collection[int]) -> tuple[int, Set[int]]:
@@ -466,8 +468,9 @@ class DistEngine:
         first = min([when for _, _, when in list(self.due.values())], default=float("inf"))
         if first <= now:
             self._agent.reactor.run_soon(self.tell_due)
-            return now + _OWE_S
-        return first
+        # Where passes follow each other, most commits are told by now; but each of the next ones would wake the clock again.
+        is_in_demand, self._has_owed = self._has_owed, False
+        return min(first if first > now else float("inf"), now + _OWE_S if is_in_demand else float("inf"))
 
     def on_commit(self, sender: WorkerInfo, message: CommitPass, _: Sequence[torch.Tensor] = ()) -> None:
         """The root of a pass says that it is committed, by a notice or with what follows."""

@@ -83,8 +83,8 @@ class _Poller:
         """Return the descriptors that can be read, with their events; none if there are none within that time.
 
         To sleep and be woken costs more than a short call takes. So busy-poll first, if waits here have been short lately
-        and nothing else in this process wants to run: at least twice as often as it took the last time. The waits of one
-        step differ much, so this falls slowly after short ones; each time without success halves it.
+        and nothing else in this process wants to run: twice as often as it took the last time, and each time without
+        success halves it.
         """
         if self._num_looks and _looking.acquire(False):
             try:
@@ -92,8 +92,7 @@ class _Poller:
             finally:
                 _looking.release()
             if found:
-                fallen = self._num_looks - self._num_looks // 8
-                self._num_looks = min(_MAX_LOOKS, max(2 * num_taken + _FEW_LOOKS, fallen))
+                self._num_looks = min(_MAX_LOOKS, 2 * num_taken + _FEW_LOOKS)
                 return found
         began = time.monotonic()
         ready: list[tuple[int, int]] = _interrupts.poll(self._poller, timeout_s * 1000)
