@@ -124,8 +124,7 @@ def backward(
         mode: ``"smart"`` copes with results and arguments that have no part in the roots; ``"fast"`` does not look for
             them, and fails if there are any.
         timeout: Seconds that the pass may take.
-        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does, with one message less to each
-            worker.
+        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does.
 
     Raises:
         AutogradError: A root cannot be one.
