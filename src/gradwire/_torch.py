@@ -43,7 +43,7 @@ def backward_class(kind: type[torch.autograd.Function]) -> Any:
 
 
 def set_backward_class(kind: type[torch.autograd.Function], node: Any) -> None:
-    """Let the nodes of a function be of another class, derived from the one they have."""
+    """Let the nodes of a function be of another class, derived from the one they have; the engine calls its ``apply``."""
     kind._backward_cls = node
 
 

@@ -53,6 +53,7 @@ class AbstractGraph:
             groups.append(
                 (nodes.union(*(group[0] for group in tied)), [*(i for group in tied for i in group[1]), index])
             )
+        self.has_leaves = any(node.kind is Kind.LEAF for nodes in reached for node in nodes)
         self.components = [
             self._make_component([sources[i] for i in sorted(members)], nodes) for nodes, members in groups
         ]

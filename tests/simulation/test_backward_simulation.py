@@ -111,7 +111,8 @@ def test_programs_are_of_all_kinds() -> None:
         found["a send tied to the roots"] += any(item.has_roots and item.sends for item in components)
         found["a gradient that takes a shortcut"] += any(worker.num_shortcuts for worker in simulation.workers)
         found["a shortcut not taken"] += any(worker.num_withdrawn for worker in simulation.workers)
-    assert len(found) == 10
+        found["a report with the last answer"] += any(worker.num_early for worker in simulation.workers)
+    assert len(found) == 11
     assert min(found.values()) > 5, found
 
 

@@ -67,6 +67,7 @@ class Worker:
         self.num_sent = 0
         self.num_shortcuts = 0  # that a gradient took
         self.num_withdrawn = 0  # answers that came nevertheless
+        self.num_early = 0  # reports that went with the last answer
         self._received: set[tuple[int, int]] = set()  # a message that comes twice counts once
         self._state: BackwardState | None = None
         self._is_barred = False  # whether its end was heard of before its beginning
@@ -186,6 +187,11 @@ class Worker:
             self._fire_shortly(peer, firing.routes, gradients)
             return
         self._answer(peer, recv, gradients if has_gradient else None)
+        if has_gradient and firing.is_last and peer == self._program.root and not self._graph.has_leaves:
+            report = self.state.report_early()
+            if report is not None:
+                self.num_early += 1
+                self._report(report)
 
     def _fire_shortly(self, via: int, routes: Sequence[Route], gradients: Gradients) -> None:
         """What another worker only passed on goes to where it came from."""

@@ -447,11 +447,15 @@ def test_function_apply() -> None:
 
 def test_backward_class() -> None:
     before = _torch.backward_class(Doubled)
-    other = type("Other", (before,), {"is_ours": True})
+    other = type("Other", (before,), {"is_ours": True, "apply": lambda _, gradient: gradient * 5})
     _torch.set_backward_class(Doubled, other)
     try:
-        node: Any = _torch.function_apply(Doubled)(torch.ones(2, requires_grad=True)).grad_fn
+        x = torch.ones(2, requires_grad=True)
+        output = _torch.function_apply(Doubled)(x)
+        node: Any = output.grad_fn
         assert node.is_ours
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        assert gradient.tolist() == [5.0, 5.0]
     finally:
         _torch.set_backward_class(Doubled, before)
 

@@ -23,7 +23,8 @@ FAST mode leaves out introductions and answers without gradient.
 How a pass ends, by two-phase commit:
 
 - Every participant reports to the root when everything there is done, with the workers it exchanged messages with. When all
-  workers that reports name have reported (`Termination`), the root commits, and tells the others.
+  workers that reports name have reported (`Termination`), the root commits, and tells the others. If the last thing is an
+  answer to the root, the report goes with it, before the run that made the answer has ended.
 - Whatever fails before that aborts the pass: on the worker where it failed, and from there on every worker that it knows.
 - A worker that has reported cannot abort: the root may have committed. It asks the root, and waits for the root's word.
 """
@@ -144,7 +145,7 @@ class Firing(msgspec.Struct, frozen=True):
     """A recv that the local engine reached for the first time."""
 
     routes: tuple[Route, ...] | None  # of its shortcut; for what goes to this worker itself, `came_back` is next
-    is_last: bool  # nothing but the report will be sent from now on; something may still run
+    is_last: bool  # nothing but the report will be sent from now on; something may still run: `report_early`
     is_lost: bool  # the pass goes on without the sender: a gradient for it fails the pass
 
 
@@ -267,6 +268,14 @@ class BackwardState:
                 self._told.add(goal)
         is_last = not (self._unsettled or self._unfired or self._offered)
         return Firing(routes, is_last, sender in self.lost)
+
+    def report_early(self) -> Report | None:
+        """The recv that has just fired was the last, and its run has nothing else to do; None if something else runs."""
+        if self.has_reported or self._num_open > 1:
+            return None
+        self.has_reported = True
+        self.done_here()
+        return Report(self.peers, tuple(sorted(self._absent)))
 
     def came_back(self, settled: Mapping[int, bool]) -> list[Action]:
         """A recv with a shortcut has fired: for each send here that it leads to, whether there is a gradient."""

@@ -37,12 +37,17 @@ class LocalGraph:
     def __init__(
         self,
         roots: Sequence[Node],  # empty on workers that did not call backward
-        sends: Mapping[int, Node],  # in the order in which they were made
+        sends: Mapping[int, Node | list[torch.Tensor]],  # in the order in which they were made; `RecordedSend.start`
         context_recvs: Mapping[int, Recv],  # others are no part of the pass
     ) -> None:
         self._starts: list[Sequence[Node]] = [roots]
-        for node in sends.values():
-            self._starts.append((node,))
+        self._bare: dict[int, list[torch.Tensor]] = {}  # by source: sends of nothing but leaves, without hooks
+        for source, start in enumerate(sends.values(), 1):
+            if type(start) is list:
+                self._bare[source] = start
+                self._starts.append(())
+            else:
+                self._starts.append((start,))
         self._send_ids = list(sends)
         self._context_recvs = context_recvs
         self._owner: dict[Node, int] = {}
@@ -68,6 +73,8 @@ class LocalGraph:
             recvs: list[int] = []
             self._leaves.append(leaves)
             self._recvs.append(recvs)
+            for leaf in self._bare.get(source, ()):
+                leaves[id(leaf)] = leaf
             stack = list(start)
             while stack:
                 node = stack.pop()
@@ -119,8 +126,12 @@ class LocalGraph:
             self.components.append(Component(tuple(sends), frozenset(recvs), head == _ROOTS))
             self.leaves.append(list(leaves.values()))
             self.has_leaves = self.has_leaves or bool(leaves)
-            is_one_send = len(sources) == 1 and head != _ROOTS
-            self.direct.append(self._targets_of(sends[0], self._starts[head][0]) if is_one_send else None)
+            if head in self._bare:
+                self.direct.append([*self._bare[head]])
+            elif len(sources) == 1 and head != _ROOTS:
+                self.direct.append(self._targets_of(sends[0], self._starts[head][0]))
+            else:
+                self.direct.append(None)
 
     def _targets_of(self, send: int, node: Node) -> list[Target] | None:
         """Where a send's tensors came from, if that is nothing but leaves and other messages, and no hook wants to look."""
@@ -158,7 +169,9 @@ class LocalGraph:
         """Recvs of a component that can be reached from these sends, and from the roots if it has them."""
         wanted = set(sends)
         stack = list(self._starts[_ROOTS]) if self.components[index].has_roots else []
-        stack += [self._starts[position][0] for position, send in enumerate(self._send_ids, 1) if send in wanted]
+        for position, send in enumerate(self._send_ids, 1):
+            if send in wanted:
+                stack += self._starts[position]
         seen: set[Node] = set()
         reached: set[int] = set()
         while stack:

@@ -9,7 +9,7 @@ with gradwire.autograd.context() as ctx:
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
 
 if TYPE_CHECKING:
-    from gradwire.autograd.backward_pass import FollowsBackward, FollowUp
+    from gradwire.autograd.backward_pass import FollowsBackward
     from gradwire.autograd.engine import DistEngine
 
 ModeName = Literal["smart", "fast"]
@@ -124,8 +124,7 @@ def backward(
         mode: ``"smart"`` copes with results and arguments that have no part in the roots; ``"fast"`` does not look for
             them, and fails if there are any.
         timeout: Seconds that the pass may take.
-        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does, with one message less to each
-            worker.
+        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does.
 
     Raises:
         AutogradError: A root cannot be one.
@@ -134,18 +133,14 @@ def backward(
         UnsettledSend: FAST mode: a message got no gradient.
         OptimizerStepFailed: The gradients are there, but some workers did not step.
     """
-    follow_up = _follow_up_of(optimizer, context_id) if optimizer is not None else None
-    options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    current_engine().backward(context_id, options, roots, gradients, inputs, follow_up=follow_up)
-
-
-def _follow_up_of(optimizer: Any, context_id: int) -> FollowUp:
-    follow: Callable[[int], FollowUp] | None = getattr(optimizer, "follow_backward", None)
-    if follow is None:
+    if optimizer is not None and not hasattr(optimizer, "follow_backward"):
         raise ConfigurationError(
             f"backward steps a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call its step()"
         )
-    return follow(context_id)
+    options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
+    current_engine().backward(context_id, options, roots, gradients, inputs)
+    if optimizer is not None:
+        optimizer.follow_backward(context_id)
 
 
 def grad(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,7 +35,7 @@ from gradwire.autograd._graph import LocalGraph
 from gradwire.autograd.context import RESULT, DistAutogradContext, RecordedRecv
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.local_engine import Found, run_accumulators
-from gradwire.autograd.messages import NO_ID, AbortPass, CommitPass, GradientItem, PassOptions, PropagateGradients
+from gradwire.autograd.messages import NO_ID, AbortPass, GradientItem, PassOptions, PropagateGradients
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.types import COUNTER_BITS, WorkerInfo
@@ -46,25 +46,11 @@ if TYPE_CHECKING:
 _MOST_TENSORS = 1 << 20  # in one message, whatever others say
 
 
-class FollowUp(Protocol):
-    """What one pass is followed by."""
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Workers that it is going to tell something: they learn of the commit from it."""
-
-    def run(self, commit: CommitPass, ranks: Set[int]) -> None:
-        """The pass is committed: do what follows, and tell those workers of the commit.
-
-        If it raises, they are told of it once more; what has joined a context stays there.
-        """
-
-
 class FollowsBackward(Protocol):
     """What `backward` can be given to go on with: an optimizer."""
 
-    def follow_backward(self, context_id: int) -> FollowUp:
-        """Return what is to follow a pass in that context."""
+    def follow_backward(self, context_id: int) -> None:
+        """A pass in that context is committed: do what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +62,12 @@ class Roots:
     inputs: tuple[torch.Tensor, ...] | None = None  # collect gradients only for these; None for all leaves
     # For `backward`, not for `grad`: gradients join the context, and post-accumulate hooks run.
     joins_context: bool = True
-    follow_up: FollowUp | None = None  # what is done as soon as the pass is committed
 
 
 NO_ROOTS = Roots()
 
 
-def check_roots(
-    roots: Any, gradients: Any, inputs: Any, joins_context: bool = True, follow_up: FollowUp | None = None
-) -> Roots:
+def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = True) -> Roots:
     """Return the roots of a pass, with a gradient for each."""
     tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not tensors:
@@ -116,7 +99,7 @@ def check_roots(
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
         raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
-    return Roots(tensors, tuple(found), wanted, joins_context, follow_up)
+    return Roots(tensors, tuple(found), wanted, joins_context)
 
 
 class PassDropped(Exception):
@@ -149,21 +132,20 @@ class BackwardPass:
         self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
         self.sends, self.recvs = dict(context.sends), dict(context.recvs)
         self._introduced: set[int] = set()
-        self.last_peer: int | None = None  # whom the last message went to; the next may well come from there
         self.gradients: GradientTable = {}  # of leaves, as far as they are found
         # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
-        self.last_answer: Answers | None = None  # to the root; waits for the report, to travel with it
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
         self._gates: set[int] = set()  # sends that a run stands still for
         self.error: BaseException | None = None  # why it failed, on the root
+        self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
         for message_id, send in self.sends.items():
-            sends[message_id] = send.output.grad_fn
+            sends[message_id] = send.start
         graph = self.graph = LocalGraph(nodes, sends, self.recvs)
         # What is asked for may be what passes through; and a recorded pass records what passes through.
         is_asked = roots.inputs is not None or options.create_graph
@@ -238,15 +220,10 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             self._num_sent += 1
-            if peer != self.own:
-                self.last_peer = peer
             if peer in self._introduced:
                 return None
             self._introduced.add(peer)
             return self.state.introduction_to(peer)
-
-    def has_moved_on(self, peer: int) -> bool:
-        return self.state.is_over or self.last_peer != peer
 
     def lose_worker(self, rank: int) -> list[Action] | None:
         """A worker died or left; None if the pass must fail for it."""
@@ -296,30 +273,30 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             for leaf, gradient in found:
-                if leaf in self.gradients:
+                num_known = len(self.gradients)
+                self.gradients.setdefault(leaf, gradient)  # one hash of a tensor, which is a function in Python
+                if len(self.gradients) == num_known:
                     add_gradient(self.gradients, leaf, gradient, self.options.create_graph)
-                else:
-                    self.gradients[leaf] = gradient
             actions = self.state.component_finished(index)
             if self._gates:  # a message to oneself that has no gradient is settled without one
                 self._wake()
         return actions
 
-    def run_hooks(self) -> Answers | None:
-        """Everything here is done: hooks see the totals; return an answer to the root that waits for the report."""
+    def report_early(self) -> Report | None:
+        """The last answer is about to go to the root: return the report that goes with it, if nothing else is to be done."""
+        with self._lock:
+            if self.state.is_over:
+                raise PassDropped
+            return self.state.report_early()
+
+    def run_hooks(self) -> None:
+        """Everything here is done: hooks see the totals."""
         if self.roots.joins_context and self.gradients:
             self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
             self.state.done_here()
-            answer, self.last_answer = self.last_answer, None
-        return answer
-
-    def take_last_answer(self) -> Answers | None:
-        with self._lock:
-            answer, self.last_answer = self.last_answer, None
-        return answer
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -330,6 +307,7 @@ class BackwardPass:
             if actions and type(actions[0]) is Commit:
                 try:
                     self._commit()
+                    self.followers = actions[0].peers
                 except Exception as error:  # out of memory, say; no worker was told yet
                     return [Fail(error=error)]
             return actions
@@ -362,6 +340,16 @@ class BackwardPass:
                 self._forget()
         return abort
 
+    def drop(self) -> bool:
+        """The context is over: end the pass here if this worker has reported, and so need not tell any other."""
+        with self._lock:
+            if self.is_root or not self.is_undecided:
+                return False
+            self.state.abort(is_final=True)
+            self.context.end_pass(self, is_committed=False)
+            self._forget()
+        return True
+
     def may_abort(self, sender: int, message: AbortPass) -> bool:
         with self._lock:
             return self.state.may_abort(sender, message)
@@ -371,7 +359,6 @@ class BackwardPass:
         self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
         if self.root != self.own:
             self._arrived.clear()
-            self.last_answer = None
             self.gradients, self.totals = {}, {}
         self._wake()
 

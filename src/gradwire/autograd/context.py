@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import leaf_hooks
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.config import Limits
 from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownContext
@@ -70,22 +71,50 @@ def find_call_site() -> CallSite:
 
 
 class RecordedSend:
-    """A message that left, with the gradient edges of its tensors."""
+    """A message that left, with the gradient edges of its tensors.
 
-    __slots__ = ("_metadata", "function", "message_id", "output", "peer", "site")
+    A tensor's history may change after this, so the node that keeps it is made at once. The edge of a leaf is the leaf: if
+    the message has nothing else, its node is made only where one is asked for.
+    """
+
+    __slots__ = ("_leaves", "_metadata", "_output", "function", "message_id", "peer", "site")
     is_send = True
 
-    def __init__(
-        self, message_id: int, peer: int, function: str, site: CallSite, tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]) -> None:
         self.message_id = message_id
         self.peer = peer  # the receiver
         self.function = function  # the called function, or the one whose result it is
         self.site = site
         self._metadata: list[tuple[torch.Size, torch.dtype]] = []
+        self._leaves: list[torch.Tensor] | None = tensors
         for tensor in tensors:
             self._metadata.append((tensor.shape, tensor.dtype))
-        self.output = make_send(message_id, tensors)  # handle on the node; see `SendFunction`
+            if not tensor.is_leaf:
+                self._leaves = None
+        self._output = make_send(message_id, tensors) if self._leaves is None else None
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The handle on the node; see `SendFunction`."""
+        output = self._output
+        if output is None:
+            assert self._leaves is not None
+            # One that was frozen since has no edge any more; the others keep their places.
+            edges = [leaf if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in self._leaves]
+            output = self._output = make_send(self.message_id, edges)
+        return output
+
+    @property
+    def start(self) -> Any:
+        """Where a pass goes on from here: the leaves, if there is nothing else and no hook wants to look; else the node."""
+        leaves = self._leaves
+        if leaves is not None:
+            for leaf in leaves:
+                if leaf_hooks(leaf):
+                    break
+            else:
+                return leaves
+        return self.output.grad_fn
 
     @property
     def no_gradients(self) -> Gradients:
@@ -170,7 +199,7 @@ class DistAutogradContext:
     # -- recording -----------------------------------------------------------------------------------------------
 
     def record_send(
-        self, message_id: int, peer: int, function: str, tensors: Sequence[torch.Tensor], site: CallSite | None = None
+        self, message_id: int, peer: int, function: str, tensors: list[torch.Tensor], site: CallSite | None = None
     ) -> None:
         """Record tensors that leave in a message; the site is the caller's line unless given."""
         send = RecordedSend(message_id, peer, function, site or find_call_site(), tensors)
@@ -237,12 +266,12 @@ class DistAutogradContext:
                         joined[leaf] = known
                         if counted is not None:
                             add_gradient(joined, leaf, -counted, current.options.create_graph)
-                for leaf, gradient in current.gradients.items():
+                for leaf, gradient in current.gradients.items() if joined else ():
                     if leaf in joined:
                         add_gradient(joined, leaf, gradient, current.options.create_graph)
                     else:
                         joined[leaf] = gradient
-                self.gradients = joined
+                self.gradients = joined or dict(current.gradients)  # a copy needs no hashes of tensors
             self.ended_passes[current.pass_id] = is_committed
             self.passes.pop(current.pass_id, None)
             if self._changed is not None:
@@ -408,7 +437,10 @@ class DistAutogradContainer:
         self._contexts: dict[int, DistAutogradContext] = {}
         self.find: Callable[[int], DistAutogradContext | None] = self._contexts.get  # None if it is not here
         self._released: dict[int, str] = {}  # where
-        self._released_by: dict[int, collections.deque[int]] = {}  # by rank: the latest contexts that it released
+        # By rank: the latest contexts that it released.
+        self._released_by: collections.defaultdict[int, collections.deque[int]] = collections.defaultdict(
+            collections.deque
+        )
 
     def __repr__(self) -> str:
         return f"<DistAutogradContainer of worker {self.worker}, {len(self)} contexts>"
@@ -469,7 +501,7 @@ class DistAutogradContainer:
             context = self._contexts.pop(context_id, None)
             if context_id not in self._released:
                 # What one worker releases pushes out its own oldest contexts alone.
-                latest = self._released_by.setdefault(self.worker if worker is None else worker, collections.deque())
+                latest = self._released_by[self.worker if worker is None else worker]
                 latest.append(context_id)
                 self._released[context_id] = where
                 if len(latest) > _MEMORY:

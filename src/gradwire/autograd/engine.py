@@ -22,18 +22,17 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from gradwire._torch import is_any_autocast_enabled
-from gradwire.autograd._backward_state import Action, Commit, Fail, Introduction, PassPhase, Report, RunComponent, Tell
+from gradwire.autograd._backward_state import Action, Fail, Introduction, PassPhase, Report, RunComponent, Tell
 from gradwire.autograd.backward_pass import (
     NO_ROOTS,
     BackwardPass,
-    FollowUp,
     PassDropped,
     check_roots,
     follow_routes,
@@ -90,6 +89,8 @@ if TYPE_CHECKING:
 
 _TELL_S = 0.2  # how long to wait for room when a worker that does not read is told of an end
 _CONNECT_S = 10.0
+_OWE_S = 0.02  # how long a commit may wait for a message that tells of it; the clock looks as often anyway
+_NOTHING_DUE: tuple[int, frozenset[int], float] = (NO_ID, frozenset(), 0.0)
 _READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice what others do for the pass meanwhile
 
 
@@ -126,6 +127,11 @@ class DistEngine:
         self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
         self.lost: set[int] = set()  # ranks of workers whose end was noticed and that have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
+        self._last_participants: set[int] = set()  # ranks, of the last pass from here: the next may well have the same
+        # Passes that count, by context: the pass, ranks of workers that are to be told, and when at the latest. Changed by
+        # single operations only.
+        self.due: dict[int, tuple[int, frozenset[int], float]] = {}
+        self._has_owed = False  # a commit since the last look of the clock
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders have no part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
@@ -138,6 +144,8 @@ class DistEngine:
         notices.register("autograd.holds", self._on_holds, HoldsContext)
         notices.on_cut(self._on_cut)
         agent.on_worker_lost(self._on_worker_lost)
+        agent.sweeps.append(self._sweep)
+        agent.before_close.append(self.tell_due)
         agent.interceptors += [AutogradInterceptor(self), AutocastInterceptor()]
 
     def name_of(self, rank: int) -> str:
@@ -171,13 +179,14 @@ class DistEngine:
         inputs: Any,
         *,
         joins_context: bool = True,
-        follow_up: FollowUp | None = None,
     ) -> GradientTable:
         """Run a pass from here and wait until it is over everywhere; return the gradients found here."""
-        start = check_roots(roots, gradients, inputs, joins_context, follow_up)
+        start = check_roots(roots, gradients, inputs, joins_context)
         context = self.container.find(context_id) or self.container.retrieve(context_id)
         pass_id = self.container.new_message_id()
         make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
+        if self.due:
+            self.tell_due()
         current = context.begin_pass(pass_id, make)
         if current is None:
             raise UnknownContext(f"context {context_id} was released while backward began")
@@ -188,9 +197,9 @@ class DistEngine:
             self._perform(current, actions)
             if not current.state.is_over:
                 self._wait_over(current)
-            if follow_up is not None and current.error is None:
-                commit = CommitPass(context.context_id, pass_id)
-                follow_up.run(commit, current.participants() & follow_up.ranks)
+            if current.followers:
+                self._last_participants = set(current.followers)
+                self.owe_commit(context.context_id, pass_id, current.followers)
             has_returned = True
         finally:
             if not has_returned:
@@ -204,12 +213,10 @@ class DistEngine:
         return current.gradients
 
     def _leave(self, current: BackwardPass) -> None:
-        """Backward ends by Ctrl-C, or because what follows the pass failed: the others must not wait for this worker."""
+        """Backward ends by Ctrl-C: the others must not wait for this worker."""
         if not current.state.is_over:
             self.fail(current, AutogradError("backward was interrupted"), "backward")
-        elif current.roots.follow_up is not None and current.phase is PassPhase.COMMITTED:
-            ranks = current.participants() & current.roots.follow_up.ranks  # not told of the commit yet, or not all
-            self._tell_all(ranks, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+        self._tell_all(current.followers, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
     def _wait_over(self, current: BackwardPass) -> None:
         with while_waiting():
@@ -221,13 +228,11 @@ class DistEngine:
                 self._wait(current, None)
 
     def _read_along(self, current: BackwardPass) -> None:
-        """Read what the next gradient is likely to come over, for a moment: that spares waking two threads."""
+        """Read what gradients and reports are likely to come over, for a moment: that spares waking threads for them."""
         is_own = functools.partial(is_about_pass, current.pass_id)  # others' passes run their users' code
-        while not current.state.is_over and (peer := current.last_peer) is not None:
-            # Until another worker is written to: the next gradient is likely to come from there then.
-            is_enough = functools.partial(current.has_moved_on, peer)
-            name = self._names.get(peer) or self.name_of(peer)
-            if not self._agent.server.take_notices(name, _READ_S, is_enough, is_own):
+        ranks = current.context.known_workers | self._last_participants
+        while not current.state.is_over:
+            if not self._agent.server.take_notices(ranks, _READ_S, lambda: current.state.is_over, is_own):
                 return
 
     def _wait(self, current: BackwardPass, send: int | None) -> None:
@@ -249,7 +254,7 @@ class DistEngine:
         operation = ""
         try:
             # What follows from a run is not done inside it: chains of runs may be long.
-            while actions or current.last_answer is not None:
+            while actions:
                 runs: list[RunComponent] = []
                 following: list[Action] = []
                 for action in actions:
@@ -262,10 +267,6 @@ class DistEngine:
                     else:
                         operation = "telling others"
                         self._do(current, action)
-                if current.last_answer is not None:  # no report follows, yet: something else runs here, or it is sent
-                    answer = current.take_last_answer()
-                    if answer is not None:
-                        self._post(current, current.root, *answer)
                 for action in runs[1:]:  # components run side by side
                     self._perform_soon(current, [action])
                 if runs:
@@ -290,8 +291,6 @@ class DistEngine:
         if isinstance(action, Tell):
             items = tuple([GradientItem(message_id, via=action.via) for message_id in action.message_ids])
             self._post(current, action.peer, items)
-        elif isinstance(action, Commit):
-            self._tell_committed(current, action.peers)
         elif isinstance(action, Fail) and action.error is not None:
             self.fail(current, action.error, "adding up gradients")
         elif isinstance(action, Fail) and action.abort is not None:
@@ -302,15 +301,12 @@ class DistEngine:
 
     def _report(self, current: BackwardPass, report: Report) -> list[Action]:
         """Everything here is done: tell the root. Return what follows, on the root."""
-        answer = current.run_hooks()
+        current.run_hooks()
         if current.root == self._own:
             return current.report_received(self._own, report)
-        if answer is not None:
-            self._post(current, current.root, *answer, report)
-        else:
-            note = ReportDone(current.context.context_id, current.pass_id, report)
-            name = self._names.get(current.root) or self.name_of(current.root)
-            self._agent.notices.send(name, "autograd.report", note, (), current.deadline)
+        note = ReportDone(current.context.context_id, current.pass_id, report)
+        name = self._names.get(current.root) or self.name_of(current.root)
+        self._agent.notices.send(name, "autograd.report", note, (), current.deadline)
         return []
 
     def _post(
@@ -440,12 +436,41 @@ class DistEngine:
         elif commits:
             self.tell(sender.id, "autograd.commit", CommitPass(context_id, pass_id))
 
-    def _tell_committed(self, current: BackwardPass, others: Collection[int]) -> None:
-        """The pass counts. The caller of backward goes on at once; the others wait for what is sent here."""
-        if current.roots.follow_up is not None:
-            others = set(others) - current.roots.follow_up.ranks
-        if others and current.context.released is None:  # else they are told of that anyway
-            self._tell_all(others, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
+    def owe_commit(self, context_id: int, pass_id: int, ranks: Collection[int]) -> None:
+        """A pass counts, and these workers are to be told; not yet: often what is sent next tells them, too.
+
+        The end of the context does, and a step of an optimizer. Any other call from here tells them first, so that no worker
+        is asked for gradients that it would have to wait for. The clock sees to it that they are told in any case.
+        """
+        if self.container.find(context_id) is None:
+            return  # they are told of that
+        when = time.monotonic() + _OWE_S
+        earlier, self.due[context_id] = self.due.get(context_id), (pass_id, frozenset(ranks), when)
+        if earlier is not None:
+            self._tell_all(earlier[1], "autograd.commit", CommitPass(context_id, earlier[0]))
+        self._has_owed = True
+        self._agent.reactor.expect(when)
+
+    def take_due(self, context_id: int, ranks: Collection[int]) -> tuple[int, Set[int]]:
+        """Return the pass whose commit the caller tells those workers of, and which of them; tell the others now."""
+        pass_id, waiting, _ = self.due.pop(context_id, _NOTHING_DUE)
+        told = waiting.intersection(ranks)
+        self._tell_all(waiting - told, "autograd.commit", CommitPass(context_id, pass_id))
+        return pass_id, told
+
+    def tell_due(self) -> None:
+        """Tell workers of passes that count, before anything else tells them."""
+        for context_id in list(self.due):
+            self.take_due(context_id, ())
+
+    def _sweep(self, now: float) -> float:
+        """Have commits told that are due; return when to look again."""
+        first = min([when for _, _, when in list(self.due.values())], default=float("inf"))
+        if first <= now:
+            self._agent.reactor.run_soon(self.tell_due)
+        # Where passes follow each other, most commits are told by now; but each of the next ones would wake the clock again.
+        is_in_demand, self._has_owed = self._has_owed, False
+        return min(first if first > now else float("inf"), now + _OWE_S if is_in_demand else float("inf"))
 
     def on_commit(self, sender: WorkerInfo, message: CommitPass, _: Sequence[torch.Tensor] = ()) -> None:
         """The root of a pass says that it is committed, by a notice or with what follows."""
@@ -569,7 +594,10 @@ class DistEngine:
         context = self.container.release(context_id, where, None if is_suspected else sender)
         if context is None:
             return False
+        self.due.pop(context_id, None)
         for current in list(context.passes.values()) if context.passes else ():
+            if not is_suspected and current.drop():
+                continue
             # No gradients of it can be asked for any more, however it ends.
             failure = self.failure(UnknownContext(f"the context was released {clean(where)}"), "waiting")
             self._abort(current, failure, is_final=True)
@@ -724,8 +752,9 @@ class _Run:
         if firing.routes is not None:
             self._follow_shortcut(recv, firing.routes, gradients)
         else:
-            # Where there are leaves, their nodes and hooks may take long after this.
-            self._answer(recv, gradients, firing.is_lost, firing.is_last and not current.graph.has_leaves)
+            # Leaves, and hooks of this node, come after it.
+            is_last = firing.is_last and not (current.graph.has_leaves or recv.node.is_watched)
+            self._answer(recv, gradients, firing.is_lost, is_last)
 
     def _answer(
         self, recv: RecordedRecv, gradients: Gradients, is_lost: bool, is_last: bool, via: int | None = None
@@ -740,8 +769,8 @@ class _Run:
         elif is_lost:  # even if it lives after all: what it would send back was settled without it
             peer = engine._agent.peers.peer(engine.name_of(recv.peer))
             raise peer.lost("its end was noticed before there was a gradient for it")
-        elif is_last and recv.peer == current.root:  # the report is about to follow: one message for both
-            current.last_answer = items, tensors
+        elif is_last and recv.peer == current.root:  # one message for both: what is left of the run is its end
+            engine._post(current, recv.peer, items, tensors, current.report_early())
         else:
             engine._post(current, recv.peer, items, tensors)
 

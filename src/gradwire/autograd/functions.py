@@ -79,14 +79,6 @@ class RecvFunction(torch.autograd.Function):
         ctx.materialize_grads = False
         return tuple(tensors)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        run = current_run.get()
-        if run is None:
-            raise _outside("a tensor that came from another worker")
-        run.fire(ctx.context_id, ctx.message_id, gradients)
-        return None, None, None, None
-
 
 class Gate(torch.autograd.Function):
     """Holds a run up until a send is settled; behind it are that send and the gate of the send made before it.
@@ -111,13 +103,22 @@ class Gate(torch.autograd.Function):
         return nothing
 
 
-class _Hooks:
-    """Notes on the node of a recv that hooks were registered there: then it takes the engine to run them.
+class _RecvNode:
+    """What the node of a recv does in backward, and whether hooks were registered there: it takes the engine to run them.
 
-    Torch registers hooks on a tensor that is no leaf at the tensor's node, through one of these.
+    Torch registers hooks on a tensor that is no leaf at the tensor's node, through one of the methods here.
     """
 
     is_watched = False
+    context_id: int
+    message_id: int
+
+    def apply(self, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+        run = current_run.get()
+        if run is None:
+            raise _outside("a tensor that came from another worker")
+        run.fire(self.context_id, self.message_id, gradients)
+        return None, None, None, None
 
     def _register_hook_dict(self, tensor: torch.Tensor) -> None:
         self.is_watched = True
@@ -133,7 +134,7 @@ class _Hooks:
 
 
 _node_class: Any = backward_class(RecvFunction)
-set_backward_class(RecvFunction, type(_node_class.__name__, (_Hooks, _node_class), {}))
+set_backward_class(RecvFunction, type(_node_class.__name__, (_RecvNode, _node_class), {}))
 
 _apply_send, _apply_recv, _apply_gate = (function_apply(kind) for kind in (SendFunction, RecvFunction, Gate))
 

@@ -45,12 +45,16 @@ class AutogradInterceptor(Interceptor):
         self._container = engine.container
 
     def wants_calls(self) -> bool:
+        if self._engine.due:  # whatever the call causes, others have been told of the commit before
+            self._engine.tell_due()
         return (current_context.get() or current_context_id()) != 0 and torch.is_grad_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
         """Record a send for tensors that require grad, in calls made with grad mode on and in replies."""
         # A reply is recorded whatever the mode of the thread that happens to send it.
         is_call = envelope.kind == "call"
+        if self._engine.due:
+            self._engine.tell_due()
         context_id = (current_context.get() or current_context_id()) if is_call else envelope.note.context_id
         context, peer = self._container.find(context_id), envelope.peer.id
         recorded = []

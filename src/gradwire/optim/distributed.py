@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -23,8 +23,6 @@ import torch
 from gradwire._interrupts import interruptible
 from gradwire._torch import set_grad_mode
 from gradwire.autograd.api import current_engine
-from gradwire.autograd.backward_pass import FollowUp
-from gradwire.autograd.messages import CommitPass
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
 from gradwire.nn.remote_module import warn_user
 from gradwire.optim import state_dict as optimizer_state
@@ -85,7 +83,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._step_ids = itertools.count()
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
         self._edits = EditLog(is_over)
-        self._commits: dict[tuple[int, ...], tuple[int, Set[int]]] = {}  # passes that the next step tells owners of
         self._sharded: list[ShardedParameter] = []
         self._parts: dict[str, PartOf] = {}  # what parameters are parts of, by name
         self._is_made = False  # until then, `add_param_group` is called by the base class
@@ -222,10 +219,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._unfinished:
             self._forget_unfinished()
         self._unfinished[contexts] = step_id
-        args_for = self._step_args(step_id, contexts, edits, *self._commits.pop(contexts, (0, ())))
-        answers = ask_all(self._owners.values(), "step", args_for, timeout)
-        for name in answers.values:
-            self._owners[name].is_behind = False
+        engine, told = current_engine(), set[int]()
+        owners = [owner.rank for owner in self._owners.values() if not owner.is_here]
+        pass_id, waiting = engine.take_due(contexts[0], owners)
+        try:
+            args_for = self._step_args(step_id, contexts, edits, pass_id, waiting)
+            answers = ask_all(self._owners.values(), "step", args_for, timeout)
+            for name in answers.values:
+                self._owners[name].is_behind = False
+                told.add(self._owners[name].rank)
+        finally:
+            if not waiting <= told:  # some may not have heard of the commit
+                engine.owe_commit(contexts[0], pass_id, waiting - told)
         if answers.failed:
             stepped = tuple(answers.values)
             text = (
@@ -278,9 +283,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if any(is_over(item) for item in known):
                 self._unfinished.pop(known, None)
 
-    def follow_backward(self, context_id: int) -> FollowUp:
-        """Return the step of a context for ``backward(..., optimizer=self)``, which tells owners of the pass's commit."""
-        return _StepAfterBackward(self, check_contexts(context_id))
+    def follow_backward(self, context_id: int) -> None:
+        """Step for ``backward(..., optimizer=self)``."""
+        self.step(context_id)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -392,20 +397,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             kept = {key: group[key] for key in RESERVED}
             group.clear()
             group.update({**self.defaults, **saved, **kept})
-
-
-class _StepAfterBackward:
-    def __init__(self, optimizer: DistributedOptimizer, contexts: tuple[int, ...]) -> None:
-        self._optimizer, self._contexts = optimizer, contexts
-        self.ranks = frozenset(owner.rank for owner in optimizer._owners.values() if not owner.is_here)
-
-    def run(self, commit: CommitPass, ranks: Set[int]) -> None:
-        """Step; those owners that took part in the pass are told of its commit with the request."""
-        self._optimizer._commits[self._contexts] = (commit.pass_id, ranks)
-        try:
-            self._optimizer.step(self._contexts)
-        finally:
-            self._optimizer._commits.pop(self._contexts, None)  # a hook may have raised before
 
 
 def _check_class(optimizer_class: Any) -> None:

@@ -118,6 +118,7 @@ class Agent:
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
         self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
+        self.before_close: list[Callable[[], None]] = []  # what they tell others while connections are still open
         self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
         self._lock = threading.Lock()  # guards _membership, _telling and is_closed
         self._told = threading.Condition(self._lock)  # notified when the end of a worker has been told
@@ -370,6 +371,8 @@ class Agent:
             if self.is_closed:
                 return
             self.is_closed = True
+        for tell in self.before_close:
+            tell()
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()

@@ -267,7 +267,7 @@ class Client:
         The call is given up if the function that waits for it here is. `is_released`: the thread has given up what it must
         not keep while it waits.
         """
-        if not is_released and (current.request is not None or current.hold is not None):
+        if not is_released and (current.request is not None or current.holds):
             with self._agent.server.waiting(), self._nested(call):
                 self.wait(call, deadline, is_released=True)
             return

@@ -5,8 +5,9 @@ threads wait in one `epoll`; the kernel gives an event to one of them (the one t
 thread reads and runs what it read. There is always at least one more thread waiting, so that reading goes on whatever the
 first one runs. Events are one-shot: a connection that is being read wakes no other thread until it is armed again.
 
-The clock thread sleeps while nothing happens. While something runs it looks every 2 ms whether a reader is stuck in user
-code, and passes that reader's connection on (`Reader.take_over_if_stuck`). It also calls the agent's deadline sweep.
+The clock thread sleeps while nothing happens. While something runs it looks now and then whether a reader is stuck in user
+code, and passes that reader's connection on (`Reader.take_over_if_stuck`): every 2 ms while that happens, and less and less
+often, down to every 16 ms, while it does not. It also calls the agent's deadline sweep.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _log = logging.getLogger("gradwire")
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 _DISARMED = select.EPOLLRDHUP | select.EPOLLONESHOT  # the end of a connection is reported in any case
 _TICK_S = 0.002
+_MAX_TICK_S = 0.016  # waking a thread costs as much as a small call, and most functions are short
 _SWEEP_S = 1.0
 _AWAKE_S = 0.1  # how long the clock keeps ticking after the last activity
 _JOIN_S = 2.0
@@ -307,7 +309,7 @@ class _Clock:
         self.wake()
 
     def _run(self) -> None:
-        active_until = 0.0
+        active_until, tick_s = 0.0, _TICK_S
         while not self._closing:
             now = time.monotonic()
             if self._is_sweep_due or self.next_sweep <= now:
@@ -320,11 +322,14 @@ class _Clock:
                     # Calls may come and go faster than the clock wakes: each would wake it again.
                     soon = now + _SWEEP_S if self._is_in_demand else float("inf")
                     self.next_sweep, self._is_in_demand = min(wanted, self._wanted, soon), False
-            if busy and self._look_after_busy(now):
+            readers = self._reactor.busy_readers() if busy else []
+            if readers:
                 active_until = now + _AWAKE_S
+            tick_s = _TICK_S if self._pass_on_stuck(readers, now) else min(2 * tick_s, _MAX_TICK_S)
             if now < active_until:
-                pause = _TICK_S
+                pause = tick_s
             else:
+                tick_s = _TICK_S
                 self.is_awake = False
                 # A reader that began before it saw is_awake fall is in the busy set by now.
                 is_busy = bool(busy and self._reactor.busy_readers())
@@ -338,14 +343,15 @@ class _Clock:
             if self._alarm.acquire(timeout=max(0.0, pause)):
                 active_until = time.monotonic() + _AWAKE_S
 
-    def _look_after_busy(self, now: float) -> bool:
-        readers = self._reactor.busy_readers()
+    def _pass_on_stuck(self, readers: list[Reader], now: float) -> bool:
+        """Take connections away from threads that have been inside one frame for a tick; return whether any was."""
+        is_any_stuck = False
         try:
             for reader in readers:
-                reader.take_over_if_stuck(now - _TICK_S)
+                is_any_stuck = reader.take_over_if_stuck(now - _TICK_S) or is_any_stuck
         except Exception:
             _log.exception("%s: passing a connection on failed; please report this", self._reactor.name)
-        return bool(readers)
+        return is_any_stuck
 
     def _sweep(self, now: float) -> float:
         try:

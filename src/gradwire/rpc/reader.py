@@ -2,6 +2,7 @@
 
     service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> give up
     waiting caller   hold -> read until its own answer is there -> arm if others still wait -> give up
+    backward pass    hold several -> read, handle what is of the pass, read ... -> arm -> give up
     clock            holder stuck in user code -> take over: another thread reads the rest
 
 Frames that were read but not yet handled lie in the inbox, so that the next holder goes on where the last one stopped.
@@ -18,7 +19,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gradwire import _interrupts
@@ -36,7 +37,7 @@ _log = logging.getLogger("gradwire")
 _LOOK_S = 0.2  # a thread that waits for its answer looks so often whether another thread has ended the call
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 
-# When threads busy-poll: see `Reader._wait_readable`.
+# When threads busy-poll: see `_Poller.wait`.
 _MAX_LOOKS = 500 if len(os.sched_getaffinity(0)) > 1 else 0  # about 0.6 ms: a call with a tensor of 256 KiB, and some
 _FEW_LOOKS = 60
 _SHORT_S = 0.0003
@@ -44,9 +45,13 @@ _yield_core = os.sched_yield
 _looking = threading.Lock()  # held by the one thread of this process that busy-polls
 
 
+Hold = tuple["Reader", int]
+"""A connection, and the epoch in which a thread holds it."""
+
+
 class _Current(threading.local):
     request: Request | None = None  # what the current thread serves
-    hold: tuple[Reader, int] | None = None  # the connection that it holds, and the epoch of that hold
+    holds: Sequence[Hold] = ()  # the connections that it holds
 
 
 current = _Current()
@@ -63,6 +68,37 @@ class Until:
     @property
     def is_over(self) -> object:
         return self._is_over()
+
+
+class _Poller:
+    """Waits until any of some connections can be read; only for their holder."""
+
+    def __init__(self, descriptors: Iterable[int]) -> None:
+        self._poller = select.poll()
+        for descriptor in descriptors:
+            self._poller.register(descriptor, select.POLLIN)
+        self._num_looks = _MAX_LOOKS
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Return the descriptors that can be read, with their events; none if there are none within that time.
+
+        To sleep and be woken costs more than a short call takes. So busy-poll first, if waits here have been short lately
+        and nothing else in this process wants to run: twice as often as it took the last time, and each time without
+        success halves it.
+        """
+        if self._num_looks and _looking.acquire(False):
+            try:
+                num_taken, found = _busy_poll(self._poller.poll, self._num_looks)
+            finally:
+                _looking.release()
+            if found:
+                self._num_looks = min(_MAX_LOOKS, 2 * num_taken + _FEW_LOOKS)
+                return found
+        began = time.monotonic()
+        ready: list[tuple[int, int]] = _interrupts.poll(self._poller, timeout_s * 1000)
+        was_short = bool(ready) and time.monotonic() - began < _SHORT_S
+        self._num_looks = _MAX_LOOKS if was_short else self._num_looks // 2
+        return ready
 
 
 class Reader:
@@ -95,8 +131,7 @@ class Reader:
         self._wants_reading = wants_reading
         self._fd = stream.fileno()
         self.inbox: collections.deque[Frame] = collections.deque()
-        self._poller = select.poll()
-        self._poller.register(self._fd, select.POLLIN)
+        self._poller = _Poller([self._fd])
         self._lock = threading.Lock()  # guards the five fields below
         self._held = False
         self._epoch = 0  # rises with every hold and take-over
@@ -106,7 +141,6 @@ class Reader:
         self._busy_since = 0.0
         self.will_flush = False
         self.must_flush = False
-        self._num_looks = _MAX_LOOKS
         self.is_lingered_on = True
 
     def start(self) -> None:
@@ -131,7 +165,7 @@ class Reader:
             self._epoch += 1
             epoch = self._epoch
         inbox, num_read, lock = self.inbox, 0, self._lock
-        current.hold = (self, epoch)
+        current.holds = ((self, epoch),)
         self._enter()
         try:
             while True:
@@ -166,7 +200,7 @@ class Reader:
             self.end(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
             return
         finally:
-            current.hold = None
+            current.holds = ()
             if self._epoch == epoch:
                 busy.discard(self)
         self._give_up(epoch)
@@ -200,25 +234,7 @@ class Reader:
         return stream.read_nowait() if is_ready else None
 
     def _wait_readable(self, timeout_s: float) -> bool:
-        """Return whether something can be read within that time; only for the holder.
-
-        To sleep and be woken costs more than a short call takes. So busy-poll first, if waits on this connection have been
-        short lately and nothing else in this process wants to run: twice as often as it took the last time, and each time
-        without success halves it.
-        """
-        if self._num_looks and _looking.acquire(False):
-            try:
-                num_taken = _busy_poll(self._poller.poll, self._num_looks)
-            finally:
-                _looking.release()
-            if num_taken is not None:
-                self._num_looks = min(_MAX_LOOKS, 2 * num_taken + _FEW_LOOKS)
-                return True
-        began = time.monotonic()
-        is_ready = bool(_interrupts.poll(self._poller, timeout_s * 1000))
-        was_short = is_ready and time.monotonic() - began < _SHORT_S
-        self._num_looks = _MAX_LOOKS if was_short else self._num_looks // 2
-        return is_ready
+        return bool(self._poller.wait(timeout_s))
 
     def _give_up(self, epoch: int) -> None:
         with self._lock:
@@ -237,10 +253,12 @@ class Reader:
                 self._is_watched = True
                 self.reactor.disarm(self._fd)
 
-    def take_over_if_stuck(self, before: float) -> None:
-        """Pass the connection on when its holder has been inside one frame since before that time."""
-        if 0.0 < self._busy_since < before:
+    def take_over_if_stuck(self, before: float) -> bool:
+        """Pass the connection on, and return True, when its holder has been inside one frame since before that time."""
+        is_stuck = 0.0 < self._busy_since < before
+        if is_stuck:
             self._take_over(self._epoch, before)
+        return is_stuck
 
     def _take_over(self, epoch: int, before: float | None = None) -> None:
         with self._lock:
@@ -266,32 +284,34 @@ class Reader:
 
     def has_more(self) -> bool:
         """Return whether the calling thread holds this connection and will handle another frame right after this one."""
-        hold = current.hold
-        return bool(self.inbox) and hold is not None and hold[0] is self and hold[1] == self._epoch
+        return bool(self.inbox) and (self, self._epoch) in current.holds
 
-    def read_until(
-        self, goal: PendingCall | Until, deadline: float, handle: Callable[[Frame], None] | None = None
-    ) -> bool:
-        """Read in the calling thread until the goal is reached, the deadline passes or the connection ends.
-
-        `handle` takes the frames in place of `on_frame`. Return False if another thread is reading already, so that the
-        caller must wait for it.
-        """
+    def _take_hold(self) -> int | None:
+        """Return the epoch in which the calling thread holds the connection now; None if it cannot."""
         with self._lock:
             if self._held or self.has_ended:
-                return False
+                return None
             self._held = True
             self._epoch += 1
-            epoch = self._epoch
             if self._armed:
                 self._armed = False
                 self.reactor.disarm(self._fd)
-        outer, inbox, stream = current.hold, self.inbox, self.stream
-        current.hold = (self, epoch)  # a callback that waits for an answer itself gives the reading up
+            return self._epoch
+
+    def read_until(self, goal: PendingCall | Until, deadline: float) -> bool:
+        """Read in the calling thread until the goal is reached, the deadline passes or the connection ends.
+
+        Return False if another thread is reading already, so that the caller must wait for it.
+        """
+        epoch = self._take_hold()
+        if epoch is None:
+            return False
+        outer, inbox, stream = current.holds, self.inbox, self.stream
+        current.holds = ((self, epoch),)  # a callback that waits for an answer itself gives the reading up
         try:
             while True:
                 while inbox:
-                    (handle or self.on_frame)(inbox.popleft())
+                    self.on_frame(inbox.popleft())
                     if self._epoch != epoch:
                         return True
                 if goal.is_over:
@@ -305,38 +325,14 @@ class Reader:
             self.end(error)
             return True
         finally:
-            current.hold = outer
+            current.holds = outer
             self._give_up(epoch)
 
-    def serve_for(self, seconds: float, goal: Until, may_run_here: Callable[[Frame], bool]) -> bool:
-        """Read and handle frames in the calling thread, which waits for what they will do; return whether anything came.
-
-        Frames that may not be handled here go to a service thread. None of those stays with the connection after a
-        request any more: it would be in the way.
-        """
-        self.is_lingered_on = False
-        num_handled = 0
-
-        def handle(frame: Frame) -> None:
-            nonlocal num_handled
-            num_handled += 1
-            if not may_run_here(frame):
-                self.reactor.run_soon(functools.partial(self._handle_elsewhere, frame))
-                return
-            epoch = self._epoch
-            self._busy_since = time.monotonic()  # the clock passes the reading on if it takes long
-            self._enter()
-            try:
-                # As in a thread that knows nothing of this one.
-                contextvars.Context().run(self.on_frame, frame)
-            finally:
-                with self._lock:
-                    if self._epoch == epoch:
-                        self._busy_since = 0.0
-                        busy.discard(self)
-
-        self.read_until(goal, time.monotonic() + seconds, handle)
-        return num_handled > 0
+    def _read_into_inbox(self) -> None:
+        try:
+            self.inbox.extend(self.stream.read_nowait() or ())
+        except TransportError as error:
+            self.end(error)
 
     def _handle_elsewhere(self, frame: Frame) -> None:
         """Handle a frame in a service thread that does not hold the connection: what cannot be handled ends it, too."""
@@ -365,21 +361,83 @@ class Reader:
 
 
 @_interrupts.interruptible
-def _busy_poll(poll: Callable[[float], object], num_looks: int) -> int | None:
-    """Return after how many looks there was something to read; None if there was not, or others want to run."""
+def _busy_poll(poll: Callable[[float], list[tuple[int, int]]], num_looks: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return after how many looks there was something to read, and what; nothing if others want to run."""
     for number in range(num_looks):
-        if poll(0):
-            return number
+        ready = poll(0)
+        if ready:
+            return number, ready
         if busy:
-            return None
+            break
         _yield_core()
-    return None
+    return num_looks, []
+
+
+def serve_together(
+    readers: Iterable[Reader], seconds: float, goal: Until, may_run_here: Callable[[Frame], bool]
+) -> bool:
+    """Read connections and handle frames in the calling thread, which waits for what they will do.
+
+    Frames that may not be handled here go to a service thread. None of those stays with one of the connections after a
+    request any more: it would be in the way.
+
+    Returns:
+        Whether anything came.
+    """
+    holds, by_descriptor, num_handled = [], {}, 0
+    for reader in readers:
+        reader.is_lingered_on = False
+        epoch = reader._take_hold()
+        if epoch is not None:
+            holds.append((reader, epoch))
+            by_descriptor[reader._fd] = reader
+    if not holds:
+        return False
+
+    def handle(reader: Reader, frame: Frame) -> None:
+        if not may_run_here(frame):
+            reader.reactor.run_soon(functools.partial(reader._handle_elsewhere, frame))
+            return
+        now = time.monotonic()
+        for held, _ in holds:  # the clock passes all of them on if it takes long
+            held._busy_since = now
+            held._enter()
+        try:
+            # As in a thread that knows nothing of this one.
+            contextvars.Context().run(reader.on_frame, frame)
+        except TransportError as error:
+            reader.end(error)
+        finally:
+            for held, epoch in holds:
+                with held._lock:
+                    if held._epoch == epoch:
+                        held._busy_since = 0.0
+                        busy.discard(held)
+
+    outer, current.holds = current.holds, holds
+    poller, deadline = _Poller(by_descriptor), time.monotonic() + seconds
+    try:
+        while True:
+            for reader, epoch in holds:
+                while reader.inbox and reader._epoch == epoch:
+                    num_handled += 1
+                    handle(reader, reader.inbox.popleft())
+            if goal.is_over or any(reader._epoch != epoch or reader.has_ended for reader, epoch in holds):
+                return num_handled > 0
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return num_handled > 0
+            ready = [reader for reader, _ in holds if reader.stream.has_hidden_bytes()]
+            for reader in ready or [by_descriptor[number] for number, _ in poller.wait(min(left, _LOOK_S))]:
+                reader._read_into_inbox()
+    finally:
+        current.holds = outer
+        for reader, epoch in holds:
+            reader._give_up(epoch)
 
 
 def release_hold() -> None:
     """Let another thread read on: the current one is about to wait."""
-    hold = current.hold
-    if hold is not None:
-        current.hold = None
-        reader, epoch = hold
+    holds, current.holds = current.holds, ()
+    for reader, epoch in holds:
         reader._take_over(epoch)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, Resourc
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
-from gradwire.rpc.reader import Until, current, release_hold
+from gradwire.rpc.reader import Until, current, release_hold, serve_together
 from gradwire.transports.registry import Listener
 from gradwire.types import WorkerInfo
 from gradwire.wire.framing import Frame
@@ -228,9 +228,9 @@ class Server:
             item.end(ConnectionClosed(reason))
 
     def take_notices(
-        self, name: str, seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
+        self, ranks: Collection[int], seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handle notices of a worker in the calling thread, which waits for them; return whether anything came.
+        """Handle notices of workers in the calling thread, which waits for them; return whether anything came.
 
         `is_wanted` is told the note of a notice, whether it may be handled here; the rest goes to service threads.
         """
@@ -239,10 +239,8 @@ class Server:
             note = self.agent.notices.read(frame)
             return note is not None and is_wanted(note)
 
-        for incoming in list(self.incoming):
-            if incoming.lane == "calls" and incoming.info.name == name:
-                return bool(incoming.reader.serve_for(seconds, Until(is_done), may_run_here))
-        return False
+        readers = [item.reader for item in list(self.incoming) if item.lane == "calls" and item.info.id in ranks]
+        return serve_together(readers, seconds, Until(is_done), may_run_here)
 
     def end_incoming(self, name: str, incarnation: int) -> None:
         """Close what an older incarnation of a worker had opened."""

@@ -223,6 +223,7 @@ def test_a_cancelled_coroutine_gives_up_its_call(pair: list[Agent]) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not futures[1].done()
+        assert wait_until(futures[0].done)  # another thread gives the call up
         handlers.gate.set()
         assert await futures[1] is True
 

@@ -198,6 +198,24 @@ class TestRecvs:
         assert state.peers == (C,)
         assert state.component_finished(0) == [Report((C,))]
 
+    def test_the_last_takes_the_report_along(self) -> None:
+        state = begun(make_state([came(1), sent(2)], tied(2, recvs=[1]), root=B), {B})
+        give(state, 2)
+        state.recv_fired(1)
+        assert state.report_early() == Report((B,))
+        assert state.phase is PassPhase.DONE
+        assert state.report_early() is None
+        assert state.component_finished(0) == []
+        assert state.abort() == Abort((B,), ends=False)  # from now on the root decides
+
+    def test_the_report_waits_for_what_else_runs(self) -> None:
+        state = begun(make_state([came(1), sent(2), sent(3)], tied(2, recvs=[1]), tied(3), root=B), {B})
+        give(state, 2, 3)
+        state.recv_fired(1)
+        assert state.report_early() is None
+        assert state.component_finished(0) == []
+        assert state.component_finished(1) == [Report((B,))]
+
     def test_of_another_context_counts_as_fired(self) -> None:
         assert make_state([]).recv_fired(5) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire.autograd import functions
 from gradwire.autograd.context import (
     MAX_WORKER,
     CallSite,
@@ -37,7 +39,7 @@ SITE = CallSite("", 0, "")
 
 
 def make_send(*tensors: torch.Tensor) -> RecordedSend:
-    return RecordedSend(0xABC, 1, "layers:layer", SITE, tensors)
+    return RecordedSend(0xABC, 1, "layers:layer", SITE, list(tensors))
 
 
 def test_messages_are_kept_in_the_order_in_which_they_were_made() -> None:
@@ -68,6 +70,39 @@ def test_functions_of_sends_and_recvs_are_those_of_the_graph() -> None:
     functions = [function for function, _ in context._send_functions()[1].next_functions]
     assert functions == [sent.grad_fn, received.grad_fn]
     assert context._recv_functions()[2] is received.grad_fn
+
+
+def test_a_send_of_leaves_has_a_node_once_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noted(message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
+        made.append(message_id)
+        return functions.make_send(message_id, tensors)
+
+    monkeypatch.setattr(sys.modules[RecordedSend.__module__], "make_send", noted)
+    context = DistAutogradContext(77)
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    context.record_send(1, 4, "f", [x, y])
+    context.record_send(2, 4, "f", [x, y * 2])  # what its node keeps may change
+    assert made == [2]
+    assert context.sends[1].start == [x, y]
+    y.requires_grad_(False)
+    node = context._send_functions()[1]
+    assert made == [2, 1]
+    assert context._send_functions()[1] is node
+    (first, _), (second, _) = node.next_functions
+    assert first.variable is x
+    assert second.variable is not y  # it was frozen, so it gets nothing
+
+
+def test_a_send_of_leaves_begins_at_its_node_for_hooks() -> None:
+    x = torch.ones(2, requires_grad=True)
+    send = make_send(x)
+    handle = x.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    assert send.start is send.output.grad_fn
+    handle.remove()
+    (found,) = send.start
+    assert found is x
 
 
 def test_what_was_recorded_is_a_copy() -> None:

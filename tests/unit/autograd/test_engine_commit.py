@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
-from gradwire.autograd._backward_state import PassPhase, Report
+from gradwire.autograd._backward_state import Action, PassPhase, Report
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.messages import AbortPass, PassOptions, PropagateGradients, ReportDone
 from gradwire.errors import BackwardFailed, UnknownContext, WorkerLost
@@ -40,13 +40,21 @@ from unit.autograd.layers import (
 def before_commit(agent: Agent, monkeypatch: pytest.MonkeyPatch, act: Callable[[BackwardPass], object]) -> None:
     """Does something between the root's decision and the moment when anybody hears of it."""
     engine = engine_of(agent)
-    tell = engine._tell_committed
+    owe = engine.owe_commit
 
-    def act_first(current: BackwardPass, others: Collection[int]) -> None:
-        act(current)
-        tell(current, others)
+    def act_first(context_id: int, pass_id: int, ranks: Collection[int]) -> None:
+        act(made[pass_id])
+        owe(context_id, pass_id, ranks)
 
-    monkeypatch.setattr(engine, "_tell_committed", act_first)
+    made: dict[int, BackwardPass] = {}
+    perform = engine._perform
+
+    def note(current: BackwardPass, actions: Sequence[Action]) -> None:
+        made[current.pass_id] = current
+        perform(current, actions)
+
+    monkeypatch.setattr(engine, "_perform", note)
+    monkeypatch.setattr(engine, "owe_commit", act_first)
 
 
 def expected(num_layers: int) -> tuple[torch.Tensor, ...]:
@@ -95,6 +103,61 @@ def test_failure_after_the_decision_does_not_fail_the_root_alone(
         ctx.backward(loss, timeout=20)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
         assert torch.allclose(context_of(b, ctx).wait_gradients(5.0)[layers.weight], expected(1)[1])
+
+
+def double(x: torch.Tensor, watch: str = "") -> torch.Tensor:
+    """Reach no leaf here; with hooks on what came, or on its node."""
+    node: Any = x.grad_fn
+    if watch == "tensor":
+        x.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+    elif watch == "node":
+        node.register_hook(lambda *_: None)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("watch", "names"),
+    [
+        ("", ["autograd.propagate"]),
+        ("tensor", ["autograd.propagate", "autograd.report"]),
+        ("node", ["autograd.propagate", "autograd.report"]),
+    ],
+)
+def test_report_goes_with_the_last_answer_unless_hooks_may_follow_it(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, watch: str, names: list[str]
+) -> None:
+    _, b, _ = trio
+    sent: list[str] = []
+    send = b.notices.send
+
+    def noted(to: str, name: str, *args: Any) -> None:
+        sent.append(name)
+        send(to, name, *args)
+
+    monkeypatch.setattr(b.notices, "send", noted)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        ctx.backward(rpc.rpc_sync("b", double, args=(x, watch)).sum(), timeout=20)
+        assert sent == names
+        assert torch.equal(ctx.gradients()[x], torch.full((3,), 6.0 if watch == "tensor" else 2.0))
+
+
+def test_hook_that_fails_after_the_last_answer_fails_the_pass(trio: list[Agent]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", fail_at_the_end, args=(x,)).sum()
+        with pytest.raises(BackwardFailed, match="a hook that fails"):
+            ctx.backward(loss, timeout=20)
+        assert ctx.gradients() == {}
+
+
+def fail_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    def fail(*_: Any) -> None:
+        raise ValueError("a hook that fails")
+
+    node: Any = x.grad_fn
+    node.register_hook(fail)
+    return x * 2
 
 
 def test_root_hears_of_a_death_from_one_who_has_reported(trio: list[Agent]) -> None:

@@ -229,7 +229,7 @@ def take_while_waiting(
         return bool(is_handled())
 
     is_own = partial(is_about_pass, pass_id)
-    wait_until(lambda: agent.server.take_notices("b", QUICK_S, send_first, is_own), LIMIT_S, "that something is read")
+    wait_until(lambda: agent.server.take_notices({1}, QUICK_S, send_first, is_own), LIMIT_S, "that something is read")
 
 
 def test_waiting_thread_handles_only_notices_of_its_own_pass(trio: list[Agent]) -> None:
@@ -296,9 +296,9 @@ def note_helpers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> list[Callable
     noted: list[Callable[[Any], bool]] = []
     take = agent.server.take_notices
 
-    def take_and_note(name: str, seconds: float, is_done: Callable[[], bool], wants: Callable[[Any], bool]) -> bool:
+    def take_and_note(ranks: Any, seconds: float, is_done: Callable[[], bool], wants: Callable[[Any], bool]) -> bool:
         noted.append(wants)
-        return take(name, seconds, is_done, wants)
+        return take(ranks, seconds, is_done, wants)
 
     monkeypatch.setattr(agent.server, "take_notices", take_and_note)
     return noted

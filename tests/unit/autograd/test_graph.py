@@ -13,7 +13,7 @@ import torch
 
 from gradwire._torch import leaf_hooks
 from gradwire.autograd._graph import LocalGraph
-from gradwire.autograd.context import RecordedRecv
+from gradwire.autograd.context import RESULT, RecordedRecv, RecordedSend
 from gradwire.autograd.functions import AccumulateGrad, RecvNode, make_recv, make_send
 
 CONTEXT = 1
@@ -60,7 +60,7 @@ def walk(
     nodes = {}
     for name, values in sends.items():
         tensors = values if isinstance(values, tuple) else (values,)
-        nodes[int(name[1:])] = make_send(int(name[1:]), tensors).grad_fn
+        nodes[int(name[1:])] = RecordedSend(int(name[1:]), 0, "f", RESULT, list(tensors)).start
     return LocalGraph([root.grad_fn for root in roots], nodes, {item: CAME.get(item) or Came() for item in recvs})
 
 

@@ -318,7 +318,7 @@ def test_a_call_that_is_passed_on_runs_once(make_agents: MakeAgents, interrupt: 
 
     def read() -> None:
         while not made:  # a service thread may be with the connection once more, for a moment
-            b.server.take_notices("a", 10.0, is_done, lambda note: False)
+            b.server.take_notices({0}, 10.0, is_done, lambda note: False)
 
     expect_interrupt(read)
     assert made[0].wait() == 2

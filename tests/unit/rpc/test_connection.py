@@ -126,7 +126,7 @@ def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_age
             a.notices.send("b", "x", None)
         return bool(got)
 
-    assert b.server.take_notices("a", 10.0, is_done, lambda note: True)
+    assert b.server.take_notices({0}, 10.0, is_done, lambda note: True)
     assert got == ["a"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -251,11 +252,24 @@ class Stuck:
 
     def __init__(self, reactor: Reactor) -> None:
         self.reactor = reactor
-        self.num_looks = 0
+        self.is_stuck = False
+        self.looks: list[float] = []
 
-    def take_over_if_stuck(self, before: float) -> None:
+    @property
+    def num_looks(self) -> int:
+        return len(self.looks)
+
+    def take_over_if_stuck(self, before: float) -> bool:
         assert before < time.monotonic()
-        self.num_looks += 1
+        self.looks.append(time.monotonic())
+        return self.is_stuck
+
+    def shortest_pause_s(self, num_looks: int) -> float:
+        """Of so many looks from now on."""
+        began = len(self.looks)
+        wait_until(lambda: len(self.looks) > began + num_looks, 10, "the clock looks")
+        looks = self.looks[began:]
+        return min(later - sooner for sooner, later in itertools.pairwise(looks))
 
 
 def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reactor) -> None:
@@ -272,6 +286,18 @@ def test_the_clock_looks_after_what_is_busy_and_sleeps_otherwise(reactor: Reacto
     reactor.clock.wake()
     wait_until(lambda: stuck.num_looks > looks, 10, "the clock wakes up")
     busy.discard(stuck)
+
+
+def test_the_clock_looks_seldom_while_no_reader_is_stuck(reactor: Reactor) -> None:
+    """Being woken costs as much as a small call, in every process that serves one."""
+    short = Stuck(reactor)
+    busy.add(short)
+    reactor.clock.wake()
+    wait_until(lambda: short.num_looks >= 5, 10, "the clock has looked")
+    assert short.shortest_pause_s(3) > 0.014
+    short.is_stuck = True
+    wait_until(lambda: short.shortest_pause_s(1) < 0.01, 10, "it looks often where readers get stuck")
+    busy.discard(short)
 
 
 def test_the_late_end_of_a_descriptor_leaves_the_next_one_of_its_number_alone(reactor: Reactor, pipe: Pipe) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError
 from gradwire.rpc.reactor import Reactor
-from gradwire.rpc.reader import Reader, Until, current, release_hold
+from gradwire.rpc.reader import Reader, Until, current, release_hold, serve_together
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, call_ids, send_call, write_raw
 from gradwire.transports.stream import Channel, StreamConnection, StreamOptions
@@ -133,9 +133,9 @@ def test_a_thread_that_waits_lets_others_read_at_once(setting: Setting) -> None:
 
     def on_frame(number: int) -> None:
         if number == 0:
-            assert current.hold is not None
+            assert current.holds
             release_hold()
-            assert current.hold is None
+            assert not current.holds
             assert second.wait(20)
         else:
             second.set()
@@ -153,7 +153,103 @@ def test_a_waiting_caller_reads_for_itself(setting: Setting) -> None:
     setting.send(1, 2, 3)
     assert setting.reader.read_until(Until(lambda: 3 in setting.numbers), time.monotonic() + 10)
     assert setting.seen == [(number, threading.current_thread().name) for number in (1, 2, 3)]
-    assert current.hold is None
+    assert not current.holds
+
+
+# -- several connections in one thread -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(reactor: Reactor) -> Iterator[list[Setting]]:
+    """Two connections that are watched, as those are that other workers have opened."""
+    pair = [Setting(reactor), Setting(reactor)]
+    for setting in pair:
+        setting.reader.start()
+    yield pair
+    for setting in pair:
+        setting.close()
+
+
+def serve(pair: list[Setting], is_over: Callable[[], object], *, may_run_here: bool = True) -> bool:
+    return serve_together([setting.reader for setting in pair], 10, Until(is_over), lambda frame: may_run_here)
+
+
+def test_one_thread_serves_several_connections(pair: list[Setting]) -> None:
+    own = threading.current_thread().name
+    first, second = pair
+    first.on_frame = lambda number: second.send(number + 1)
+    second.on_frame = lambda number: number < 9 and first.send(number + 1)
+    sent: list[None] = []
+
+    def is_over() -> bool:
+        if not sent:  # both connections are held by now
+            sent.append(None)
+            first.send(0)
+        return 9 in second.numbers
+
+    assert serve(pair, is_over)
+    assert first.seen == [(number, own) for number in (0, 2, 4, 6, 8)]
+    assert second.seen == [(number, own) for number in (1, 3, 5, 7, 9)]
+    assert not current.holds
+    second.send(10)  # no thread waits: the service threads read again
+    second.wait_seen(10)
+    assert second.seen[-1][1] != own
+
+
+@pytest.mark.parametrize("waits_openly", [True, False])
+def test_a_thread_that_serves_several_connections_gives_up_all_when_it_is_stuck(
+    pair: list[Setting], waits_openly: bool
+) -> None:
+    """It says so itself before it waits, or the clock notices."""
+    first, second = pair
+    arrived = threading.Event()
+    second.on_frame = lambda number: arrived.set()
+
+    def on_frame(number: int) -> None:
+        if waits_openly:
+            release_hold()
+            assert not second.reader._held
+        second.send(1)
+        assert arrived.wait(20)
+
+    first.on_frame = on_frame
+    first.send(0)
+    while not first.seen:  # a service thread may have been quicker
+        serve(pair, lambda: first.seen)
+    first.wait_seen(0)
+    second.wait_seen(1)
+    assert second.seen[0][1] != first.seen[0][1]
+    first.on_frame = lambda number: None
+    first.send(2)
+    first.wait_seen(2)
+    assert first.ends == second.ends == []
+
+
+def test_the_end_of_one_connection_leaves_the_others_alone(pair: list[Setting]) -> None:
+    first, second = pair
+    serve(pair, lambda: first.there.close() or first.ends)
+    wait_until(lambda: first.ends, 10, "that the end is noticed")
+    second.send(1)
+    serve(pair, lambda: 1 in second.numbers)
+    second.wait_seen(1)
+    assert second.ends == []
+
+
+def test_what_may_not_run_in_the_thread_that_serves_runs_in_another(pair: list[Setting]) -> None:
+    first, second = pair
+    sent: list[None] = []
+
+    def is_over() -> bool:
+        if not sent:
+            sent.append(None)
+            first.send(1)
+            second.send(2)
+        return first.seen and second.seen
+
+    serve(pair, is_over, may_run_here=False)
+    first.wait_seen(1)
+    second.wait_seen(2)
+    assert threading.current_thread().name not in {name for _, name in first.seen + second.seen}
 
 
 def test_a_waiting_caller_takes_the_reading_from_the_service_threads(setting: Setting) -> None:
