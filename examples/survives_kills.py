@@ -79,7 +79,8 @@ class Training:
     def kill_soon(self, chance: random.Random) -> threading.Timer:
         """Kill one of the workers within the next steps, whatever it does then."""
         victim = chance.choice(self.cluster.workers)
-        timer = threading.Timer(chance.uniform(0.0, 0.03), lambda: os.kill(victim.pid or 0, signal.SIGKILL))
+        assert victim.pid is not None
+        timer = threading.Timer(chance.uniform(0.0, 0.03), os.kill, (victim.pid, signal.SIGKILL))
         timer.start()
         return timer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,9 @@ MakeAgents = Callable[..., list[Agent]]
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", derandomize=False, database=None, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("GRADWIRE_HYPOTHESIS", "fixed"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; programs of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
