@@ -263,7 +263,7 @@ class Cluster:
             ),
         )
         ray_options = RayOptions(
-            resources=resources or {"CPU": 1},
+            resources={"CPU": 1} if resources is None else resources,
             strategy=strategy,
             address=address,
             runtime_env=runtime_env,

@@ -550,7 +550,7 @@ def _exchange(
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout, or look at what its process does.{detail}"
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s, or look at what its process does.{detail}"
         ) from error
     except GradwireError as error:
         raise WorkerStartFailed(
