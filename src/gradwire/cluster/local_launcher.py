@@ -211,7 +211,7 @@ class LocalLauncher(Launcher):
             with self._lock:
                 if self._is_closed:
                     worker.close()
-                    raise WorkerStartFailed(f"{spec.info.name} is not started any more: the cluster is closed")
+                    raise WorkerStartFailed(f"{spec.info.name} was not started: the cluster is closed")
                 self._workers = [*(item for item in self._workers if not item.handle.state.is_over), worker]
             self._supervisor.watch(worker)
             self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))

@@ -303,7 +303,7 @@ class Monitor:
             others = [name for name, member in self._members.items() if member not in found]
             text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'it does not answer'}" for name in others)
         if timeout_s is None:
-            return WorkerLost(f"{wanted} workers cannot serve any more, only {len(found)} are left{text}", others[0])
+            return WorkerLost(f"only {len(found)} of {wanted} workers can still serve{text}", others[0])
         return RpcTimeout(
             f"{len(found)} of {wanted} workers serve after {timeout_s:g} s{text}", ", ".join(others), "run"
         )

@@ -388,8 +388,8 @@ class RayScheduler(Scheduler):
         if all(required) or not elsewhere or self._options.allow_unauthenticated:
             return
         raise ConfigurationError(
-            f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: all "
-            "who reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node (`ray "
+            f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: "
+            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node (`ray "
             "get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
         )
 
@@ -398,9 +398,7 @@ class RayScheduler(Scheduler):
         try:
             group = placement_group([self._options.bundle] * count, strategy=self._options.strategy)
         except ValueError as error:
-            raise ConfigurationError(
-                f"Ray does not take resources={dict(self._options.resources)!r}: {error}"
-            ) from error
+            raise ConfigurationError(f"Ray rejected resources={dict(self._options.resources)!r}: {error}") from error
         with contextlib.ExitStack() as undo:
             undo.callback(_remove, group)
             yield group
@@ -468,7 +466,7 @@ class RayScheduler(Scheduler):
         try:
             return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(address, local_index)
         except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"Ray does not take these options of an actor: {error}") from error
+            raise ConfigurationError(f"Ray rejected the options of the actor: {error}") from error
 
     def _wait_running(self, processes: Sequence[RayProcess], deadline: float) -> None:
         waiting = {process.actor.state.remote(): process for process in processes}

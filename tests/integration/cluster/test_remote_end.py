@@ -92,7 +92,7 @@ def test_import_that_hangs_is_given_up_at_the_deadline(module: Callable[[str], s
     text = fail_to_start(scheduler, 10.0, imports=[name])
     assert time.monotonic() - began < 20.0
     assert "worker0 (machine0, slot 0) was not ready after" in text
-    assert "raise start_timeout" in text
+    assert "raise start_timeout_s" in text
     assert "waiting for a licence" in text
 
 
