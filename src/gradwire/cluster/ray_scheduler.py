@@ -389,8 +389,8 @@ class RayScheduler(Scheduler):
             return
         raise ConfigurationError(
             f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: "
-            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node (`ray "
-            "get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
+            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node "
+            "(`ray get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
         )
 
     @contextlib.contextmanager
