@@ -59,6 +59,12 @@ def kill_and_wait(cluster: Cluster, worker: Worker) -> None:
     cluster.wait_for_workers(timeout=30.0)
 
 
+def fork_server_of(cluster: Cluster) -> int:
+    launcher = cluster._monitor.launcher
+    assert isinstance(launcher, LocalLauncher)
+    return launcher._fork_server.pid
+
+
 def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
@@ -69,6 +75,17 @@ def ask_pid(name: str) -> int:
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_back_when_their_fork_server_was_killed(cluster: Cluster) -> None:
+    pids = [worker.pid for worker in cluster.workers]
+    os.kill(fork_server_of(cluster), signal.SIGKILL)
+    wait_until(lambda: all(worker.pid not in pids for worker in cluster.workers), 40.0, "other processes")
+    first, second = cluster.wait_for_workers(timeout=30.0)
+    assert first.call(ask_pid, second.name) == second.pid
+    kill_and_wait(cluster, first)
+    assert second.call(ask_pid, first.name) == first.pid
+    assert [status.restarts for status in cluster.status()] == [2, 1]
 
 
 def test_a_killed_worker_comes_back_under_its_name() -> None:
