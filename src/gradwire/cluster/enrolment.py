@@ -82,6 +82,7 @@ class Assign(msgspec.Struct, frozen=True, tag=True):
     authority: _Pem
     driver: WorkerAddress
     sealed_settings: bytes  # encoded `WorkerSettings`, which the process's key alone can open
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # its incarnation is to be later than that
 
     @property
     def info(self) -> WorkerInfo:

@@ -287,6 +287,7 @@ class RemoteLauncher(Launcher):
                 authority=self._authority.certificate,
                 driver=self._agent.address,
                 sealed_settings=sealed,
+                after=spec.after,
             )
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)

@@ -176,7 +176,7 @@ class RemoteWorker:
             config = dataclasses.replace(
                 settings.config, transports=transports_of(settings.config), bind_host=self._address, tls=keys
             )
-            self._agent = agent = start_worker(assignment.info, config, directory)
+            self._agent = agent = start_worker(assignment.info, config, directory, after=assignment.after)
         directory.complete()
         self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
         self._follow(agent, driver)
