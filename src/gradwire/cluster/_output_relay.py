@@ -32,6 +32,7 @@ OUTPUT = "cluster.output"
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 14
 _RETRY_S = 0.1
+_STOP, _SEND_EARLY = b"!", b"+"
 _STREAMS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 _Piece = Annotated[bytes, Meta(max_length=_PIECE_BYTES)]
 
@@ -41,18 +42,23 @@ _log = logging.getLogger("gradwire")
 class OutputCapture:
     """Takes over the output of this process until it is closed, and then gives it back.
 
-    As long as there is no driver to send it to, and when there is none any more, it goes where it went before.
+    As long as there is no driver to send it to, and when there is none any more, it goes where it went before. The end of
+    what was printed before there was one is repeated to the driver.
+
+    Args:
+        repeats_early: Whether it is; not where the driver's output goes to the same place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats_early: bool = True) -> None:
+        self._repeats_early = repeats_early
         self._agent: Agent | None = None
         self._driver = ""
-        self._kept = bytearray()  # the end of what was printed so far; used by the thread, but for `kept`
-        self._lock = threading.Lock()  # guards _is_closed
+        self._early: list[tuple[Stream, bytes]] = []  # printed without a driver; used by the thread, but for `kept`
+        self._lock = threading.Lock()  # guards _is_closed, and the change of _agent to one
         self._is_closed = False
         self._before = {stream: os.dup(fd) for stream, fd in _STREAMS.items()}
         self._pipes: dict[int, Stream] = {}
-        self._stop, self._stopper = os.pipe2(os.O_CLOEXEC)
+        self._wakeup, self._waker = os.pipe2(os.O_CLOEXEC)
         _flush()
         for text in (sys.stdout, sys.stderr):
             if isinstance(
@@ -74,8 +80,12 @@ class OutputCapture:
         return self._before["stderr"]
 
     def forward_to(self, agent: Agent, driver: str) -> None:
-        """From now on, send what is printed to the driver."""
-        self._driver, self._agent = driver, agent
+        """From now on, send what is printed to the driver. May be called again."""
+        with self._lock:
+            if self._is_closed or self._agent is agent:
+                return
+            self._driver, self._agent = driver, agent
+            os.write(self._waker, _SEND_EARLY)
 
     def kept(self) -> str:
         """Return the end of what was printed before there was a driver to send it to."""
@@ -83,7 +93,7 @@ class OutputCapture:
         deadline = time.monotonic() + 1.0
         while any(_has_bytes(fd) for fd in self._pipes) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return bytes(self._kept).decode(errors="replace")
+        return b"".join(data for _, data in list(self._early)).decode(errors="replace")
 
     def close(self, timeout_s: float) -> None:
         """Give the output back, and send what is left; what cannot be sent in time goes where it went before."""
@@ -94,28 +104,28 @@ class OutputCapture:
         _flush()
         for stream, fd in _STREAMS.items():
             os.dup2(self._before[stream], fd)
-        os.write(self._stopper, b"!")
+        os.write(self._waker, _STOP)
         self._thread.join(timeout_s)
         self._agent = None
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return  # stuck in a write of its own: its descriptors are needed until the process ends
-        for fd in (*self._before.values(), *self._pipes, self._stop, self._stopper):
+        for fd in (*self._before.values(), *self._pipes, self._wakeup, self._waker):
             os.close(fd)
 
     def _run(self) -> None:
         open_pipes = dict(self._pipes)
         poll = select.poll()
-        for fd in (*open_pipes, self._stop):
+        for fd in (*open_pipes, self._wakeup):
             poll.register(fd, select.POLLIN)
         is_stopping = False
         while open_pipes:
             ready = [fd for fd, _ in poll.poll(0 if is_stopping else None)]
             if is_stopping and not ready:
                 return  # a process that was started here may hold the other end open
-            if self._stop in ready:
-                is_stopping = True
-                poll.unregister(self._stop)
+            if self._wakeup in ready:
+                is_stopping = _STOP in os.read(self._wakeup, 16)
+                self._send_early()
             for fd in [fd for fd in ready if fd in open_pipes]:
                 data = _read(fd)
                 if data:
@@ -126,13 +136,38 @@ class OutputCapture:
 
     def _pass_on(self, stream: Stream, data: bytes) -> None:
         if self._agent is None:
-            self._kept = (self._kept + data)[-_KEPT_BYTES:]
+            self._keep(stream, data)
+            self._write(stream, data)
+        else:
+            self._send_early()
+            self._send(stream, data)
+
+    def _keep(self, stream: Stream, data: bytes) -> None:
+        self._early.append((stream, data))
+        too_many = sum(len(kept) for _, kept in self._early) - _KEPT_BYTES
+        while too_many > 0:
+            first_stream, first = self._early[0]
+            self._early[:1] = [(first_stream, first[too_many:])] if len(first) > too_many else []
+            too_many -= len(first)
+
+    def _send_early(self) -> None:
+        if self._agent is None:
+            return
+        early, self._early = self._early, []
+        for stream, data in early if self._repeats_early else ():
+            self._send(stream, data)
+
+    def _send(self, stream: Stream, data: bytes) -> None:
         while (agent := self._agent) is not None and not agent.is_closed:
             try:
                 agent.ask(self._driver, OUTPUT, (stream, data), 0.0, None).wait()
                 return
             except Exception:  # the driver is cut off, and may come back; if it does not, this is closed soon
                 time.sleep(_RETRY_S)
+        self._write(stream, data)
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        """Write to where the output went before."""
         with contextlib.suppress(OSError):
             view = memoryview(data)
             while view:

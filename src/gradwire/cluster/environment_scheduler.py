@@ -281,7 +281,7 @@ def serve_rank(
     Raises:
         SystemExit: 0 after the driver has let it go; 1 if the driver failed, gave up or was lost.
     """
-    worker = RemoteWorker(local_index=environment.rank)
+    worker = RemoteWorker(local_index=environment.rank, shares_output=True)
     failures: list[str] = []
 
     def handle(message: bytes) -> bytes:

@@ -261,7 +261,7 @@ class RayScheduler(Scheduler):
     def __init__(self, options: RayOptions, num_workers: int) -> None:
         self._options = options
         self._num_workers = num_workers
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the four below, and what Ray is asked to start
         self._groups: list[Any] = []
         self._processes: list[RayProcess] = []
         self._watcher: threading.Thread | None = None
@@ -395,21 +395,37 @@ class RayScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _new_group(self, count: int) -> Iterator[Any]:
-        try:
-            group = placement_group([self._options.bundle] * count, strategy=self._options.strategy)
-        except ValueError as error:
-            raise ConfigurationError(f"Ray rejected resources={dict(self._options.resources)!r}: {error}") from error
+        with self._lock:  # from here on `close` removes it, and with it the actors that are started there
+            self._check_open()
+            try:
+                group = placement_group([self._options.bundle] * count, strategy=self._options.strategy)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"Ray rejected resources={dict(self._options.resources)!r}: {error}"
+                ) from error
+            self._groups.append(group)
         with contextlib.ExitStack() as undo:
-            undo.callback(_remove, group)
+            undo.callback(self._drop, group)
             yield group
-            with self._lock:
-                self._groups.append(group)
             undo.pop_all()
+
+    def _drop(self, group: Any) -> None:
+        with self._lock:
+            if not self._is_closed:  # else it is removed already, and Ray may be shut down
+                self._groups.remove(group)
+                _remove(group)
+
+    def _check_open(self) -> None:
+        """Refuse to ask Ray for more once this is closed, where a call would start a Ray of its own; with the lock held."""
+        if self._is_closed:
+            raise WorkerStartFailed("no actor was started: the cluster is closed")
 
     def _wait_placed(self, group: Any, indices: Sequence[int], deadline: float) -> None:
         """Wait until bundles have a node that is alive; Ray itself says nothing about those that never will."""
         is_final = not self._can_grow()
         while not self._are_placed(group, indices):
+            with self._lock:
+                self._check_open()
             nodes = _nodes()
             bundle, strategy = self._options.bundle, self._options.strategy
             most = count_room([node.total for node in nodes], bundle, strategy)
@@ -450,6 +466,8 @@ class RayScheduler(Scheduler):
             try:
                 self._wait_running(processes, deadline)
             except WorkerStartFailed as error:
+                with self._lock:
+                    self._check_open()
                 _check_same_mode(error)
                 raise
             self._check_authentication([process.state.requires_token for process in processes if process.state])
@@ -463,10 +481,12 @@ class RayScheduler(Scheduler):
             options["runtime_env"] = dict(self._options.runtime_env)  # else it was given to ray.init
         address = None if self._starts_ray else node.address  # what the node was told, and not a guess
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-        try:
-            return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(address, local_index)
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"Ray rejected the options of the actor: {error}") from error
+        with self._lock:
+            self._check_open()
+            try:
+                return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(address, local_index)
+            except (ValueError, TypeError) as error:
+                raise ConfigurationError(f"Ray rejected the options of the actor: {error}") from error
 
     def _wait_running(self, processes: Sequence[RayProcess], deadline: float) -> None:
         waiting = {process.actor.state.remote(): process for process in processes}

@@ -68,6 +68,7 @@ class RemoteWorker:
         local_index: Counts the processes of this machine; ranks follow it.
         host: Name of this machine, for people.
         assign_timeout_s: How long to wait for the driver's decision.
+        shares_output: Whether what this process prints goes to the driver's own output without being sent there.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class RemoteWorker:
         local_index: int = 0,
         host: str | None = None,
         assign_timeout_s: float = _ASSIGN_S,
+        shares_output: bool = False,
     ) -> None:
         self._address = address
         self._local_index = local_index
         self._host = host or enrolment.host_name()
+        self._shares_output = shares_output
         self._lock = threading.Lock()  # held while a message is handled
         self._key: object = None
         self._agent: Agent | None = None
@@ -165,7 +168,7 @@ class RemoteWorker:
             raise ConfigurationError(f"this process is worker {name} already, and cannot be {assignment.name} as well")
         settings = enrolment.decode_settings(self._key.open(assignment.sealed_settings, assignment.name.encode()))
         reserve_process(assignment.name)  # before any import of the user's
-        self._capture = capture = OutputCapture()
+        self._capture = capture = OutputCapture(repeats_early=not self._shares_output)
         # A crash in native code prints where it happened, and ends the thread that would send that to the driver.
         self._had_faulthandler = faulthandler.is_enabled()
         faulthandler.enable(file=capture.stderr_before)
@@ -179,9 +182,8 @@ class RemoteWorker:
             self._agent = agent = start_worker(assignment.info, config, directory, after=assignment.after)
         directory.complete()
         self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
-        self._follow(agent, driver)
+        self._follow(agent, driver, capture)
         set_current_agent(agent, refuse_shutdown)
-        capture.forward_to(agent, driver)
         return Ready(agent.address)
 
     def _settle_in(self, rank: int, settings: enrolment.WorkerSettings) -> None:
@@ -193,7 +195,7 @@ class RemoteWorker:
         for module in settings.imports:
             importlib.import_module(module)
 
-    def _follow(self, agent: Agent, driver: str) -> None:
+    def _follow(self, agent: Agent, driver: str, capture: OutputCapture) -> None:
         """Take orders from the driver alone."""
 
         def check(source: WorkerInfo) -> None:
@@ -215,6 +217,7 @@ class RemoteWorker:
             if name == driver:
                 with self._changed:
                     self._deadline = None
+                capture.forward_to(agent, driver)
 
         def on_lost(name: str, reason: str) -> None:
             if name == driver:

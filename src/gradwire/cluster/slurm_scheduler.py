@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way
 _LOOK_AT_JOB_S = 2.0  # Slurm's accounting is a shared service
 _END_S = 2.0  # for tasks to end by themselves
 _LOOK_S = 0.05
+_GLANCE_S = 0.05  # how long the watch over all workers waits for Slurm
 _COMMAND_S = 10.0
 _TAIL_BYTES = 4096
 _SECONDS = (1, 60, 3600, 86400)
@@ -153,7 +154,7 @@ class SlurmScheduler:
         self._options = options
         self._start_timeout_s = start_timeout_s
         self._submitit = _import_submitit()
-        self._lock = threading.Lock()  # guards _jobs, _num_tasks and _is_closed
+        self._lock = threading.Lock()  # guards what follows, and the executor
         self._jobs: list[_Job] = []
         self._processes: list[SlurmProcess] = []
         self._num_tasks = 0
@@ -175,22 +176,33 @@ class SlurmScheduler:
     def launch(self, count: int, deadline: float, replaces: RemoteProcess | None = None) -> Sequence[SlurmProcess]:
         per_node = self._options.workers_per_node
         full_nodes, rest = divmod(count, per_node)
-        jobs = [self._submit(nodes, tasks) for nodes, tasks in ((full_nodes, per_node), (1, rest)) if nodes and tasks]
-        tasks = {number: job for job in jobs for number in job.numbers}
+        with contextlib.ExitStack() as undo:  # a job in the queue would start later, for nothing
+            jobs = []
+            for nodes, num_tasks in ((full_nodes, per_node), (1, rest)):
+                if nodes and num_tasks:
+                    jobs.append(self._submit(nodes, num_tasks))
+                    undo.callback(jobs[-1].cancel)
+            tasks = {number: job for job in jobs for number in job.numbers}
+            hellos = self._wait_hellos(tasks, jobs, deadline)
+            processes = [
+                SlurmProcess(self._exchange, number, hellos[number], job, self._store) for number, job in tasks.items()
+            ]
+            with self._lock:
+                self._processes += processes
+            undo.pop_all()
+        return processes
 
+    def _wait_hellos(self, tasks: Mapping[int, _Job], jobs: Sequence[_Job], deadline: float) -> Mapping[int, Hello]:
         def check(missing: set[int]) -> None:
+            if self._is_closed:
+                raise WorkerStartFailed("the cluster is closed")
             for job in jobs:
                 job.check(missing)
 
         try:
-            hellos = self._exchange.wait_hellos(tasks, deadline, check)
+            return self._exchange.wait_hellos(tasks, deadline, check)
         except WorkerStartFailed as error:
             raise WorkerStartFailed(f"{error}. {' '.join(job.state_text() for job in jobs)}") from error
-        processes = [
-            SlurmProcess(self._exchange, number, hellos[number], job, self._store) for number, job in tasks.items()
-        ]
-        self._processes += processes
-        return processes
 
     def bind_host(self) -> str:
         return _LOOPBACK if self._options.executor == "local" else address_towards(_ELSEWHERE)
@@ -204,29 +216,31 @@ class SlurmScheduler:
             if self._is_closed:
                 return
             self._is_closed = True
+            jobs, processes = list(self._jobs), list(self._processes)
         with contextlib.suppress(RendezvousFailed):
             self._exchange.give_up("the driver has ended")  # for tasks that are not workers yet
-        jobs = list(self._jobs)
         deadline = time.monotonic() + _END_S
         while not all(job.has_ended() for job in jobs) and time.monotonic() < deadline:
             _interrupts.sleep(_LOOK_S)
         for job in jobs:
             job.cancel()
-        for process in self._processes:
+        for process in processes:
             process.close()
         self._store.remove()
 
     def _submit(self, nodes: int, tasks_per_node: int) -> _Job:
+        # To the end: the executor has one set of parameters, for the next job, and `close` ends all jobs.
         with self._lock:
+            if self._is_closed:
+                raise WorkerStartFailed("no job was submitted: the cluster is closed")
             first = self._num_tasks
             self._num_tasks += nodes * tasks_per_node
-        try:
-            self._executor.update_parameters(**job_parameters(self._options, nodes, tasks_per_node))
-            job = self._executor.submit(run_task, str(self._store.where), first, self._start_timeout_s)
-        except Exception as error:  # whatever sbatch complains about
-            raise WorkerStartFailed(f"Slurm rejected the job: {error}") from error
-        made = _Job(job, range(first, first + nodes * tasks_per_node), self._options.executor)
-        with self._lock:
+            try:
+                self._executor.update_parameters(**job_parameters(self._options, nodes, tasks_per_node))
+                job = self._executor.submit(run_task, str(self._store.where), first, self._start_timeout_s)
+            except Exception as error:  # whatever sbatch complains about
+                raise WorkerStartFailed(f"Slurm rejected the job: {error}") from error
+            made = _Job(job, range(first, first + nodes * tasks_per_node), self._options.executor)
             self._jobs.append(made)
         return made
 
@@ -242,20 +256,24 @@ class _Job:
         self._process: subprocess.Popen[bytes] | None = getattr(job, "_process", None)  # of a job on this machine
         self._next_look = 0.0
         self._seen_state = "UNKNOWN"
+        self._look_thread: threading.Thread | None = None
 
-    def state(self, is_starting: bool = False) -> str:
-        """Return what Slurm says of it.
+    def state(self, wait_s: float = _GLANCE_S, is_starting: bool = False) -> str:
+        """Return the state that Slurm says the job has, as far as it answers within `wait_s`; else the last one known.
 
         While it starts, Slurm is asked every few seconds. Later submitit decides how often; connections tell of most ends.
         """
-        if time.monotonic() >= self._next_look:
+        if time.monotonic() >= self._next_look and not (self._look_thread and self._look_thread.is_alive()):
             self._next_look = time.monotonic() + _LOOK_AT_JOB_S
-            info = self._job.get_info(mode="force" if is_starting else "standard")
-            self._seen_state = str(info.get("State") or info.get("jobState") or "UNKNOWN")
+            self._look_thread = _run_for(wait_s, self._look, "force" if is_starting else "standard")
         return self._seen_state
 
+    def _look(self, mode: str) -> None:
+        info = self._job.get_info(mode=mode)
+        self._seen_state = str(info.get("State") or info.get("jobState") or "UNKNOWN")
+
     def is_over(self, is_starting: bool = False) -> bool:
-        return self.state(is_starting).split(" ")[0].upper() not in _UNFINISHED
+        return self.state(is_starting=is_starting).split(" ")[0].upper() not in _UNFINISHED
 
     def check(self, missing: set[int]) -> None:
         """Raise if a task that has not arrived will not."""
@@ -268,10 +286,13 @@ class _Job:
         return bool(self._paths(number).result_pickle.exists())
 
     def state_text(self, number: int | None = None) -> str:
-        """Return what is known about the job, with the end of a task's log."""
-        number = self.numbers[0] if number is None else number
+        """Return what is known about the job now, with the end of a task's log."""
         self._next_look = 0.0
-        state = self.state(is_starting=True)
+        return self.describe_end(
+            self.numbers[0] if number is None else number, self.state(_COMMAND_S, is_starting=True)
+        )
+
+    def describe_end(self, number: int, state: str) -> str:
         if state.startswith("PENDING"):
             return f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or ask for less."
         paths = self._paths(number)
@@ -299,8 +320,7 @@ class _Job:
         """End the job, if it has not ended, and wait for the process that runs it on this machine."""
         if self.has_ended():
             return
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            self._job.cancel(check=False)
+        _run_for(_COMMAND_S, self._cancel)
         if self._process is None:
             return
         try:
@@ -308,6 +328,10 @@ class _Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_COMMAND_S)
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self._job.cancel(check=False)
 
     def _paths(self, number: int) -> Any:
         return self._job.task(number - self.numbers[0]).paths
@@ -333,7 +357,7 @@ class SlurmProcess(ExchangeProcess):
         with contextlib.suppress(RendezvousFailed):
             if self._store.get(_left_key(self.number)) is not None:
                 return "it left"
-        return f"its task ended. {self._job.state_text(self.number)}"
+        return f"its task ended. {self._job.describe_end(self.number, self._job.state())}"
 
     def kill(self) -> None:
         """End the process on this machine, or the job of a task that has one for itself.
@@ -358,6 +382,14 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
         raise WorkerLost(f"the driver was lost: {lost_reason}")
     with contextlib.suppress(RendezvousFailed):  # the driver has ended already
         store.set(_left_key(number), b"")
+
+
+def _run_for(seconds: float, function: Callable[..., None], *args: object) -> threading.Thread:
+    """Run what asks Slurm, and wait for it so long: submitit sets no limit, and a controller may not answer for minutes."""
+    thread = threading.Thread(target=function, args=args, name="gradwire-driver-slurm", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread
 
 
 def _left_key(number: int) -> str:

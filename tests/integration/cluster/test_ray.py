@@ -188,6 +188,34 @@ class TestPlacement:
         states = {group["state"] for group in placement_group_table().values()}
         assert states <= {"REMOVED"}
 
+    def test_a_launch_ends_when_it_is_closed(self, nodes: RayNodes) -> None:
+        held = placement_group([{"CPU": 2}] * 2)
+        assert held.wait(10)
+        scheduler, errors = make_scheduler(1), []
+
+        def launch() -> None:
+            try:
+                scheduler.launch(1, soon(60.0))
+            except WorkerStartFailed as error:
+                errors.append(str(error))
+
+        def is_pending() -> bool:
+            return "PENDING" in {group["state"] for group in placement_group_table().values()}
+
+        thread = threading.Thread(target=launch)
+        thread.start()
+        try:
+            wait_until(is_pending, 20.0)
+            scheduler.close()
+            thread.join(10.0)
+            assert errors == ["no actor is started any more: the cluster is closed"]
+            wait_until(lambda: not is_pending(), 10.0, "that the group is removed")
+            with pytest.raises(WorkerStartFailed, match="the cluster is closed"):
+                scheduler.launch(1, soon())
+        finally:
+            remove_placement_group(held)
+        wait_until(lambda: free_cpus() == 4, 10.0)
+
     def test_no_autoscaler_is_seen_here(self, nodes: RayNodes) -> None:
         assert _ray.can_grow() is False
 

@@ -182,6 +182,19 @@ def test_output_of_the_last_moment_is_shown(capfd: pytest.CaptureFixture[str]) -
     assert "[worker0] no line end\n" in capfd.readouterr().out
 
 
+def test_output_of_imports_is_shown_with_the_workers_name(
+    module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = module("import sys\nprint('x' * 20_000)\nprint('loaded')\nprint('half', file=sys.stderr, end='')\n")
+    with cluster_of(1, imports=[name]) as (cluster, _):
+        cluster.workers[0].call(print, "after")
+    out, err = capfd.readouterr()
+    *early, loaded, after = out.splitlines()
+    assert (loaded, after) == ("[worker0] loaded", "[worker0] after")
+    assert 10_000 < sum(map(len, early)) < 20_000, "the end of what was printed, and not all of it"
+    assert "[worker0] half" in err
+
+
 def test_output_goes_where_it_went_before_once_the_driver_has_let_the_worker_go() -> None:
     with cluster_of(1) as (cluster, scheduler):
         cluster.workers[0].call(print, "to the driver")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradwire.cluster.slurm_scheduler import SlurmOptions, SlurmScheduler, flags_of, job_parameters, minutes_of
-from gradwire.errors import ConfigurationError
+from gradwire.cluster.slurm_scheduler import SlurmOptions, SlurmScheduler, _Job, flags_of, job_parameters, minutes_of
+from gradwire.errors import ConfigurationError, WorkerStartFailed
+from gradwire.testing import wait_until
 
 submitit = pytest.importorskip("submitit")
 
@@ -127,3 +131,53 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigurationError, match="others can write to"):
         SlurmScheduler(SlurmOptions(nodes=1, workers_per_node=1, folder=tmp_path / "%j", executor="local"), 1.0)
+
+
+class SilentJob:
+    """A job whose Slurm does not answer until `answers` is set."""
+
+    job_id = "4711"
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.num_questions = 0
+
+    def get_info(self, mode: str) -> dict[str, str]:
+        self.num_questions += 1
+        assert self.answers.wait(30.0)
+        return {"State": "TIMEOUT"}
+
+
+def test_a_slurm_that_does_not_answer_holds_up_nothing() -> None:
+    silent = SilentJob()
+    job = _Job(silent, range(1), "slurm")
+    for _ in range(3):
+        begun = time.monotonic()
+        job._next_look = 0.0
+        assert not job.is_over()
+        assert time.monotonic() - begun < 5.0
+    assert silent.num_questions == 1, "it is asked again although it has not answered"
+    silent.answers.set()
+    wait_until(job.is_over, 10.0)
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[SlurmScheduler]:
+    options = SlurmOptions(nodes=1, workers_per_node=2, executor="local", folder=tmp_path / "logs")
+    made = SlurmScheduler(options, 60.0)
+    yield made
+    made.close()
+
+
+def test_a_job_whose_tasks_do_not_arrive_is_cancelled(scheduler: SlurmScheduler) -> None:
+    with pytest.raises(WorkerStartFailed, match=r"tasks 0, 1 never arrived.*Job \d+ is RUNNING"):
+        scheduler.launch(2, time.monotonic() + 0.01)
+    (job,) = scheduler._jobs
+    assert job.has_ended()
+
+
+def test_no_job_is_submitted_once_it_is_closed(scheduler: SlurmScheduler) -> None:
+    scheduler.close()
+    with pytest.raises(WorkerStartFailed, match="the cluster is closed"):
+        scheduler.launch(1, time.monotonic() + 5)
+    assert not scheduler._jobs
