@@ -221,7 +221,7 @@ class LocalLauncher(Launcher):
                     self._fork_server, self._supervisor = server, Supervisor(server)
             if is_late:
                 server.close(force=True)
-                raise WorkerStartFailed("no worker is started any more: the cluster is closed")
+                raise WorkerStartFailed("no worker was started: the cluster is closed")
             old_supervisor.close(_STOP_TIMEOUT_S)
             old_server.close(force=True)
         except OSError as error:
