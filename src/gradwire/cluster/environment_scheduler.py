@@ -38,7 +38,7 @@ from gradwire.cluster.remote_worker import RemoteWorker
 from gradwire.cluster.scheduler import RemoteProcess
 from gradwire.cluster.store_exchange import DriverExchange, ExchangeProcess, Hello, WorkerExchange
 from gradwire.config import TlsKeys
-from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed
+from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed, WorkerStartFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.transports.registry import host_identity
@@ -55,6 +55,7 @@ _FAIL_S = 2.0
 _TELL_S = 1.0
 _LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
 _MAX_TEXT_BYTES = 4096
+_REFUSED = "refused"
 _Text = Annotated[str, Meta(max_length=_MAX_TEXT_BYTES)]
 
 FAILED = "cluster.failed"
@@ -83,9 +84,14 @@ def choose_auth(
     host = environment.master[0] if environment.master else "?"
     raise ConfigurationError(
         f"rank {environment.rank} runs on {socket.gethostname()}, and rank 0 on {host}: workers on several machines must be "
-        f"able to tell who belongs to the run. Give every rank the same secret ({SECRET_FILE}=<file that you alone can "
-        f"read>) or keys ({KEYS_FOLDER}=<folder of make_keys>, or tls=); `gradwire keys` makes either"
+        f"able to tell who belongs to the run. {_PROOF_HINT}"
     )
+
+
+_PROOF_HINT = (
+    f"Give every rank the same secret ({SECRET_FILE}=<file that you alone can read>) or keys ({KEYS_FOLDER}=<folder of "
+    "make_keys>, or tls=); `gradwire keys` makes either"
+)
 
 
 def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadline: float) -> KeyValueStore:
@@ -106,6 +112,30 @@ def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadlin
     if environment.serves_store and environment.rank == 0:
         return TorchStore(_serve_store(host, port, deadline), where, prefix)
     return TorchStore(_connect_store(host, port, deadline), where, prefix)
+
+
+def open_refusals(environment: LaunchEnvironment, deadline: float) -> KeyValueStore | None:
+    """Open the launcher's own store, where a rank on another machine that has no proof says so; None if there is none.
+
+    Rank 0 cannot serve one for that: without a proof nothing listens beyond loopback. Nothing else is read from it.
+    """
+    if environment.is_one_host or environment.serves_store or environment.master is None:
+        return None
+    host, port = environment.master
+    try:
+        store = _connect_store(host, port, min(deadline, time.monotonic() + _TELL_S))
+    except RendezvousFailed:
+        return None
+    return TorchStore(store, f"tcp://{host}:{port}", f"gradwire/{environment.topic}")
+
+
+def tell_refused(environment: LaunchEnvironment, reason: str) -> None:
+    """Let rank 0 know that this rank does not come, where the launcher has a store; else rank 0 waits until its deadline."""
+    store = open_refusals(environment, time.monotonic() + _TELL_S)
+    if store is not None:
+        with contextlib.suppress(RendezvousFailed):
+            store.set(_REFUSED, reason.encode()[:_MAX_TEXT_BYTES])
+        store.close()
 
 
 def _serve_store(host: str, port: int, deadline: float) -> Any:
@@ -147,10 +177,18 @@ class EnvironmentScheduler:
         environment: What the launcher says.
         store: What all ranks reach.
         auth: How messages are proven; None where all ranks share a machine.
+        refusals: Where ranks without a proof say that they are on another machine.
     """
 
-    def __init__(self, environment: LaunchEnvironment, store: KeyValueStore, auth: MessageAuth | None) -> None:
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        store: KeyValueStore,
+        auth: MessageAuth | None,
+        refusals: KeyValueStore | None = None,
+    ) -> None:
         self._environment = environment
+        self._refusals = refusals
         self._store = store
         self._is_one_host = auth is None
         self._exchange = DriverExchange(store, environment.topic, auth or NoAuth(), "rank")
@@ -164,7 +202,12 @@ class EnvironmentScheduler:
                 "the launcher start all ranks again (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
             )
         assert count == self._environment.world_size - 1
-        hellos = self._exchange.wait_hellos(range(1, self._environment.world_size), deadline)
+        try:
+            hellos = self._exchange.wait_hellos(range(1, self._environment.world_size), deadline, self._check_refusals)
+        except WorkerStartFailed as error:
+            if not self._is_one_host or self._environment.is_one_host:
+                raise
+            raise WorkerStartFailed(f"{error}. If they are on other machines: {_PROOF_HINT}") from error
         if self._is_one_host:
             self._check_one_host(hellos)
         self._processes = [
@@ -208,6 +251,12 @@ class EnvironmentScheduler:
         self._store.close()
         if isinstance(self._store, FolderStore):
             self._store.remove()
+        if self._refusals is not None:
+            self._refusals.close()
+
+    def _check_refusals(self, missing: set[int]) -> None:
+        if self._refusals is not None and (raw := self._refusals.get(_REFUSED)) is not None:
+            raise ConfigurationError(clean(raw.decode("utf-8", "replace"), _MAX_TEXT_BYTES))
 
     def _check_one_host(self, hellos: Mapping[int, Hello]) -> None:
         for rank, hello in hellos.items():
@@ -246,12 +295,17 @@ def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | 
     try:
         options = make_options(environment.world_size - 1)
         deadline = time.monotonic() + options.start_timeout_s
-        auth = choose_auth(environment, tls)
+        try:
+            auth = choose_auth(environment, tls)
+        except ConfigurationError as error:
+            tell_refused(environment, str(error))
+            raise
         store = open_store(environment, auth, deadline)
         if environment.rank != 0:
             check_no_other()
             serve_rank(environment, store, auth, deadline + _LONGER_S)
-        return _start_driver(EnvironmentScheduler(environment, store, auth), options)
+        refusals = open_refusals(environment, deadline) if auth is None else None
+        return _start_driver(EnvironmentScheduler(environment, store, auth, refusals), options)
     except Exception as error:
         record_error(error)
         raise

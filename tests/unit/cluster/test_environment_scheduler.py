@@ -5,17 +5,25 @@ from __future__ import annotations
 import socket
 import stat
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 import gradwire
 from gradwire.cluster.environment import LaunchEnvironment
-from gradwire.cluster.environment_scheduler import EnvironmentScheduler, choose_auth, open_store
+from gradwire.cluster.environment_scheduler import (
+    EnvironmentScheduler,
+    choose_auth,
+    open_refusals,
+    open_store,
+    tell_refused,
+)
 from gradwire.cluster.kv_store import FolderStore
 from gradwire.cluster.message_auth import CertificateAuth, NoAuth, SharedSecret, write_secret
 from gradwire.cluster.store_exchange import WorkerExchange
-from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed
+from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed, WorkerStartFailed
 from gradwire.transports.tls import keys_for, make_keys
 
 ELSEWHERE = ("192.0.2.7", 29400)  # an address that no machine has
@@ -133,6 +141,36 @@ def test_a_rank_of_another_machine_is_refused_without_a_proof(
     with pytest.raises(AuthenticationFailed, match=r"rank 1 .* is on another machine .*GRADWIRE_SECRET_FILE"):
         scheduler.launch(2, time.monotonic() + 5)
     scheduler.close()
+
+
+def test_a_rank_that_refuses_ends_the_wait_of_the_driver(tmp_path: Path) -> None:
+    """Through the store of torchrun, which is there before gradwire is."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=False)
+    world = environment(master=("127.0.0.1", server.port), serves_store=False)
+    refusals = open_refusals(world, time.monotonic() + 5)
+    assert refusals is not None
+    driver = EnvironmentScheduler(world, FolderStore(tmp_path), None, refusals)
+    tell_refused(world, "rank 2 has no secret\x1b[2J")
+    begun = time.monotonic()
+    with pytest.raises(ConfigurationError, match=r"^rank 2 has no secret[^\x1b]*$"):
+        driver.launch(2, time.monotonic() + 30)
+    assert time.monotonic() - begun < 10
+    driver.close()
+    driver.settle()
+
+
+@pytest.mark.parametrize("more", [{"is_one_host": True}, {"serves_store": True}, {"master": None}])
+def test_no_store_is_asked_for_refusals_where_the_launcher_has_none(more: dict[str, object]) -> None:
+    assert open_refusals(environment(**{"serves_store": False, **more}), time.monotonic() + 5) is None
+
+
+def test_ranks_that_never_arrive_may_lack_a_proof(tmp_path: Path) -> None:
+    driver = EnvironmentScheduler(environment(), FolderStore(tmp_path), None)
+    with pytest.raises(WorkerStartFailed, match=r"ranks 1, 2 never arrived.*other machines: .*GRADWIRE_SECRET_FILE="):
+        driver.launch(2, time.monotonic())
+    alone = EnvironmentScheduler(environment(is_one_host=True), FolderStore(tmp_path), None)
+    with pytest.raises(WorkerStartFailed, match=r"the driver waited for 2$"):
+        alone.launch(2, time.monotonic())
 
 
 def test_a_world_of_one_rank_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
