@@ -213,15 +213,15 @@ class LocalLauncher(Launcher):
                 )
             if not self.folder.is_dir():
                 raise WorkerStartFailed(f"the fork server ended, and {self.folder} is gone; start another cluster")
-            server = borrow_fork_server(max(0.0, deadline - time.monotonic()))
-            server.send(AdoptFolder(str(self.folder)))
-            with self._lock:
-                is_late = self._is_closed
-                if not is_late:
+            with contextlib.ExitStack() as undo:
+                server = borrow_fork_server(max(0.0, deadline - time.monotonic()))
+                undo.callback(server.close, force=True)
+                server.send(AdoptFolder(str(self.folder)))
+                with self._lock:
+                    if self._is_closed:
+                        raise WorkerStartFailed("no worker was started: the cluster is closed")
                     self._fork_server, self._supervisor = server, Supervisor(server)
-            if is_late:
-                server.close(force=True)
-                raise WorkerStartFailed("no worker was started: the cluster is closed")
+                undo.pop_all()
             old_supervisor.close(_STOP_TIMEOUT_S)
             old_server.close(force=True)
         except OSError as error:

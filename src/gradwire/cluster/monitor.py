@@ -115,6 +115,9 @@ class Monitor:
         options: When a worker counts as lost, and what follows.
         on_restart: Called with a worker that was started again, in a thread of its own, before it counts as restarted.
         start_timeout_s: How long it may take to start a worker again.
+
+    Raises:
+        ConfigurationError: The options contradict each other.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class Monitor:
         on_restart: Callable[[Worker], object] | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
+        if on_restart is not None and options.restart == "never":
+            raise ConfigurationError('on_restart is never called with restart="never"; pass restart="on-loss" as well')
         self.agent = agent
         self.launcher = launcher
         self.options = options
@@ -255,6 +260,7 @@ class Monitor:
             del self._members[member.name]
             actions = self._supervision.removed(member.name, _REMOVED)
             self._changed.notify_all()
+        is_ended = False
         try:
             deadline = time.monotonic() + grace_s
             peer = self.agent.peers.by_name.get(member.name)
@@ -262,7 +268,10 @@ class Monitor:
             while lane is not None and lane.calls and time.monotonic() < deadline:
                 _interrupts.sleep(_LOOK_S)
             self.launcher.terminate([member.handle], max(_LEAVE_S, deadline - time.monotonic()) if grace_s else 0.0)
+            is_ended = True
         finally:
+            if not is_ended:  # Ctrl-C has ended the wait: it is not a member any more, and must not go on
+                self.launcher.terminate([member.handle], 0.0)
             with self._changed:
                 self._depart(member, _REMOVED, is_final=True)
                 self._record(actions, member)

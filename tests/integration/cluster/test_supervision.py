@@ -488,6 +488,11 @@ def test_wrong_changes(cluster: Cluster) -> None:
         Cluster.local(1, restart="always", replace=True)  # type: ignore[arg-type]
 
 
+def test_a_callback_that_would_never_be_called_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match='on_restart is never called with restart="never"'):
+        Cluster.local(1, on_restart=print)
+
+
 def test_a_worker_that_cannot_be_added_leaves_the_cluster_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
