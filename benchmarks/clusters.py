@@ -1,14 +1,19 @@
-"""How long clusters take to start, and a round of calls from each of 64 workers to each of the others.
+"""How long clusters take to start, and killed workers to come back; calls from each of 64 workers to each of the others.
 
     python benchmarks/clusters.py [--quick] [--ray]
 
 Starts are measured in a fresh process each time, in turns with four bare processes that import torch: no program that
-computes with torch in four processes starts faster than those.
+computes with torch in four processes starts faster than those. `host_cases.py` measures how long it takes until the loss of
+a worker is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import queue
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +31,7 @@ import gradwire as gw
 SOURCE = str(Path(__file__).resolve().parents[1] / "src")
 NUM_WORKERS = 4
 NUM_MANY = 64
+LIFE_S = 6.0  # longer than the time after which a restart is not delayed
 IMPORT_TORCH = "import torch"
 START_LOCAL = f"""
 import sys; sys.path.insert(0, {SOURCE!r})
@@ -103,6 +109,23 @@ def time_all_to_all(num_rounds: int) -> tuple[float, float, float]:
     return started, rounds[0], median(rounds[1:])
 
 
+def time_restarts(num_kills: int) -> list[float]:
+    """Return seconds from each SIGKILL until the worker serves calls again."""
+    logging.getLogger("gradwire").setLevel(logging.ERROR)  # each loss is logged as a warning
+    times = []
+    with gw.Cluster.local(NUM_WORKERS, restart="on-loss", max_restarts=num_kills) as cluster:
+        events: queue.SimpleQueue[gw.cluster.MembershipEvent] = queue.SimpleQueue()
+        cluster.on_membership(events.put)
+        for number in range(num_kills):
+            time.sleep(LIFE_S / NUM_WORKERS)
+            begun = time.perf_counter()
+            os.kill(cluster.workers[number % NUM_WORKERS].pid or 0, signal.SIGKILL)
+            while events.get(timeout=60).kind != "restarted":
+                pass
+            times.append(time.perf_counter() - begun)
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a result")
@@ -121,9 +144,15 @@ def main() -> None:
         up, alone = in_turns(3, lambda: time_ray("up"), time_ray)
         table.add_row(f"Cluster.ray({NUM_WORKERS}), Ray is up", f"{median(up):.2f} s", "")
         table.add_row(f"Cluster.ray({NUM_WORKERS}), Ray starts with it", f"{median(alone):.2f} s", "")
+    back = time_restarts(8 if arguments.quick else 50)
+    table.add_row(
+        'Cluster.local(restart="on-loss"): from SIGKILL until the worker is back',
+        f"{median(back):.2f} s",
+        f"{len(back)} kills, longest {max(back):.2f} s",
+    )
     started, first, later = time_all_to_all(3 if arguments.quick else 10)
     num_calls = NUM_MANY * (NUM_MANY - 1)
-    table.add_row(f"Cluster.local({NUM_MANY})", f"{started:.2f} s", "")
+    table.add_row(f"Cluster.local({NUM_MANY}), not the first cluster of the process", f"{started:.2f} s", "")
     table.add_row(
         f"first call from each of {NUM_MANY} workers to each of the others",
         f"{first:.2f} s",

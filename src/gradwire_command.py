@@ -12,9 +12,12 @@ import sys
 def main() -> None:
     """Run the command line of this process."""
     sys.modules.setdefault("gradwire_command", sys.modules[__name__])  # also where this file runs as __main__
-    from gradwire.cli import main as run
+    try:
+        from gradwire.cli import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while it was still importing; later, typer takes it
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,12 @@ class MakeFolder(msgspec.Struct, frozen=True, tag=True):
     base: str
 
 
+class AdoptFolder(msgspec.Struct, frozen=True, tag=True):
+    """Remove that folder if the driver is killed: another fork server made it, which has ended."""
+
+    path: str
+
+
 class ForgetFolder(msgspec.Struct, frozen=True, tag=True):
     """The driver has removed that folder itself."""
 
@@ -92,7 +98,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     """End in good order."""
 
 
-ToForkServer = MakeFolder | ForgetFolder | ForkWorker | SendSignal
+ToForkServer = MakeFolder | AdoptFolder | ForgetFolder | ForkWorker | SendSignal
 FromForkServer = ForkServerReady | FolderMade | WorkerForked | WorkerExited
 ToWorker = Leave
 ControlMessage = ToForkServer | FromForkServer | ToWorker | Listening

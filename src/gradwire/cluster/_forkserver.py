@@ -34,6 +34,7 @@ from typing import NoReturn
 
 from gradwire import _interrupts
 from gradwire.cluster._control import (
+    AdoptFolder,
     FolderMade,
     ForgetFolder,
     ForkServerReady,
@@ -115,6 +116,8 @@ class ForkServer:
             self._signal(message)
         elif isinstance(message, MakeFolder):
             self._make_folder(message.base)
+        elif isinstance(message, AdoptFolder):
+            self._folders.append(message.path)
         elif isinstance(message, ForgetFolder):
             self._folders.remove(message.path)
         return message is not None

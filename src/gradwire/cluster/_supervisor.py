@@ -41,6 +41,7 @@ from gradwire.types import WorkerInfo
 _READ_BYTES = 1 << 16
 # A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
 _LAST_READS = 16
+_FORK_SERVER_ENDED = "killed because the fork server ended"
 
 _log = logging.getLogger("gradwire")
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
@@ -56,12 +57,24 @@ class Supervisor:
         self._arrivals: queue.SimpleQueue[LocalWorker] = queue.SimpleQueue()  # workers that the thread is to watch
         self._wakeup, self._alarm = socket.socketpair()  # a byte makes the thread look at _arrivals and _is_closing
         self._is_closing = False
+        self._is_ending = False  # whether the fork server has ended
+        self._has_ended = False  # whether all that it forked count as ended, too
         self._unshown: set[LocalWorker] = set()  # those with a progress bar to show later; used by the thread alone
         self._selector = selectors.DefaultSelector()  # used by the thread alone
         self._selector.register(fork_server, selectors.EVENT_READ, self._on_fork_server_message)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
         self._thread = threading.Thread(target=self._run, name="gradwire-driver-supervisor", daemon=True)
         self._thread.start()
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the fork server is there."""
+        return self._fork_server.is_alive and not self._is_ending
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the fork server has ended, and all of its workers count as ended, too."""
+        return self._has_ended
 
     def watch(self, worker: LocalWorker) -> None:
         with self._changed:
@@ -126,6 +139,8 @@ class Supervisor:
         self._wakeup.recv(4096)
         while not self._arrivals.empty():
             worker = self._arrivals.get()
+            if self._has_ended:
+                self._on_exited(worker, _FORK_SERVER_ENDED)
             if worker.handle.state.is_over:
                 continue
             for stream, fd in worker.pipes.items():
@@ -152,10 +167,14 @@ class Supervisor:
         """Count all workers as ended: the kernel kills them with their parent."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._fork_server)
+        self._is_ending = True
         with self._changed:
             workers, self._workers = self._workers, {}
         for worker in workers.values():
-            self._on_exited(worker, "killed because the fork server ended")
+            self._on_exited(worker, _FORK_SERVER_ENDED)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     def _on_exited(self, worker: LocalWorker, reason: str) -> None:
         for stream in tuple(worker.pipes):

@@ -66,7 +66,7 @@ def run_worker(fds: WorkerFds) -> None:
     lifeline = socket.socket(fileno=fds.lifeline)
     _settle_in(start)
     directory = StaticDirectory(spec.addresses)
-    agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder))
+    agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder), after=spec.after)
     directory.complete()
     serve_usage(agent)
     follow_driver(agent, DRIVER)

@@ -137,8 +137,8 @@ class Cluster:
             lost_after: Seconds without an answer after which a worker counts as lost although its process is there, because
                 it is stopped or a function in it does not let other threads run; it is then killed. 0 for never. 30 with
                 ``restart="on-loss"`` and never otherwise, if not given.
-            max_restarts: How often one worker is started again within a minute, sooner or later, each time after a longer
-                pause. After that it stays lost.
+            max_restarts: How many times one worker is started again within a minute; after that it stays lost. The pauses
+                before each start grow if it is lost soon after the last one.
 
         Raises:
             ConfigurationError: An option is wrong, a cluster is open already, or this is not Linux.

@@ -44,7 +44,7 @@ class ClusterOptions:
         if not self.start_timeout_s > 0:
             raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
         if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
-            raise ConfigurationError(f"env must map text to text: {dict(self.environment or {})!r}")
+            raise ConfigurationError(f"env must map strings to strings: {dict(self.environment or {})!r}")
         if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
             raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
         if self.roles is not None:
@@ -58,7 +58,7 @@ class ClusterOptions:
             check_count(f"roles[{role!r}]", count, MAX_WORKERS)
         if sum(roles.values()) != self.num_workers:
             raise ConfigurationError(
-                f"roles have {sum(roles.values())} workers in all, and n is {self.num_workers}: {dict(roles)!r}"
+                f"roles add up to {sum(roles.values())} workers, but there are {self.num_workers}: {dict(roles)!r}"
             )
 
     def _names(self) -> Sequence[str]:
@@ -102,7 +102,7 @@ def check_names(names: Sequence[object], num_workers: int) -> None:
                 f"a worker's name has 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes, underscores; not {name!r}"
             )
     if len(set(names)) != len(names) or DRIVER in names:
-        raise ConfigurationError(f'names must differ, and "{DRIVER}" is this process: {list(names)!r}')
+        raise ConfigurationError(f'names must be unique, and "{DRIVER}" is the name of this process: {list(names)!r}')
 
 
 def check_no_other() -> None:

@@ -82,6 +82,7 @@ class Assign(msgspec.Struct, frozen=True, tag=True):
     authority: _Pem
     driver: WorkerAddress
     sealed_settings: bytes  # encoded `WorkerSettings`, which the process's key alone can open
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # its incarnation is to be later than that
 
     @property
     def info(self) -> WorkerInfo:
@@ -140,7 +141,7 @@ def decode_answer(data: bytes, kind: type[_M], limits_of: WorkerConfig) -> _M | 
     if isinstance(answer, Failed):
         return Failed(clean(answer.text, _MAX_FAILURE_BYTES))
     if not isinstance(answer, kind):
-        raise DecodeError(f"expected {kind.__name__}, and {type(answer).__name__} came")
+        raise DecodeError(f"expected {kind.__name__}, not {type(answer).__name__}")
     if isinstance(answer, Ready):
         check_address(answer.address, limits_of.limits)
     if isinstance(answer, Introduction):

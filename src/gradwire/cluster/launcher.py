@@ -40,6 +40,7 @@ class WorkerSpec:
     environment: dict[str, str]  # on top of the driver's own
     imports: tuple[str, ...] = ()  # modules to import before anything is served
     role: str = "worker"  # what the program uses it for
+    after: int = 0  # its incarnation is to be later than that, even if the clock of its machine is behind
 
 
 class WorkerHandle:

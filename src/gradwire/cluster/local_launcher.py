@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gradwire import _interrupts
 from gradwire.cluster._control import (
+    AdoptFolder,
     FolderMade,
     ForgetFolder,
     ForkWorker,
@@ -99,7 +100,8 @@ class LocalLauncher(Launcher):
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._fork_server = borrow_fork_server(timeout_s)
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed and _workers
+        self._renewal = threading.Lock()  # held while another fork server is started
+        self._lock = threading.Lock()  # guards _is_closed, _workers, and which fork server and supervisor are used
         self._is_closed = False
         self._workers: list[LocalWorker] = []
         self.folder = self._make_folder()  # removed when the launcher is closed or the driver dies
@@ -111,6 +113,7 @@ class LocalLauncher(Launcher):
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
         deadline = time.monotonic() + timeout_s
+        self._renew_fork_server(deadline)
         workers: list[LocalWorker] = []
 
         def wait(condition: Callable[[], bool]) -> None:
@@ -187,6 +190,47 @@ class LocalLauncher(Launcher):
         else:
             self._fork_server.close(force=True)
 
+    def _renew_fork_server(self, deadline: float) -> None:
+        """Start another fork server if the first one was killed.
+
+        Raises:
+            WorkerStartFailed: That is not possible.
+        """
+        if self._supervisor.can_fork:
+            return
+        if not _interrupts.acquire(self._renewal, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
+            raise WorkerStartFailed(
+                "the fork server was killed, and no other one is ready in time; raise start_timeout"
+            )
+        try:
+            old_server, old_supervisor = self._fork_server, self._supervisor
+            if old_supervisor.can_fork:
+                return  # another thread was faster
+            # The thread of the supervisor tells of each worker's end first.
+            if not old_supervisor.wait_until(lambda: old_supervisor.has_ended, max(0.0, deadline - time.monotonic())):
+                raise WorkerStartFailed(
+                    "the fork server was killed, and the end of its workers was not noticed in time; raise start_timeout"
+                )
+            if not self.folder.is_dir():
+                raise WorkerStartFailed(f"the fork server ended, and {self.folder} is gone; start another cluster")
+            with contextlib.ExitStack() as undo:
+                server = borrow_fork_server(max(0.0, deadline - time.monotonic()))
+                undo.callback(server.close, force=True)
+                server.send(AdoptFolder(str(self.folder)))
+                with self._lock:
+                    if self._is_closed:
+                        raise WorkerStartFailed("no worker was started: the cluster is closed")
+                    self._fork_server, self._supervisor = server, Supervisor(server)
+                undo.pop_all()
+            old_supervisor.close(_STOP_TIMEOUT_S)
+            old_server.close(force=True)
+        except OSError as error:
+            raise WorkerStartFailed(
+                f"the fork server was killed, and another one cannot be started: {error}"
+            ) from error
+        finally:
+            self._renewal.release()
+
     def _make_folder(self) -> Path:
         base = tempfile.gettempdir()
         answer = None
@@ -211,10 +255,11 @@ class LocalLauncher(Launcher):
             with self._lock:
                 if self._is_closed:
                     worker.close()
-                    raise WorkerStartFailed(f"{spec.info.name} is not started any more: the cluster is closed")
+                    raise WorkerStartFailed(f"{spec.info.name} was not started: the cluster is closed")
                 self._workers = [*(item for item in self._workers if not item.handle.state.is_over), worker]
-            self._supervisor.watch(worker)
-            self._fork_server.send(ForkWorker(worker.ticket), tuple(fds))
+                fork_server, supervisor = self._fork_server, self._supervisor
+            supervisor.watch(worker)
+            fork_server.send(ForkWorker(worker.ticket), tuple(fds))
         return worker
 
     def _signal(self, workers: Sequence[LocalWorker], signum: int) -> None:

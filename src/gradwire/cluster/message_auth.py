@@ -140,7 +140,7 @@ class CertificateAuth:
             self._check_certificate(certificate)
             key.verify(signature.signature, statement, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature as error:
-            raise AuthenticationFailed("its signature does not fit: it was changed on the way") from error
+            raise AuthenticationFailed("its signature is not valid: the message was changed on the way") from error
         except (msgspec.MsgspecError, ValueError) as error:
             raise AuthenticationFailed(f"its proof is not valid: {error}") from error
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -66,6 +67,7 @@ class Member:
         handle: Its process; the latest one.
         life: The number of that process in `Supervision`.
         told: The state of the cluster that the process has confirmed, as the monitor counts them.
+        rebuilding: Held while the program rebuilds what the process is to hold.
         worker: What the program has of it.
     """
 
@@ -74,6 +76,7 @@ class Member:
         self.handle = handle
         self.life = life
         self.told = 0
+        self.rebuilding = threading.Lock()  # held while `on_restart` runs for it
         self.worker = Worker(monitor, self)
 
     def __repr__(self) -> str:
@@ -112,6 +115,9 @@ class Monitor:
         options: When a worker counts as lost, and what follows.
         on_restart: Called with a worker that was started again, in a thread of its own, before it counts as restarted.
         start_timeout_s: How long it may take to start a worker again.
+
+    Raises:
+        ConfigurationError: The options contradict each other.
     """
 
     def __init__(
@@ -122,6 +128,8 @@ class Monitor:
         on_restart: Callable[[Worker], object] | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
+        if on_restart is not None and options.restart == "never":
+            raise ConfigurationError('on_restart is never called with restart="never"; pass restart="on-loss" as well')
         self.agent = agent
         self.launcher = launcher
         self.options = options
@@ -142,6 +150,7 @@ class Monitor:
         self._watcher: threading.Thread | None = None  # wakes when something is due
         self._threads: set[threading.Thread] = set()  # all that this monitor has started
         self._is_stopped = False
+        self._owner_pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Monitor of {len(self._members)} workers, {self._supervision!r}>"
@@ -215,6 +224,7 @@ class Monitor:
 
     def add(self, count: int, names: Sequence[str] | None, role: str, timeout_s: float) -> list[Member]:
         """Start more workers, like the first ones."""
+        self._check_owner()
         with self._changed:
             self._check_open()
             template = self._template
@@ -227,9 +237,12 @@ class Monitor:
             self._last_rank += count
             self._reserved.update(chosen)
             addresses = (self.agent.address, *self._addresses())
+            after = {name: self._last_incarnation(name) for name in chosen}
         try:
             specs = [
-                dataclasses.replace(template, info=WorkerInfo(name, rank), role=role, addresses=addresses)
+                dataclasses.replace(
+                    template, info=WorkerInfo(name, rank), role=role, addresses=addresses, after=after[name]
+                )
                 for rank, name in enumerate(chosen, first)
             ]
             return self.start(specs, timeout_s)
@@ -239,6 +252,7 @@ class Monitor:
 
     def remove(self, member: Member, grace_s: float) -> None:
         """End a worker for good and take it out of the cluster; it is not started again."""
+        self._check_owner()
         with self._changed:
             self._check_open()
             if self._members.get(member.name) is not member:
@@ -246,6 +260,7 @@ class Monitor:
             del self._members[member.name]
             actions = self._supervision.removed(member.name, _REMOVED)
             self._changed.notify_all()
+        is_ended = False
         try:
             deadline = time.monotonic() + grace_s
             peer = self.agent.peers.by_name.get(member.name)
@@ -253,7 +268,10 @@ class Monitor:
             while lane is not None and lane.calls and time.monotonic() < deadline:
                 _interrupts.sleep(_LOOK_S)
             self.launcher.terminate([member.handle], max(_LEAVE_S, deadline - time.monotonic()) if grace_s else 0.0)
+            is_ended = True
         finally:
+            if not is_ended:  # Ctrl-C has ended the wait: it is not a member any more, and must not go on
+                self.launcher.terminate([member.handle], 0.0)
             with self._changed:
                 self._depart(member, _REMOVED, is_final=True)
                 self._record(actions, member)
@@ -263,6 +281,7 @@ class Monitor:
 
     def wait_for(self, count: int | None, timeout_s: float) -> list[Member]:
         """Wait until so many workers, or all of them, serve calls; return those that do."""
+        self._check_owner()
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -303,13 +322,14 @@ class Monitor:
             others = [name for name, member in self._members.items() if member not in found]
             text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'it does not answer'}" for name in others)
         if timeout_s is None:
-            return WorkerLost(f"{wanted} workers cannot serve any more, only {len(found)} are left{text}", others[0])
+            return WorkerLost(f"only {len(found)} of {wanted} workers can still serve{text}", others[0])
         return RpcTimeout(
             f"{len(found)} of {wanted} workers serve after {timeout_s:g} s{text}", ", ".join(others), "run"
         )
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
         """Call back with every event from now on; return a function that ends this."""
+        self._check_owner()
         with self._changed:
             self._check_open()
             is_first = not any(thread.name == _EVENTS_THREAD for thread in self._threads)
@@ -338,6 +358,13 @@ class Monitor:
         for thread in tuple(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _check_owner(self) -> None:
+        """Refuse to act in a process that the driver has forked; without the lock, which a thread may have held then."""
+        if os.getpid() != self._owner_pid:
+            raise NotInitialized(
+                f"this cluster belongs to process {self._owner_pid}, of which this one is a fork; start another cluster here"
+            )
 
     def _check_open(self) -> None:
         if self._is_stopped:
@@ -436,8 +463,9 @@ class Monitor:
             if member is None:
                 return
             addresses = (self.agent.address, *(item for item in self._addresses() if item.info.name != name))
+            after = self._last_incarnation(name)
         try:
-            spec = dataclasses.replace(member.spec, addresses=addresses)
+            spec = dataclasses.replace(member.spec, addresses=addresses, after=after)
             (handle,) = self.launcher.start([spec], self._on_lost, self._start_timeout_s)
         except Exception as error:  # most of all WorkerStartFailed
             _log.warning("worker %s could not be started again: %s", name, error)
@@ -462,7 +490,9 @@ class Monitor:
         self._tell(_TELL_S)
         try:
             if self._on_restart is not None:
-                self._on_restart(member.worker)
+                with member.rebuilding:  # one that runs for an earlier life ends first: both use the same `Worker`
+                    if member.life == action.life:
+                        self._on_restart(member.worker)
         except Exception as error:
             _log.exception("on_restart(%s) failed", action.name)
             reason = f"on_restart raised {type(error).__name__}: {error}"
@@ -477,6 +507,11 @@ class Monitor:
     def _addresses(self) -> list[WorkerAddress]:
         """Return where the members are; the caller holds the lock."""
         return [member.handle.address for member in self._members.values() if member.handle.address is not None]
+
+    def _last_incarnation(self, name: str) -> int:
+        """Return the newest incarnation that was ever started under a name; the caller holds the lock."""
+        departure, member = self._departures.get(name), self._members.get(name)
+        return max(departure.incarnation if departure else 0, member.incarnation if member else 0)
 
     def _tell(self, timeout_s: float) -> None:
         """Tell the workers who is there, those that have not confirmed it; wait for them, but not for long."""

@@ -388,9 +388,9 @@ class RayScheduler(Scheduler):
         if all(required) or not elsewhere or self._options.allow_unauthenticated:
             return
         raise ConfigurationError(
-            f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: all "
-            "who reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node (`ray "
-            "get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
+            f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: "
+            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node "
+            "(`ray get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
         )
 
     @contextlib.contextmanager
@@ -401,7 +401,7 @@ class RayScheduler(Scheduler):
                 group = placement_group([self._options.bundle] * count, strategy=self._options.strategy)
             except ValueError as error:
                 raise ConfigurationError(
-                    f"Ray does not take resources={dict(self._options.resources)!r}: {error}"
+                    f"Ray rejected resources={dict(self._options.resources)!r}: {error}"
                 ) from error
             self._groups.append(group)
         with contextlib.ExitStack() as undo:
@@ -418,7 +418,7 @@ class RayScheduler(Scheduler):
     def _check_open(self) -> None:
         """Refuse to ask Ray for more once this is closed, where a call would start a Ray of its own; with the lock held."""
         if self._is_closed:
-            raise WorkerStartFailed("no actor is started any more: the cluster is closed")
+            raise WorkerStartFailed("no actor was started: the cluster is closed")
 
     def _wait_placed(self, group: Any, indices: Sequence[int], deadline: float) -> None:
         """Wait until bundles have a node that is alive; Ray itself says nothing about those that never will."""
@@ -486,7 +486,7 @@ class RayScheduler(Scheduler):
             try:
                 return ray.remote(scheduling_strategy=strategy, **options)(GradwireWorker).remote(address, local_index)
             except (ValueError, TypeError) as error:
-                raise ConfigurationError(f"Ray does not take these options of an actor: {error}") from error
+                raise ConfigurationError(f"Ray rejected the options of the actor: {error}") from error
 
     def _wait_running(self, processes: Sequence[RayProcess], deadline: float) -> None:
         waiting = {process.actor.state.remote(): process for process in processes}

@@ -242,7 +242,7 @@ class RemoteLauncher(Launcher):
             undo.callback(_kill, process)
         with self._changed:
             if self._is_closed:
-                raise WorkerStartFailed("no worker is started any more: the cluster is closed")
+                raise WorkerStartFailed("no worker was started: the cluster is closed")
         if len(processes) != count:
             raise WorkerStartFailed(f"the scheduler started {len(processes)} processes instead of {count}")
         return processes
@@ -287,11 +287,12 @@ class RemoteLauncher(Launcher):
                 authority=self._authority.certificate,
                 driver=self._agent.address,
                 sealed_settings=sealed,
+                after=spec.after,
             )
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)
         if answer.address.info != spec.info:
-            raise WorkerStartFailed(f"{member} says that it is {answer.address.info}; it runs another program")
+            raise WorkerStartFailed(f"{member} answered as {answer.address.info}: its process runs another program")
         member.handle.address = answer.address
 
     def _take_in(self, members: Sequence[_Member], undo: contextlib.ExitStack) -> None:
@@ -398,7 +399,7 @@ class RemoteLauncher(Launcher):
             raise errors[0]
         if len(results) < len(items):
             late = ", ".join(getattr(item, "place", str(item)) for i, item in enumerate(items) if i not in results)
-            raise WorkerStartFailed(f"the scheduler did not keep the deadline for {late}")
+            raise WorkerStartFailed(f"the scheduler did not answer by the deadline for {late}; look at its logs")
         return [results[index] for index in range(len(items))]
 
     # Watching
@@ -557,7 +558,9 @@ def _exchange(
             f"the answer of {who} cannot be read: {error}; install the same gradwire on all machines"
         ) from error
     except Exception as error:
-        raise WorkerStartFailed(f"{who} cannot be spoken to: {type(error).__name__}: {error}") from error
+        raise WorkerStartFailed(
+            f"the scheduler cannot pass messages to {who}: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(answer, Failed):
         raise WorkerStartFailed(f"{who} could not start:\n{answer.text}")
     return answer

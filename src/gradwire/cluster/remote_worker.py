@@ -161,7 +161,9 @@ class RemoteWorker:
         from gradwire.transports.certificates import ProcessKey
 
         if not isinstance(self._key, ProcessKey) or self._address is None:
-            raise ConfigurationError("the driver gave this process a name before it was asked who it is")
+            raise ConfigurationError(
+                "the driver sent Assign before Introduce; install the same gradwire on all machines"
+            )
         if (name := reserved_for()) is not None or self._agent is not None:
             raise ConfigurationError(f"this process is worker {name} already, and cannot be {assignment.name} as well")
         settings = enrolment.decode_settings(self._key.open(assignment.sealed_settings, assignment.name.encode()))
@@ -177,7 +179,7 @@ class RemoteWorker:
             config = dataclasses.replace(
                 settings.config, transports=transports_of(settings.config), bind_host=self._address, tls=keys
             )
-            self._agent = agent = start_worker(assignment.info, config, directory)
+            self._agent = agent = start_worker(assignment.info, config, directory, after=assignment.after)
         directory.complete()
         self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
         self._follow(agent, driver, capture)
@@ -194,7 +196,7 @@ class RemoteWorker:
             importlib.import_module(module)
 
     def _follow(self, agent: Agent, driver: str, capture: OutputCapture) -> None:
-        """Take orders from the driver, and from no other worker."""
+        """Take orders from the driver alone."""
 
         def check(source: WorkerInfo) -> None:
             if source.name != driver:

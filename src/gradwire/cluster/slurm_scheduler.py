@@ -73,7 +73,7 @@ class SlurmOptions:
             raise ConfigurationError(f'executor="local" runs on this machine alone: nodes must be 1, not {self.nodes}')
         for option, lines in (("prologue", self.prologue), ("extra", self.extra)):
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
-                raise ConfigurationError(f"{option} must be a list of texts, not {lines!r}")
+                raise ConfigurationError(f"{option} must be a list of strings, not {lines!r}")
         minutes_of(self.time)
         flags_of(self.extra)
 
@@ -101,7 +101,7 @@ def minutes_of(limit: str | int) -> int:
     seconds = sum(number * _SECONDS[first_unit - index] for index, number in enumerate(numbers))
     seconds += int(days or 0) * _SECONDS[3]
     if not seconds:
-        raise ConfigurationError(f"time must be more than nothing, not {limit!r}")
+        raise ConfigurationError(f"time must be positive, not {limit!r}")
     return math.ceil(seconds / 60)
 
 
@@ -229,18 +229,17 @@ class SlurmScheduler:
         self._store.remove()
 
     def _submit(self, nodes: int, tasks_per_node: int) -> _Job:
-        with (
-            self._lock
-        ):  # to the end: the executor has one set of parameters, for the next job, and `close` ends all jobs
+        # To the end: the executor has one set of parameters, for the next job, and `close` ends all jobs.
+        with self._lock:
             if self._is_closed:
-                raise WorkerStartFailed("no job is submitted any more: the cluster is closed")
+                raise WorkerStartFailed("no job was submitted: the cluster is closed")
             first = self._num_tasks
             self._num_tasks += nodes * tasks_per_node
             try:
                 self._executor.update_parameters(**job_parameters(self._options, nodes, tasks_per_node))
                 job = self._executor.submit(run_task, str(self._store.where), first, self._start_timeout_s)
             except Exception as error:  # whatever sbatch complains about
-                raise WorkerStartFailed(f"Slurm does not take the job: {error}") from error
+                raise WorkerStartFailed(f"Slurm rejected the job: {error}") from error
             made = _Job(job, range(first, first + nodes * tasks_per_node), self._options.executor)
             self._jobs.append(made)
         return made
@@ -280,7 +279,7 @@ class _Job:
         """Raise if a task that has not arrived will not."""
         for number in sorted(missing & set(self.numbers)):
             if self.has_result(number) or self.is_over(is_starting=True):
-                raise WorkerStartFailed(f"task {number} ended before it was a worker. {self.state_text(number)}")
+                raise WorkerStartFailed(f"task {number} ended before it became a worker. {self.state_text(number)}")
 
     def has_result(self, number: int) -> bool:
         """Whether submitit has written how a task ended."""

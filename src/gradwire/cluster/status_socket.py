@@ -318,7 +318,7 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
         raise ClusterGone("the driver was killed") from None
     except FileNotFoundError:
         raise ClusterGone("the cluster was closed") from None
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):  # the latter: many have asked it already, in vain
         raise NoReport(f"no answer within {timeout_s:g} s: the driver is stopped, or busy outside of Python") from None
     except OSError as error:
         raise NoReport(f"the driver has just ended ({error.strerror})") from None

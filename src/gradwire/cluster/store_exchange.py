@@ -305,7 +305,7 @@ class WorkerExchange:
         raw = self._post.store.get("round")
         if raw is None:
             if self._round:
-                raise RendezvousFailed(f"the driver has left {self._post.store.where}, and does not say why")
+                raise RendezvousFailed(f"the driver left {self._post.store.where} without giving a reason")
             return
         found = raw.decode("ascii", "replace")
         if found == self._round or not (found.isalnum() and len(found) <= 64):

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -406,7 +406,19 @@ def test_a_process_that_the_driver_forked_does_not_end_the_cluster(cluster: Clus
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12: there are threads, yes
         pid = os.fork()
     if pid == 0:
+        refusals = 0
+        changes: list[Callable[[], object]] = [
+            lambda: cluster.add_workers(1),
+            lambda: cluster.remove("worker0"),
+            cluster.wait_for_workers,
+            lambda: cluster.on_membership(print),
+        ]
+        for change in changes:
+            try:
+                change()
+            except NotInitialized as error:
+                refusals += f"belongs to process {os.getppid()}" in str(error)
         cluster.close()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4, "each change is refused"
     assert cluster.workers[0].call(tasks.add, 1) == 2

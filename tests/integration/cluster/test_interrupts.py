@@ -19,6 +19,7 @@ from gradwire.cluster._supervisor import Supervisor
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.local_launcher import LocalLauncher
 from gradwire.cluster.map import MapRun
+from gradwire.errors import WorkerLost
 from gradwire.rpc.agent import Agent
 from gradwire.testing import wait_until
 
@@ -118,3 +119,20 @@ def test_leaving_ends_workers_that_do_not_leave(interrupt: Interrupt) -> None:
         cluster.close()
     assert not any(is_there(worker.pid) for worker in cluster.workers if worker.pid is not None)
     assert Cluster.current() is None
+
+
+def test_while_a_worker_is_removed(interrupt: Interrupt, tmp_path: Path) -> None:
+    with Cluster.local(2) as cluster:
+        first, second = cluster.workers
+        pid = first.pid
+        assert pid is not None
+        call = first.submit(tasks.block_until_killed, str(tmp_path / "ready"))
+        wait_until((tmp_path / "ready").exists)
+        interrupt(_interrupts, "sleep")
+        with pytest.raises(KeyboardInterrupt):
+            cluster.remove(first, grace=30.0)
+        wait_until(lambda: not is_there(pid), 5.0, "the end of the worker that was removed")
+        assert cluster.workers == (second,)
+        with pytest.raises(WorkerLost):
+            call.wait()
+        assert second.call(tasks.add, 1) == 2

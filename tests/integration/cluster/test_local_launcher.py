@@ -168,6 +168,20 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: Loca
         wait_until(lambda pid=handle.pid: not is_there(pid))
 
 
+def test_another_fork_server_takes_the_place_of_one_that_was_killed(launcher: LocalLauncher) -> None:
+    handles = launcher.start(_specs(2), _ignore, 30)
+    first = launcher._fork_server.pid
+    os.kill(first, signal.SIGKILL)
+    for handle in handles:
+        assert launcher.wait_exit(handle, 10)
+    (again,) = launcher.start(_specs(1), _ignore, 30)
+    assert again.state is WorkerState.RUNNING
+    assert launcher._fork_server.pid != first
+    assert launcher.terminate([again], 1.0)
+    launcher.close()
+    assert not launcher.folder.exists()
+
+
 def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     close_idle_fork_server()
     monkeypatch.setattr("sys.path", [])

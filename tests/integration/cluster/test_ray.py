@@ -208,7 +208,7 @@ class TestPlacement:
             wait_until(is_pending, 20.0)
             scheduler.close()
             thread.join(10.0)
-            assert errors == ["no actor is started any more: the cluster is closed"]
+            assert errors == ["no actor was started: the cluster is closed"]
             wait_until(lambda: not is_pending(), 10.0, "that the group is removed")
             with pytest.raises(WorkerStartFailed, match="the cluster is closed"):
                 scheduler.launch(1, soon())

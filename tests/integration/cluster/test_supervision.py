@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -59,6 +60,12 @@ def kill_and_wait(cluster: Cluster, worker: Worker) -> None:
     cluster.wait_for_workers(timeout=30.0)
 
 
+def fork_server_of(cluster: Cluster) -> int:
+    launcher = cluster._monitor.launcher
+    assert isinstance(launcher, LocalLauncher)
+    return launcher._fork_server.pid
+
+
 def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
@@ -69,6 +76,17 @@ def ask_pid(name: str) -> int:
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_back_when_their_fork_server_was_killed(cluster: Cluster) -> None:
+    pids = [worker.pid for worker in cluster.workers]
+    os.kill(fork_server_of(cluster), signal.SIGKILL)
+    wait_until(lambda: all(worker.pid not in pids for worker in cluster.workers), 40.0, "other processes")
+    first, second = cluster.wait_for_workers(timeout=30.0)
+    assert first.call(ask_pid, second.name) == second.pid
+    kill_and_wait(cluster, first)
+    assert second.call(ask_pid, first.name) == first.pid
+    assert [status.restarts for status in cluster.status()] == [2, 1]
 
 
 def test_a_killed_worker_comes_back_under_its_name() -> None:
@@ -98,6 +116,38 @@ def test_a_killed_worker_comes_back_under_its_name() -> None:
             ("running", 0, None),
             ("running", 0, None),
         ]
+
+
+def test_the_next_rebuild_of_a_worker_waits_for_the_last_one() -> None:
+    pids: list[int | None] = []
+    is_second_there, overlaps = threading.Event(), []
+
+    def rebuild(worker: Worker) -> None:
+        pids.append(worker.pid)
+        if len(pids) == 1:
+            kill(worker)
+            wait_until(lambda: worker.pid not in pids, 30.0, "another process")
+            worker.with_timeout(20).call(os.getpid)
+            overlaps.append(is_second_there.wait(1.5))
+        else:
+            is_second_there.set()
+
+    with Cluster.local(1, restart="on-loss", on_restart=rebuild) as cluster:
+        kill(cluster.workers[0])
+        wait_until(is_second_there.is_set, 40.0, "the second rebuild")
+        cluster.wait_for_workers(timeout=30.0)
+        assert overlaps == [False]
+        assert pids[1] == cluster.workers[0].pid
+
+
+def test_a_new_process_counts_as_newer_where_the_clock_is_behind(cluster: Cluster) -> None:
+    first, second = cluster.workers
+    handle = cluster._monitor.members()[0].handle
+    assert handle.address is not None
+    an_hour_ns = 3600 * 10**9
+    handle.address = msgspec.structs.replace(handle.address, incarnation=handle.address.incarnation + an_hour_ns)
+    kill_and_wait(cluster, first)
+    assert second.call(ask_pid, first.name) == first.pid
 
 
 def hold_starts(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -196,9 +246,7 @@ def test_two_workers_that_are_killed_at_once(cluster: Cluster) -> None:
 def test_without_restarts_waiting_for_a_lost_worker_ends_at_once() -> None:
     with Cluster.local(2) as cluster:
         kill(cluster.workers[0])
-        with pytest.raises(
-            WorkerLost, match=r"2 workers cannot serve any more, only 1 are left; worker0: killed by SIGKILL"
-        ):
+        with pytest.raises(WorkerLost, match=r"only 1 of 2 workers can still serve; worker0: killed by SIGKILL"):
             cluster.wait_for_workers()
         assert cluster.wait_for_workers(1) == cluster.workers[1:]
 
@@ -438,6 +486,11 @@ def test_wrong_changes(cluster: Cluster) -> None:
         cluster.add_workers(0)
     with pytest.raises(ConfigurationError, match='restart must be "never" or "on-loss"'):
         Cluster.local(1, restart="always", replace=True)  # type: ignore[arg-type]
+
+
+def test_a_callback_that_would_never_be_called_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match='on_restart is never called with restart="never"'):
+        Cluster.local(1, on_restart=print)
 
 
 def test_a_worker_that_cannot_be_added_leaves_the_cluster_as_it_was(

@@ -133,7 +133,7 @@ def test_scheduler_that_does_not_keep_the_deadline(monkeypatch: pytest.MonkeyPat
 
     text, _ = fail_to_start(wait_for_ever, timeout_s=0.2)
     assert "slot 0" in text
-    assert "did not keep the deadline" in text
+    assert "did not answer by the deadline" in text
 
 
 def test_process_that_failed_shows_its_traceback() -> None:
@@ -155,7 +155,7 @@ def test_channel_that_breaks() -> None:
         raise OSError("no route to host")
 
     text, _ = fail_to_start(break_off)
-    assert text == "slot 0 cannot be spoken to: OSError: no route to host"
+    assert text == "the scheduler cannot pass messages to slot 0: OSError: no route to host"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_request_that_is_not_one_gets_no_certificate() -> None:
 def test_process_that_says_it_is_another_worker() -> None:
     ready = enrolment.encode(Ready(WorkerAddress(WorkerInfo("worker7", 7), 1, "x", ("tcp://127.0.0.1:1?tls",))))
     text, _ = fail_to_start(honest_until_assigned(send(ready)))
-    assert text.startswith("worker0 (slot 0) says that it is WorkerInfo(id=7, name=worker7)")
+    assert text.startswith("worker0 (slot 0) answered as WorkerInfo(id=7, name=worker7)")
 
 
 def test_worker_that_does_not_listen_where_it_says() -> None:

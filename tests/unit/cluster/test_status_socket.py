@@ -224,6 +224,17 @@ def test_a_driver_that_does_not_answer_is_given_up() -> None:
         go_on.set()
 
 
+def test_a_stopped_driver_that_many_have_asked_is_still_said_to_be_silent(runtime_folder: Path) -> None:
+    (runtime_folder / "gradwire").mkdir(mode=0o700)
+    path = runtime_folder / "gradwire" / "stopped-1.sock"
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(path))
+        stopped.listen(1)
+        for _ in range(4):  # more than it keeps
+            with pytest.raises(NoReport, match=r"no answer within 0\.01 s"):
+                read_report(path, 0.01)
+
+
 def test_another_version_of_gradwire_is_named_as_the_reason(runtime_folder: Path) -> None:
     (runtime_folder / "gradwire").mkdir(mode=0o700)
     path = runtime_folder / "gradwire" / "other-1.sock"
