@@ -117,6 +117,9 @@ class Supervisor:
         finally:
             for worker in self._all_workers():
                 worker.close()
+                with self._changed:  # what waits for it must not wait for ever
+                    worker.handle.on_exited("given up at the end of the cluster")
+                    self._changed.notify_all()
             for ours in (self._selector, self._wakeup, self._alarm):
                 ours.close()
 

@@ -260,6 +260,8 @@ class LocalLauncher(Launcher):
                 fork_server, supervisor = self._fork_server, self._supervisor
             supervisor.watch(worker)
             fork_server.send(ForkWorker(worker.ticket), tuple(fds))
+        if self._is_closed:  # `close` may have ended it before there was a process
+            self._signal([worker], signal.SIGKILL)
         return worker
 
     def _signal(self, workers: Sequence[LocalWorker], signum: int) -> None:

@@ -8,12 +8,19 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
-from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
+from gradwire.cluster._control import ForkWorker, SendSignal
+from gradwire.cluster._forkserver import (
+    ForkServerProcess,
+    borrow_fork_server,
+    close_idle_fork_server,
+    return_fork_server,
+)
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import Launcher, WorkerHandle, WorkerSpec, WorkerState
 from gradwire.cluster.local_launcher import LocalLauncher
@@ -180,6 +187,40 @@ def test_another_fork_server_takes_the_place_of_one_that_was_killed(launcher: Lo
     assert launcher.terminate([again], 1.0)
     launcher.close()
     assert not launcher.folder.exists()
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_start_ends_when_the_launcher_is_closed_meanwhile(
+    is_forked: bool, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, begun, signalled = ForkServerProcess.send, threading.Event(), threading.Event()
+    failures: list[WorkerStartFailed] = []
+    monkeypatch.setattr("gradwire.cluster.local_launcher._KILL_TIMEOUT_S", 1.0)
+
+    def send_late(self: ForkServerProcess, message: Any, fds: tuple[int, ...] = ()) -> None:
+        if isinstance(message, ForkWorker):
+            begun.set()
+            assert signalled.wait(10.0)
+            if not is_forked:
+                return
+        send(self, message, fds)
+        if isinstance(message, SendSignal):
+            signalled.set()
+
+    def start() -> None:
+        try:
+            launcher.start(_specs(1), _ignore, 30)
+        except WorkerStartFailed as error:
+            failures.append(error)
+
+    monkeypatch.setattr(ForkServerProcess, "send", send_late)
+    thread = threading.Thread(target=start, name="start")
+    thread.start()
+    assert begun.wait(10.0)
+    launcher.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert len(failures) == 1
 
 
 def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import gradwire
+import gradwire_command
 from gradwire.cli.app import app
 
 _PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
@@ -66,3 +68,14 @@ def test_the_version_is_the_package_s() -> None:
 def test_wrong_usage_is_two() -> None:
     assert CliRunner().invoke(app, ["keys", "init"]).exit_code == 2
     assert CliRunner().invoke(app, ["status", "--nonsense"]).exit_code == 2
+
+
+def test_ctrl_c_before_the_command_has_begun_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradwire.cli.main", press)
+    monkeypatch.setitem(sys.modules, "gradwire_command", gradwire_command)
+    with pytest.raises(SystemExit) as caught:
+        gradwire_command.main()
+    assert caught.value.code == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -120,7 +121,9 @@ def test_process_that_hangs_is_named_at_the_deadline(is_named: bool) -> None:
     began = time.monotonic()
     text, _ = fail_to_start(honest_until_assigned(hang) if is_named else hang, timeout_s=0.5)
     assert time.monotonic() - began < 10.0
-    assert f"{'worker0 (slot 0)' if is_named else 'slot 0'} was not ready after 0.5 s; raise start_timeout_s" in text
+    who = "worker0 (slot 0)" if is_named else "slot 0"
+    # Of the 0.5 s, the start of the driver itself has taken some.
+    assert re.search(rf"{re.escape(who)} was not ready after 0\.\d s; raise start_timeout_s", text), text
     assert "it has printed: waiting for a licence" in text
 
 
