@@ -296,7 +296,7 @@ class ForkServerProcess:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         if not _interrupts.poll(poller, min(timeout_s, _LONGEST_POLL_S) * 1000):
-            raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout")
+            raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
         message = self.receive()
         if not isinstance(message, ForkServerReady):
             raise WorkerStartFailed(f"the fork server ended before it was ready. It printed:\n{self._read_output()}")

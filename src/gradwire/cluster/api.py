@@ -97,7 +97,7 @@ class Cluster:
         num_worker_threads: int = _DEFAULTS.num_worker_threads,
         rpc_timeout: float = _DEFAULTS.rpc_timeout_s,
         threads_per_worker: int = 1,
-        start_timeout: float = 60.0,
+        start_timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         trust: Trust = "code",
@@ -123,7 +123,7 @@ class Cluster:
             num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
             rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
             threads_per_worker: Threads of one torch operation.
-            start_timeout: Seconds that all of this may take.
+            start_timeout_s: Seconds that all of this may take.
             env: Environment variables for the workers, on top of the driver's.
             imports: Modules that every worker imports before it serves anything.
             trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
@@ -149,7 +149,7 @@ class Cluster:
             names=names,
             roles=roles,
             threads_per_worker=threads_per_worker,
-            start_timeout_s=start_timeout,
+            start_timeout_s=start_timeout_s,
             environment=env,
             imports=imports,
             config=WorkerConfig(

@@ -42,7 +42,7 @@ class ClusterOptions:
         check_count("n", self.num_workers, MAX_WORKERS)
         check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
         if not self.start_timeout_s > 0:
-            raise ConfigurationError(f"start_timeout must be positive, not {self.start_timeout_s}")
+            raise ConfigurationError(f"start_timeout_s must be positive, not {self.start_timeout_s}")
         if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
             raise ConfigurationError(f"env must map strings to strings: {dict(self.environment or {})!r}")
         if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):

@@ -200,7 +200,7 @@ class LocalLauncher(Launcher):
             return
         if not _interrupts.acquire(self._renewal, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
             raise WorkerStartFailed(
-                "the fork server was killed, and no other one is ready in time; raise start_timeout"
+                "the fork server was killed, and no other one is ready in time; raise start_timeout_s"
             )
         try:
             old_server, old_supervisor = self._fork_server, self._supervisor
@@ -209,7 +209,7 @@ class LocalLauncher(Launcher):
             # The thread of the supervisor tells of each worker's end first.
             if not old_supervisor.wait_until(lambda: old_supervisor.has_ended, max(0.0, deadline - time.monotonic())):
                 raise WorkerStartFailed(
-                    "the fork server was killed, and the end of its workers was not noticed in time; raise start_timeout"
+                    "the fork server was killed, and the end of its workers was not noticed in time; raise start_timeout_s"
                 )
             if not self.folder.is_dir():
                 raise WorkerStartFailed(f"the fork server ended, and {self.folder} is gone; start another cluster")
@@ -285,7 +285,7 @@ def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> N
     late = [worker for worker in workers if worker.handle.state is WorkerState.STARTING]
     if late:
         names = ", ".join(worker.handle.info.name for worker in late)
-        raise WorkerStartFailed(f"not ready after {timeout_s:g} s: {names}; raise start_timeout. {_printed(late[0])}")
+        raise WorkerStartFailed(f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s. {_printed(late[0])}")
 
 
 def _printed(worker: LocalWorker) -> str:

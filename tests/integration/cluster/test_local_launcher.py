@@ -139,7 +139,7 @@ def test_a_worker_that_cannot_start_shows_its_traceback(launcher: LocalLauncher)
 
 
 def test_a_worker_that_is_too_slow_is_named(launcher: LocalLauncher) -> None:
-    with pytest.raises(WorkerStartFailed, match=r"not ready after 0 s: worker0, worker1; raise start_timeout"):
+    with pytest.raises(WorkerStartFailed, match=r"not ready after 0 s: worker0, worker1; raise start_timeout_s"):
         launcher.start(_specs(2), _ignore, 0.0)
 
 
@@ -239,7 +239,7 @@ def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch
 
 def test_there_may_be_no_limit_to_the_time_of_a_start() -> None:
     close_idle_fork_server()
-    with Cluster.local(1, start_timeout=float("inf")) as cluster:
+    with Cluster.local(1, start_timeout_s=float("inf")) as cluster:
         assert cluster.workers[0].call(tasks.add, 1) == 2
 
 

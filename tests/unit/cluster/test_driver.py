@@ -39,7 +39,7 @@ def test_without_roles_all_are_workers() -> None:
         ({"num_workers": 1, "roles": {"p s": 1}}, "a worker's name has"),
         ({"num_workers": 12, "roles": {"a": 11, "a1": 1}}, "names must be unique"),
         ({"num_workers": 1, "imports": "json"}, "imports must be a list"),
-        ({"num_workers": 1, "start_timeout_s": 0}, "start_timeout must be positive"),
+        ({"num_workers": 1, "start_timeout_s": 0}, "start_timeout_s must be positive"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], words: str) -> None:
