@@ -28,8 +28,11 @@ hypothesis.settings.register_profile("fixed", derandomize=True, database=None, d
 hypothesis.settings.register_profile("explore", derandomize=False, database=None, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("GRADWIRE_HYPOTHESIS", "fixed"))
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; programs of tests inherit it
+# A job in the background ignores one of them, nohup the other, and programs of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
+
 from gradwire import Cluster
 
 
 def start_ray(num_workers: int, **options: Any) -> Cluster:
+    if not ray.is_initialized():  # once for all clusters of the program
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     return Cluster.ray(num_workers, resources={"CPU": 0.5}, **options)
 
 

@@ -11,7 +11,11 @@ from gradwire.testing import CLUSTER_CHECKS, check_cluster
 from gradwire.testing.clusters import NUM_WORKERS
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS + 1}"]
-checks = pytest.mark.parametrize("check", CLUSTER_CHECKS)
+GROUPS = pytest.mark.parametrize(
+    "checks",
+    [[check for check in CLUSTER_CHECKS if check not in ("ctrl_c", "driver_death")], ["ctrl_c"], ["driver_death"]],
+    ids=["in order", "ctrl_c", "driver_death"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +25,9 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
 
 
-@checks
-def test_local(check: str) -> None:
-    check_cluster("gradwire:Cluster.local", checks=[check])
+@GROUPS
+def test_local(checks: list[str]) -> None:
+    check_cluster("gradwire:Cluster.local", checks=checks)
 
 
 @pytest.mark.parametrize("check", [check for check in CLUSTER_CHECKS if check != "worker_death"])
@@ -32,13 +36,13 @@ def test_from_env_under_torchrun(check: str) -> None:
     check_cluster("cluster_starts:start_from_env", TORCHRUN, checks=[check])
 
 
-@checks
+@GROUPS
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="submitit needs Python 3.11")
-def test_slurm_on_this_machine(check: str) -> None:
-    check_cluster("cluster_starts:start_slurm", checks=[check])
+def test_slurm_on_this_machine(checks: list[str]) -> None:
+    check_cluster("cluster_starts:start_slurm", checks=checks)
 
 
-@checks
+@GROUPS
 @pytest.mark.slow
-def test_ray(check: str) -> None:
-    check_cluster("cluster_starts:start_ray", checks=[check])
+def test_ray(checks: list[str]) -> None:
+    check_cluster("cluster_starts:start_ray", checks=checks)

@@ -3,9 +3,9 @@
     check_cluster("my_package.launchers:start")
 
 `start` names a function that takes the number of workers and the options that all clusters share (``imports=``), and returns
-a `gradwire.Cluster`. Each check is a program of its own, so that it can be interrupted and killed, as a driver may be:
+a `gradwire.Cluster`. Checks run in programs of their own, which can be interrupted and killed, as a driver may be:
 
-    <command> -m gradwire.testing.cluster_program <start> <check>
+    <command> -m gradwire.testing.cluster_program <start> <check> ...
 
 Where another program starts the driver, as torchrun does, it is the `command`.
 """
@@ -40,6 +40,7 @@ __all__ = ["CLUSTER_CHECKS", "check_cluster"]
 NUM_WORKERS = 2
 _PROGRAM = "gradwire.testing.cluster_program"
 _SERVE = "gradwire-contract-pids:"
+_ENDED = ("ctrl_c", "driver_death")  # checks whose driver is ended
 _PASSED = "gradwire-contract: passed"
 _GONE_S = 20.0
 _OTHER_VERSION = "0.0.0+other"
@@ -51,6 +52,7 @@ def check_cluster(
     start: str,
     command: Sequence[str] = (sys.executable,),
     checks: Sequence[str] | None = None,
+    can_repeat: bool = True,
     timeout_s: float = 120.0,
 ) -> None:
     """Run the checks of the contract, and raise for the first that fails.
@@ -59,13 +61,22 @@ def check_cluster(
         start: The function that starts the cluster, as ``"module:function"``.
         command: What runs a Python module: an interpreter, or torchrun and its options.
         checks: Some of `CLUSTER_CHECKS`; all of them if not given.
-        timeout_s: Seconds that one check may take.
+        can_repeat: Whether a program can start one cluster after another; then fewer programs are started.
+        timeout_s: Seconds that one program may take.
 
     Raises:
         AssertionError: A check failed; the message has what its program printed.
     """
-    for check in CLUSTER_CHECKS if checks is None else checks:
-        _Program([*command, "-m", _PROGRAM, start, check], timeout_s).run(_WATCHERS.get(check, _watch_success))
+    wanted = CLUSTER_CHECKS if checks is None else checks
+    programs = [[check] for check in wanted]
+    if can_repeat:  # all that end in good order in one program
+        programs = [
+            [check for check in wanted if check not in _ENDED],
+            *([check] for check in wanted if check in _ENDED),
+        ]
+    for program in filter(None, programs):
+        watch = _WATCHERS.get(program[0], _watch_success)
+        _Program([*command, "-m", _PROGRAM, start, *program], timeout_s).run(watch)
 
 
 class _Program:
@@ -162,7 +173,7 @@ def _watch_success(program: _Program) -> None:
 
 def _watch_output(program: _Program) -> None:
     for rank in range(NUM_WORKERS):
-        name = program.wait_for(f"^workers: rank {rank} is (.*)$")[1]
+        name = program.wait_for(f"workers: rank {rank} is ([A-Za-z0-9_.-]+)")[1]
         program.wait_for(rf"{re.escape(name)}\b.*printed by rank {rank} on stdout")
         program.wait_for(rf"{re.escape(name)}\b.*printed by rank {rank} on stderr")
     _watch_success(program)
@@ -414,9 +425,10 @@ CLUSTER_CHECKS = tuple(_CHECKS)
 """The names of all checks."""
 
 
-def run_check(start: str, check: str) -> None:
-    """Run one check in this process, as its driver."""
+def run_checks(start: str, *checks: str) -> None:
+    """Run checks in this process, as their driver."""
     module, _, function = start.partition(":")
     found: Start = operator.attrgetter(function)(importlib.import_module(module))
-    _CHECKS[check](found)
+    for check in checks:
+        _CHECKS[check](found)
     print(_PASSED, flush=True)

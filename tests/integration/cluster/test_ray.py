@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,8 +33,6 @@ from gradwire.cluster.ray_placement import Node
 from gradwire.errors import ConfigurationError, WorkerLost, WorkerStartFailed
 from gradwire.testing import LeakCheck, wait_until
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))  # workers import it, too
-demo = importlib.import_module("demo")
 # Ray leaves files and pipes of its own processes to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning")
 
@@ -88,7 +88,18 @@ def start_local_cluster() -> None:
 
 
 @pytest.fixture(scope="class")
-def cluster(nodes: RayNodes) -> Iterator[gradwire.Cluster]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The example, in a folder of its own that workers import from: other examples have names of tests' packages."""
+    folder = tmp_path_factory.mktemp("demo")
+    shutil.copy(Path(__file__).resolve().parents[3] / "examples" / "demo.py", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("demo")
+        sys.modules.pop("demo")
+
+
+@pytest.fixture(scope="class")
+def cluster(nodes: RayNodes, demo: ModuleType) -> Iterator[gradwire.Cluster]:
     with gradwire.Cluster.ray(
         3,
         roles={"ps": 1, "stage": 2},
@@ -140,7 +151,7 @@ class TestWorkers:
         wait_until(have_come, 20.0)
         assert set(lines) == expected, "not a second time by Ray"
 
-    def test_the_model_of_the_demo_trains_across_both_nodes(self, cluster: gradwire.Cluster) -> None:
+    def test_the_model_of_the_demo_trains_across_both_nodes(self, cluster: gradwire.Cluster, demo: ModuleType) -> None:
         assert demo.gradient_difference(cluster, torch.float64) < 1e-15  # from the same step in one process
         model = demo.place_model(cluster)
         images, digits = demo.draw_digits(200, seed=0)
