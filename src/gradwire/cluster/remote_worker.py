@@ -89,10 +89,11 @@ class RemoteWorker:
         self._agent: Agent | None = None
         self._capture: OutputCapture | None = None
         self._had_faulthandler = False
-        self._changed = threading.Condition()  # guards the three below
+        self._changed = threading.Condition()  # guards the four below
         self._deadline: float | None = time.monotonic() + assign_timeout_s  # for the driver; None while it is connected
         self._lost_reason: str | None = "the driver did not give this process a name in time"  # when that has passed
         self._is_over = False
+        self._had_driver = False
 
     def __repr__(self) -> str:
         return f"<RemoteWorker {self._agent.info.name if self._agent is not None else 'without a name yet'}>"
@@ -104,8 +105,8 @@ class RemoteWorker:
 
     @property
     def has_driver(self) -> bool:
-        """Whether the driver has connected; until then it can say over the scheduler's channel alone that it gave up."""
-        return self._agent is not None and self._deadline is None
+        """Whether the driver has ever connected; before, only the scheduler's channel can say that it gave up."""
+        return self._had_driver
 
     def handle(self, message: bytes) -> bytes:
         """Return the answer to a message of the driver; a failure is an answer, too."""
@@ -216,7 +217,7 @@ class RemoteWorker:
         def on_connected(name: str) -> None:
             if name == driver:
                 with self._changed:
-                    self._deadline = None
+                    self._deadline, self._had_driver = None, True
                 capture.forward_to(agent, driver)
 
         def on_lost(name: str, reason: str) -> None:

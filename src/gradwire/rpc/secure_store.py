@@ -263,9 +263,10 @@ class StoreServer(_Store):
 
     def close(self) -> None:
         """End all connections and free the port. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.eventfd_write(self._wake, 1)
+        with self._lock:  # else the thread could close _wake before it is written to
+            if not self._is_closed:
+                self._is_closed = True
+                os.eventfd_write(self._wake, 1)
         _interrupts.wait(self._ended, _END_S)
 
     def abandon_after_fork(self) -> None:
@@ -308,7 +309,8 @@ class StoreServer(_Store):
             self._connections.clear()
             self._listener.close()
             _servers.discard(self)
-            os.close(self._wake)
+            with self._lock:
+                os.close(self._wake)
             self._ended.set()
 
     def _accept(self, now: float, poller: select.poll) -> None:
