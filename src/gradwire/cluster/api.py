@@ -43,6 +43,22 @@ _QUIET_POLL_S = 0.01
 _SURVEY_S = 1.0
 
 
+def _config(
+    num_worker_threads: int,
+    rpc_timeout: float,
+    trust: Trust,
+    limits: Limits | None,
+    port_range: tuple[int, int] | None = None,
+) -> WorkerConfig:
+    return WorkerConfig(
+        num_worker_threads=num_worker_threads,
+        rpc_timeout_s=rpc_timeout,
+        trust=trust,
+        limits=_DEFAULTS.limits if limits is None else limits,
+        bind_port=port_range or 0,
+    )
+
+
 class Cluster:
     """Workers that this process, the driver, started.
 
@@ -152,12 +168,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             environment=env,
             imports=imports,
-            config=WorkerConfig(
-                num_worker_threads=num_worker_threads,
-                rpc_timeout_s=rpc_timeout,
-                trust=trust,
-                limits=_DEFAULTS.limits if limits is None else limits,
-            ),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits),
         )
         supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         if replace and (old := cls.current()) is not None:
@@ -254,13 +265,7 @@ class Cluster:
             environment=env,
             imports=imports,
             interface=interface,
-            config=WorkerConfig(
-                num_worker_threads=num_worker_threads,
-                rpc_timeout_s=rpc_timeout,
-                trust=trust,
-                limits=_DEFAULTS.limits if limits is None else limits,
-                bind_port=port_range or 0,
-            ),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits, port_range),
         )
         ray_options = RayOptions(
             resources={"CPU": 1} if resources is None else resources,
@@ -326,13 +331,7 @@ class Cluster:
         from gradwire.cluster.environment_scheduler import start_from_env, tell_failed
         from gradwire.cluster.remote_launcher import RemoteOptions
 
-        config = WorkerConfig(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout_s=rpc_timeout,
-            trust=trust,
-            limits=_DEFAULTS.limits if limits is None else limits,
-            bind_port=port_range or 0,
-        )
+        config = _config(num_worker_threads, rpc_timeout, trust, limits, port_range)
 
         def make_options(num_workers: int) -> RemoteOptions:
             return RemoteOptions(
@@ -440,13 +439,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             environment=env,
             imports=imports,
-            config=WorkerConfig(
-                num_worker_threads=num_worker_threads,
-                rpc_timeout_s=rpc_timeout,
-                trust=trust,
-                limits=_DEFAULTS.limits if limits is None else limits,
-                bind_port=port_range or 0,
-            ),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits, port_range),
             interface=interface,
         )
         supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)

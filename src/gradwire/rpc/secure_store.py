@@ -240,7 +240,7 @@ class StoreServer(_Store):
         self._listener = listener
         self._where = where
         self._entries = Entries()
-        self._lock = threading.Lock()  # guards the entries
+        self._lock = threading.Lock()  # guards the entries, and _wake against being closed while it is written to
         self._refusals: dict[str, None] = {}  # the latest last; single operations only
         self._connections: dict[int, _Incoming] = {}  # by descriptor; belongs to the thread
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
