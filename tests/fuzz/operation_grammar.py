@@ -146,7 +146,8 @@ class Grammar:
                 return [self._of_type(info.item_type, name) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
             case kinds.DictType():
                 count = rng.choice((0, 1, 2))
-                return {self._of_type(info.key_type, name): self._of_type(info.value_type, name) for _ in range(count)}
+                keys = [_as_key(self._of_type(info.key_type, name)) for _ in range(count)]
+                return {key: self._of_type(info.value_type, name) for key in keys}
             case kinds.NoneType():
                 return None
             case _:
@@ -323,6 +324,13 @@ class Grammar:
         if type(value) is int and rng.random() < 0.3:
             return rng.choice((value + 1, value - 1, -value, value ^ (1 << rng.randrange(63))))
         return rng.choice(wrong)
+
+
+def _as_key(value: Any) -> Any:
+    """That value, or one like it, as the key of a map."""
+    if isinstance(value, list | tuple):
+        return tuple(_as_key(item) for item in value)
+    return str(value) if isinstance(value, dict) else value
 
 
 def _forged_reference(fields: list[Any]) -> Forged:
