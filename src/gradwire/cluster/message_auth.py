@@ -127,7 +127,7 @@ class CertificateAuth:
 
     def verify(self, statement: bytes, proof: bytes) -> None:
         from cryptography import x509
-        from cryptography.exceptions import InvalidSignature
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -141,17 +141,17 @@ class CertificateAuth:
             key.verify(signature.signature, statement, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature as error:
             raise AuthenticationFailed("its signature is not valid: the message was changed on the way") from error
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, UnsupportedAlgorithm) as error:
             raise AuthenticationFailed(f"its proof is not valid: {error}") from error
 
     def _check_certificate(self, certificate: x509.Certificate) -> None:
-        from cryptography.exceptions import InvalidSignature
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
         for authority in self._authorities:
             try:
                 certificate.verify_directly_issued_by(authority)
                 break
-            except (ValueError, TypeError, InvalidSignature):
+            except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
                 continue
         else:
             raise ValueError("another authority signed its certificate; take all keys from one `make_keys` folder")

@@ -33,7 +33,7 @@ from gradwire.cluster.scheduler import RemoteProcess, Scheduler
 from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
-from gradwire.errors import AuthenticationFailed, GradwireError, WorkerStartFailed
+from gradwire.errors import AuthenticationFailed, GradwireError, RpcError, WorkerStartFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -344,11 +344,18 @@ class RemoteLauncher(Launcher):
                 future = self._agent.ask(item.spec.info.name, DIAL, args, left + _LEAVE_S, dict[str, str])
                 asked[item] = future
         for item, future in asked.items():
-            for name, error in future.wait().items():
+            try:
+                failures = future.wait()
+            except RpcError as error:
+                raise WorkerStartFailed(
+                    f"{_where(item.address)} on {item.introduction.host} did not say whether it reaches the other machines: "
+                    f"{error}; {_REACH_HINT}"
+                ) from error
+            for name, reason in failures.items():
                 to_address = next(address for address in hosts.values() if address.info.name == name)
                 raise WorkerStartFailed(
                     f"{_where(item.address)} on {item.introduction.host} cannot reach {name} at {_tcp_uri(to_address)}: "
-                    f"{clean(error, _MAX_ERROR_BYTES)}; {_REACH_HINT}"
+                    f"{clean(reason, _MAX_ERROR_BYTES)}; {_REACH_HINT}"
                 )
 
     def _explain(self, members: Sequence[_Member], error: GradwireError) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from cluster.process_scheduler import Machine, ProcessScheduler
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
+from gradwire.cluster.remote_worker import DIAL
 from gradwire.config import WorkerConfig
-from gradwire.errors import WorkerLost, WorkerStartFailed
+from gradwire.errors import RpcTimeout, WorkerLost, WorkerStartFailed
+from gradwire.rpc.agent import Agent
 from gradwire.testing import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
@@ -112,6 +115,21 @@ def test_machines_that_do_not_reach_each_other_are_named(hosts: list[str]) -> No
     assert f"worker0 ({NETWORK}.2) on node0 cannot reach worker1 at tcp://{NETWORK}.6:" in text
     assert "Network is unreachable" in text
     assert "interface=" in text
+
+
+def test_machine_that_does_not_say_which_others_it_reaches_is_named(
+    hosts: list[str], forwarding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Agent.ask
+
+    def ask_briefly(self: Agent, to: str, operation: str, args: Any, timeout_s: float, kind: Any) -> Any:
+        return ask(self, to, operation, args, 1e-4 if operation == DIAL else timeout_s, kind)
+
+    monkeypatch.setattr(Agent, "ask", ask_briefly)
+    _route(hosts)
+    with pytest.raises(WorkerStartFailed, match=r"worker0 .* on node0 did not say whether it reaches") as caught:
+        _start(hosts)
+    assert isinstance(caught.value.__cause__, RpcTimeout)
 
 
 def test_machine_that_the_driver_is_not_reached_from_is_named(hosts: list[str]) -> None:

@@ -1,15 +1,18 @@
-"""A secret is taken from a file only if its owner alone can read it."""
+"""A secret is taken from a file only if its owner alone can read it; a proof that cannot be checked is refused."""
 
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from gradwire.cluster.message_auth import read_secret, write_secret
+from gradwire.cluster.message_auth import CertificateAuth, read_secret, write_secret
 from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.transports.tls import keys_for, make_keys
 
 
 def test_a_secret_that_was_written_can_be_read(tmp_path: Path) -> None:
@@ -57,3 +60,16 @@ def test_a_missing_or_short_secret_is_refused(tmp_path: Path) -> None:
     short.chmod(0o600)
     with pytest.raises(ConfigurationError, match="holds 3 bytes, a secret needs 32"):
         read_secret(short)
+
+
+def test_a_certificate_for_a_curve_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    auth = CertificateAuth(keys_for(tmp_path / "keys"))
+    certificate, signature = msgspec.msgpack.decode(auth.sign(b"a statement"))
+    p256, unknown = bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a8648ce3d03017f")
+    der = ssl.PEM_cert_to_DER_cert(certificate.decode())
+    assert p256 in der
+    forged = ssl.DER_cert_to_PEM_cert(der.replace(p256, unknown)).encode()
+    auth.verify(b"a statement", msgspec.msgpack.encode([certificate, signature]))
+    with pytest.raises(AuthenticationFailed, match="its proof is not valid"):
+        auth.verify(b"a statement", msgspec.msgpack.encode([forged, signature]))
