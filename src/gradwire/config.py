@@ -7,6 +7,7 @@ names that their users know, and make one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ class WorkerConfig:
         token: Secret shared by the workers of a cluster; shown by HMAC in the handshake.
         limits: What is accepted from other workers.
         shared_memory_from: Tensors of at least so many bytes go through shared memory on one machine.
+        device_maps: By worker, its device for each device here that tensors are sent from; both by name. Without a map,
+            tensors arrive on the device of the same name.
     """
 
     num_worker_threads: int = 16
@@ -127,6 +130,7 @@ class WorkerConfig:
     token: bytes = field(default=b"", repr=False)
     limits: Limits = Limits()
     shared_memory_from: int = 64 * KIB
+    device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _is_number(self.num_worker_threads) or not self.num_worker_threads >= 1:

@@ -210,8 +210,7 @@ class BackwardPass:
         if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
             return False
         if gradients is not None:
-            self.sends[message_id].check(gradients)
-            self._arrived[message_id] = gradients
+            self._arrived[message_id] = self.sends[message_id].accept(gradients)
         return True
 
     def introduce(self, peer: int) -> Introduction | None:

@@ -25,6 +25,7 @@ from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownCon
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.rpc.connection import while_waiting
 from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
+from gradwire.wire.devices import move
 from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class RecordedSend:
         self.peer = peer  # the receiver
         self.function = function  # the called function, or the one whose result it is
         self.site = site
-        self._metadata: list[tuple[torch.Size, torch.dtype]] = []
+        self._metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._leaves: list[torch.Tensor] | None = tensors
         for tensor in tensors:
-            self._metadata.append((tensor.shape, tensor.dtype))
+            self._metadata.append((tensor.shape, tensor.dtype, tensor.device))
             if not tensor.is_leaf:
                 self._leaves = None
         self._output = make_send(message_id, tensors) if self._leaves is None else None
@@ -120,22 +121,28 @@ class RecordedSend:
     def no_gradients(self) -> Gradients:
         return (None,) * len(self._metadata)
 
-    def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that cannot be those of the tensors that were sent."""
+    def accept(self, gradients: Gradients) -> Gradients:
+        """Return gradients on the devices of the tensors that were sent; refuse those that cannot be theirs."""
         if len(gradients) != len(self._metadata):
             raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
-        is_any_defined = False
+        is_any_defined, is_any_elsewhere = False, False
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             is_any_defined = True
-            shape, dtype = self._metadata[number]
+            shape, dtype, device = self._metadata[number]
             if gradient.shape != shape:
                 raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
                 raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
+            if gradient.device != device:
+                is_any_elsewhere = True
         if not is_any_defined:
             raise self._refuse("all are undefined, which must be sent as no gradient at all")
+        if not is_any_elsewhere:
+            return gradients
+        placed = zip(gradients, self._metadata, strict=True)
+        return [None if item is None else move(item, device) for item, (_, _, device) in placed]
 
     def _refuse(self, reason: str) -> AutogradError:
         return AutogradError(

@@ -49,6 +49,7 @@ from gradwire.transports.handshake import Identity
 from gradwire.transports.registry import Listener, Transport
 from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
+from gradwire.wire.devices import DeviceMap
 
 _log = logging.getLogger("gradwire")
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
@@ -105,7 +106,8 @@ class Agent:
         self.directory = directory
         self.transports = transports
         self.interceptors: list[Interceptor] = []
-        self.codec = Codec(trust, config.limits, self.interceptors)
+        self.codec = Codec(address.info.name, trust, config.limits, self.interceptors)
+        self.device_maps = {name: DeviceMap(devices) for name, devices in config.device_maps.items()}
         self.reactor = Reactor(address.info.name, config.num_worker_threads, self._sweep)
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)

@@ -199,15 +199,16 @@ class Client:
         if expected < clock.next_sweep:
             clock.expect(expected)
         deadline = call.deadline if call.deadline < _NEVER else None
+        devices = None if connection.devices is None else connection.devices.there
         try:
             # Held back while a thread handles answers, which sends it afterwards: once for many calls.
             if call.future is not None and reader is not None and reader.will_flush:
-                connection.stream.send(message, packed.body, packed.tensors, deadline, True)
+                connection.stream.send(message, packed.body, packed.tensors, deadline, True, devices)
                 reader.must_flush = True  # only now: a flush that came before has not sent it
                 if not reader.will_flush:
                     connection.stream.flush(deadline)
             else:
-                connection.stream.send(message, packed.body, packed.tensors, deadline)
+                connection.stream.send(message, packed.body, packed.tensors, deadline, False, devices)
             is_sent = True
         except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
             is_sent = calls.pop(call.call_id, None) is None  # the thread that took it out has ended the call

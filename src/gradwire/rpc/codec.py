@@ -15,6 +15,7 @@ from gradwire.rpc import functions
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import serialization
+from gradwire.wire.devices import DeviceNames, NoSuchDevice
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Reply, read_note, read_plain
 from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
@@ -88,7 +89,8 @@ transfers = _Transfers()
 class Codec:
     """Packs and unpacks under one trust level."""
 
-    def __init__(self, trust: Trust, limits: Limits, interceptors: list[Interceptor]) -> None:
+    def __init__(self, worker: str, trust: Trust, limits: Limits, interceptors: list[Interceptor]) -> None:
+        self._worker = worker
         self._trust = trust
         self._limits = limits
         self._interceptors = interceptors  # told about every message; the list may grow later
@@ -179,9 +181,16 @@ class Codec:
             transfers.outgoing = outer
         return packed if transfer.contents is None else msgspec.structs.replace(packed, transfer=transfer)
 
-    def load(self, frame: Frame, message: Call | Reply, peer: WorkerInfo, function: str) -> Any:
+    def load(
+        self,
+        frame: Frame,
+        message: Call | Reply,
+        peer: WorkerInfo,
+        function: str,
+        devices: DeviceNames | None = None,
+    ) -> Any:
         """Return the value that a message brought: the result of a call of `function`, or its arguments."""
-        values = self.rebuild_tensors(frame, message) if message.tensors else []
+        values = self.rebuild_tensors(frame, message, devices) if message.tensors else []
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self._intercept(Envelope(kind, peer, function), message.notes, values)
@@ -199,12 +208,20 @@ class Codec:
             transfers.incoming = outer
             transfer.on_arrived()
 
-    @staticmethod
-    def rebuild_tensors(frame: Frame, message: Call | Reply) -> list[torch.Tensor]:
+    def rebuild_tensors(
+        self, frame: Frame, message: Call | Reply, devices: DeviceNames | None = None
+    ) -> list[torch.Tensor]:
+        """Return the tensors of a message on the devices that it names, as `devices` says if they have other names here."""
         values: list[torch.Tensor] = []
         buffers = iter(frame.buffers)
-        for meta in message.tensors:
-            values.append(rebuild(meta, buffers))
+        try:
+            for meta in message.tensors:
+                values.append(rebuild(meta, buffers, devices))
+        except NoSuchDevice as error:
+            raise CannotSend(
+                f"{self._worker} has no {error.device}; pass device_maps= to say which of its devices to use, or move the "
+                f"tensor to the CPU"
+            ) from error
         return values
 
     def attach_to_reply(

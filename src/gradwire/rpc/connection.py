@@ -42,6 +42,7 @@ from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
 from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import exceptions, tensors
+from gradwire.wire.devices import DeviceMap, DeviceNames
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Failure, Goodbye, Message, Refused, Reply
 from gradwire.wire.serialization import Packed
@@ -135,6 +136,7 @@ class Connection:
         max_in_flight: Calls that may be under way on it.
         num_waiting_for_room: Threads that wait until fewer calls are under way.
         reader: Reads the stream; None for loopback, where nothing has to be read.
+        devices: What the devices of tensors in calls and their results are called here and there; None: the same.
     """
 
     address: WorkerAddress
@@ -162,6 +164,7 @@ class Connection:
         self._goodbye: str | None = None
         self._num_ends = 0  # of the other worker, when the connection was opened
         self.reader: Any = None
+        self.devices: DeviceMap | None = None
 
     def __repr__(self) -> str:
         who = self.info.name if self.lane else "an unknown worker"
@@ -176,6 +179,7 @@ class Connection:
         agent = peer.agent
         made = cls(agent, stream)
         made.peer = peer
+        made.devices = agent.device_maps.get(peer.name)
         stream.decoder.accept = _CALLER_ACCEPTS
         wants_reading = made.calls.__len__ if lane == "calls" else None
         made.reader = made.calls.reader = Reader(stream, agent.reactor, made._on_answer, made._on_end, wants_reading)
@@ -198,6 +202,7 @@ class Connection:
         made.stream.connection = made
         made.info, made.lane, made.shares_main = agent.info, "calls", True
         made.max_in_flight = sys.maxsize
+        made.devices = agent.device_maps.get(agent.info.name)
         return made
 
     @property
@@ -268,7 +273,8 @@ class Connection:
                 text = f"this worker has no memory for the result of {call.function} on worker {call.worker}"
                 error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
-                value = agent.codec.load(frame, message, self.info, call.function)
+                devices = None if self.devices is None else self.devices.here
+                value = agent.codec.load(frame, message, self.info, call.function, devices)
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
@@ -493,6 +499,8 @@ class LoopbackStream:
         body: bytes = b"",
         values: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
+        hold_back: bool = False,
+        devices: DeviceNames | None = None,
     ) -> None:
         """Hand a frame over: calls to a service thread, answers in this one."""
         if self.is_closed:
@@ -502,7 +510,7 @@ class LoopbackStream:
             assert not isinstance(message, Failure)
             metas = []
             for value in values:
-                meta, parts = tensors.describe(value, self._agent.config.limits)
+                meta, parts = tensors.describe(value, self._agent.config.limits, devices)
                 metas.append(meta)
                 for part in parts:
                     view, _owner = tensors.as_bytes(part)  # the owner keeps the memory alive while it is copied

@@ -28,6 +28,7 @@ from gradwire.errors import (
     RpcTimeout,
 )
 from gradwire.types import WorkerInfo
+from gradwire.wire.devices import ON_HOST
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, prepare, read_note
 from gradwire.wire.serialization import EMPTY
@@ -137,7 +138,10 @@ class Notices:
             if message.notes.keys() != {_NOTE} or frame.body:
                 raise DecodeError("a notice has one note, and no arguments")
             note = read_note(message.notes[_NOTE], self._kinds[message.function])
-            handler(sender, note, self._agent.codec.rebuild_tensors(frame, message) if message.tensors else [])
+            codec = (
+                self._agent.codec
+            )  # where its tensors belong is for the handler to know: see `gradwire.wire.devices`
+            handler(sender, note, codec.rebuild_tensors(frame, message, ON_HOST) if message.tensors else [])
         except Exception as error:
             _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
             raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error

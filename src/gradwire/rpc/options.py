@@ -9,6 +9,7 @@ import torch
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
+from gradwire.wire.devices import read_device_map
 
 _DEFAULTS = WorkerConfig()
 DEFAULT_RPC_TIMEOUT_SEC = _DEFAULTS.rpc_timeout_s
@@ -60,6 +61,9 @@ class RpcOptions(RpcBackendOptions):
         bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
         limits: What is accepted from other workers.
         shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
+        device_maps: By worker, its device for each device here that tensors are sent from. Without a map for a worker,
+            tensors arrive there on the device of the same name.
+        devices: The devices that calls may use; by default those of the maps.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class RpcOptions(RpcBackendOptions):
         bind_port: int | tuple[int, int] = 0,
         limits: Limits | None = None,
         shared_memory_from: int = _DEFAULTS.shared_memory_from,
+        device_maps: dict[str, DeviceMap] | None = None,
+        devices: list[Any] | None = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads = num_worker_threads
@@ -87,6 +93,11 @@ class RpcOptions(RpcBackendOptions):
         self.bind_port = bind_port
         self.limits = limits or Limits()
         self.shared_memory_from = shared_memory_from
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices: list[torch.device] = []
+        for worker, device_map in (device_maps or {}).items():
+            self.set_device_map(worker, device_map)
+        self.set_devices(devices or [])
 
     def worker_config(self, token: bytes, bind_host: str) -> WorkerConfig:
         """Return the settings of one worker, whose address as seen from the meeting point is `bind_host`.
@@ -106,49 +117,35 @@ class RpcOptions(RpcBackendOptions):
             token=token,
             limits=self.limits,
             shared_memory_from=self.shared_memory_from,
+            device_maps={
+                to: {str(here): str(there) for here, there in devices.items()}
+                for to, devices in self.device_maps.items()
+            },
         )
-
-
-class TensorPipeRpcBackendOptions(RpcOptions):
-    """PyTorch's options, accepted as they are.
-
-    Device maps are checked and kept. Tensors on other devices are staged through the CPU and arrive on the device they
-    came from, so a map is not needed for that. `_transports` and `_channels` name parts of another system and do nothing.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = DEFAULT_INIT_METHOD,
-        device_maps: dict[str, DeviceMap] | None = None,
-        devices: list[Any] | None = None,
-        _transports: list[str] | None = None,
-        _channels: list[str] | None = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method, **more
-        )
-        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        self.devices: list[torch.device] = []
-        for worker, device_map in (device_maps or {}).items():
-            self.set_device_map(worker, device_map)
-        self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Add a map from devices here to devices there.
 
         Raises:
-            ConfigurationError: Two devices map to one.
+            ConfigurationError: One of them is not a device, two of them map to one, or one is mapped to another already.
         """
-        known = dict(self.device_maps.get(to, {}))
-        known.update({torch.device(source): torch.device(target) for source, target in device_map.items()})
-        if len(set(known.values())) != len(known):
-            raise ConfigurationError(f"the device map for {to} sends two devices to one: {device_map}")
-        self.device_maps[to] = known
+        known, more = self.device_maps.get(to, {}), read_device_map(to, device_map)
+        for here, there in more.items():
+            if known.get(here, there) != there:
+                raise ConfigurationError(
+                    f"the device map for {to} only supports 1-to-1 mapping: {here} cannot be both {there} and {known[here]}"
+                )
+        self.device_maps[to] = read_device_map(to, known | more)
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Return the devices that calls may use."""
+        """Set the devices that calls may use."""
         self.devices = [torch.device(device) for device in devices]
+
+
+class TensorPipeRpcBackendOptions(RpcOptions):
+    """PyTorch's options, accepted as they are. `_transports` and `_channels` name parts of another system and do nothing."""
+
+    def __init__(
+        self, *, _transports: list[str] | None = None, _channels: list[str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)

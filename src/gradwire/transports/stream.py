@@ -35,6 +35,7 @@ from gradwire.config import KIB, MIB, Limits
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, ResourceExhausted
 from gradwire.transports.buffer_pool import BufferPool
 from gradwire.transports.shared_memory import BorrowedSlots, Lease, LendingArena
+from gradwire.wire.devices import DeviceNames
 from gradwire.wire.framing import Frame, FrameDecoder, encode
 from gradwire.wire.messages import Message, TensorMeta
 from gradwire.wire.tensors import SHAREABLE_DTYPES, address_of, as_bytes, copy_into, describe
@@ -109,11 +110,13 @@ class StreamConnection:
         values: Sequence[torch.Tensor] = (),
         deadline: float | None = None,
         hold_back: bool = False,
+        devices: DeviceNames | None = None,
     ) -> None:
         """Write one frame; return when all of it has been captured. The ``tensors`` of its header are set here.
 
         Args:
             hold_back: A small frame may wait for the next one or for `flush`, whichever comes first.
+            devices: The receiver's name for each device here; None: the same.
 
         Raises:
             CannotSend: A tensor cannot travel; nothing was sent.
@@ -134,7 +137,7 @@ class StreamConnection:
                     )
                 metas, owners = [], []  # owners keep the memory behind the buffers alive
                 for value in values:
-                    meta, parts = describe(value, limits)
+                    meta, parts = describe(value, limits, devices)
                     metas.append(meta)
                     # Sparse tensors have no bytes of their own, and so stay out of shared memory.
                     if meta.num_bytes >= self._shared_from and meta.dtype in self._shared_dtypes:

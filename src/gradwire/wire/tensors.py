@@ -16,7 +16,6 @@ a large matrix costs a row. Names of dimensions, hooks and Python attributes are
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Container, Iterator
 from math import prod
 from typing import Any, Final
@@ -27,6 +26,7 @@ from gradwire import _torch
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, LimitExceeded
 from gradwire.types import Trust
+from gradwire.wire.devices import DeviceNames, check_name, name_of, place
 from gradwire.wire.messages import TensorMeta
 
 # The order is the protocol: a number names a dtype or layout on every worker, so new ones go to the end.
@@ -58,8 +58,6 @@ _TENSOR: Final = torch.Tensor
 _frombuffer: Final = torch.frombuffer
 _is_wrapped: Final = _torch.is_functorch_wrapped_tensor
 _INT64_MAX: Final = 2**63 - 1
-_EXTENSION: Final = re.escape(_torch.privateuse1_backend_name())  # the one backend that may be added to torch
-_DEVICE: Final = re.compile(rf"(?:cuda|xpu|mps|mtia|hpu|xla|ipu|meta|{_EXTENSION})(?::[0-9]{{1,3}})?")
 
 SHAREABLE_DTYPES: Final[dict[Trust, frozenset[int]]] = {
     "code": frozenset(range(len(DTYPES))) - {_BOOL},
@@ -75,8 +73,12 @@ that takes integers may check them first and use them as indices later, so a sen
 # Sending
 
 
-def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
+def describe(
+    tensor: torch.Tensor, limits: Limits, devices: DeviceNames | None = None
+) -> tuple[TensorMeta, list[torch.Tensor]]:
     """Return a tensor's metadata, and the dense CPU tensors whose bytes it is made of.
+
+    `devices` names the receiver's device for each device here; without it they have the same names.
 
     These are depth first, detached, without conj and neg bits, not necessarily contiguous, and share memory with `tensor`
     where that is on the CPU. A tensor on ``meta`` has none. The limit on dims is checked here, so that a tensor that every
@@ -85,6 +87,7 @@ def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[tor
     index = _DTYPE_INDEX.get(tensor.dtype)
     if (
         index is None
+        or devices is not None
         or type(tensor) is not _TENSOR
         or tensor.layout is not _STRIDED
         or not tensor.is_cpu
@@ -92,21 +95,23 @@ def describe(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[tor
         or tensor.is_nested
         or (_IS_COMPLEX[index] and tensor.is_conj())
     ):
-        return _describe_any(tensor, limits)
+        return _describe_any(tensor, limits, devices)
     shape = tuple(tensor.shape)
     if len(shape) > limits.num_dims or _is_wrapped(tensor):
-        return _describe_any(tensor, limits)
+        return _describe_any(tensor, limits, devices)
     if tensor.requires_grad:
         return TensorMeta(index, shape, tensor.nbytes, FLAG_REQUIRES_GRAD), [tensor.detach()]
     return TensorMeta(index, shape, tensor.nbytes), [tensor]
 
 
-def _describe_any(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, list[torch.Tensor]]:
+def _describe_any(
+    tensor: torch.Tensor, limits: Limits, devices: DeviceNames | None
+) -> tuple[TensorMeta, list[torch.Tensor]]:
     _check_sendable(tensor, limits)
     flags = FLAG_PARAMETER if type(tensor) is torch.nn.Parameter else 0
     if tensor.requires_grad:
         flags |= FLAG_REQUIRES_GRAD
-    device = "" if tensor.device.type == "cpu" else str(tensor.device)
+    device = name_of(tensor.device, devices)
     plain, dtype, shape = tensor.detach(), _DTYPE_INDEX[tensor.dtype], tuple(tensor.shape)
     if plain.layout is not _STRIDED:
         described = [describe(part.cpu(), limits) for part in _sparse_parts(plain)]
@@ -142,8 +147,6 @@ def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
         reason = f"it has {tensor.dim()} dims, and at most {limits.num_dims} are accepted (Limits.num_dims)"
     elif tensor.layout is not _STRIDED and tensor.is_meta:
         reason = 'it is sparse and on the device "meta", so its parts are unknown'
-    elif not tensor.is_cpu and not _DEVICE.fullmatch(str(tensor.device)):
-        reason = f"its device is {tensor.device}; move it to the CPU before the call"
     if reason:
         raise CannotSend(f"this tensor cannot be sent: {reason}")
 
@@ -235,8 +238,8 @@ def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = (
         raise DecodeError(f"the sizes of a tensor overflow 63 bits: {shape}")
     if meta.flags:
         _check_flags(meta)
-    if meta.device and not _DEVICE.fullmatch(meta.device):
-        raise DecodeError(f"unknown device {meta.device[:64]!r}")
+    if meta.device:
+        check_name(meta.device)
     if meta.layout:
         if meta.slot is not None or meta.num_bytes:
             raise DecodeError("a sparse tensor has no bytes besides those of its parts")
@@ -305,8 +308,14 @@ def _fits_compressed(
     return values[: len(plain)] == plain
 
 
-def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
-    """Make the tensor that `meta`, checked by `validate`, describes; it keeps the buffers, one for each dense part."""
+def rebuild(meta: TensorMeta, buffers: Iterator[Any], devices: DeviceNames | None = None) -> torch.Tensor:
+    """Make the tensor that `meta`, checked by `validate`, describes; it keeps the buffers, one for each dense part.
+
+    `devices` names the device here for each device of the sender; without it they have the same names.
+
+    Raises:
+        NoSuchDevice: This process has no such device.
+    """
     dtype, shape, num_bytes, device, flags = meta.dtype, meta.shape, meta.num_bytes, meta.device, meta.flags
     if meta.layout:
         tensor = _assemble_sparse(meta, [rebuild(part, buffers) for part in meta.parts])
@@ -323,8 +332,8 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta" if device == "meta" else None)
         if device != "meta":
             next(buffers)
-    if device and not tensor.is_meta:
-        tensor = _move(tensor, device)
+    if (device or devices is not None) and not tensor.is_meta:
+        tensor = place(tensor, device, devices)
     if not flags:
         return tensor
     if flags & FLAG_CONJ:
@@ -334,13 +343,6 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any]) -> torch.Tensor:
     if flags & FLAG_PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & FLAG_REQUIRES_GRAD))
     return tensor.requires_grad_() if flags & FLAG_REQUIRES_GRAD else tensor
-
-
-def _move(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    try:
-        return tensor.to(device)
-    except Exception as error:  # each backend has its own way to say that it is missing
-        raise CannotSend(f"this worker has no {device}: move the tensor to the CPU before the call") from error
 
 
 def _assemble_sparse(meta: TensorMeta, parts: list[torch.Tensor]) -> torch.Tensor:

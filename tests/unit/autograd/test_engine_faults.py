@@ -23,7 +23,6 @@ from gradwire.autograd.engine import is_about_pass
 from gradwire.autograd.messages import AbortPass, CommitPass, HoldsContext, ReleaseContext
 from gradwire.errors import AutogradError, BackwardFailed, WorkerLost
 from gradwire.rpc import Agent
-from gradwire.rpc.codec import Codec
 from gradwire.rpc.reader import Reader
 from gradwire.testing import wait_until
 from gradwire.types import WorkerInfo
@@ -186,11 +185,13 @@ def test_exit_in_remote_backward_fails_the_pass(trio: list[Agent], function: Cal
 def break_rebuilding_once(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next gradients that a worker gets find no room there."""
 
-    def fail_once(frame: Any, message: Any) -> list[torch.Tensor]:
+    rebuild = agent.codec.rebuild_tensors
+
+    def fail_once(frame: Any, message: Any, devices: Any = None) -> list[torch.Tensor]:
         if message.tensors and getattr(message, "function", "") == "~autograd.propagate":
-            monkeypatch.setattr(agent.codec, "rebuild_tensors", Codec.rebuild_tensors)
+            monkeypatch.setattr(agent.codec, "rebuild_tensors", rebuild)
             raise MemoryError("no room for the gradient")
-        return Codec.rebuild_tensors(frame, message)
+        return rebuild(frame, message, devices)
 
     monkeypatch.setattr(agent.codec, "rebuild_tensors", fail_once)
 

@@ -1,0 +1,136 @@
+"""Devices of tensors on the wire: their names, and where a tensor goes when it arrives.
+
+A tensor travels through the CPU's memory with the name of its device (no name: the CPU) and arrives on the device of that
+name. A `DeviceMap` gives the other worker's devices other names. It belongs to the worker that calls: it translates what the
+calls bring there, and backwards what their results bring back, so the other worker need not know of it. Gradients are not
+translated. They go to the device of the tensor that they belong to, which its sender knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from gradwire.errors import CannotSend, ConfigurationError, DecodeError
+
+DeviceNames = Mapping[str, str]
+"""The receiver's device for each device of the sender; both by name, with "cpu" for the CPU."""
+
+ON_HOST: Final[DeviceNames] = {}
+"""Leaves tensors in the CPU's memory, whatever device their sender named."""
+
+_CPU: Final = "cpu"
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?")  # of any device; whether it is there is asked later
+
+
+class NoSuchDevice(CannotSend):
+    """A tensor cannot be put on a device of this process.
+
+    Attributes:
+        device: Its name.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(f"there is no {device} in this process")
+        self.device = device
+
+
+class DeviceMap:
+    """Devices of this worker and the devices of another one that they stand for.
+
+    Attributes:
+        there: The other worker's device for each device here.
+        here: The reverse.
+    """
+
+    __slots__ = ("here", "there")
+
+    def __init__(self, devices: DeviceNames) -> None:
+        self.there = {**devices, _CPU: devices.get(_CPU, _CPU)}
+        self.here = {_CPU: _CPU, **{there: here for here, there in devices.items()}}
+
+    def __repr__(self) -> str:
+        return f"DeviceMap({self.there})"
+
+
+def read_device_map(to: str, devices: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
+    """Return a device map as devices.
+
+    Raises:
+        ConfigurationError: One of them is not the name of one device, or two of them stand for the same one.
+    """
+    made = {_read_device(to, here): _read_device(to, there) for here, there in devices.items()}
+    if len(set(made.values())) != len(made):
+        raise ConfigurationError(
+            f"the device map for {to} only supports 1-to-1 mapping, and sends two devices to one: {devices}"
+        )
+    return made
+
+
+def _read_device(to: str, device: Any) -> torch.device:
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"the device map for {to} has {device!r}, which is not a device: {error}") from error
+    if made.type != _CPU and made.index is None:
+        raise ConfigurationError(f"the device map for {to} has {device!r}; say which one, such as {made.type}:0")
+    return torch.device(_CPU) if made.type == _CPU else made
+
+
+def name_of(device: torch.device, devices: DeviceNames | None) -> str:
+    """Return the name of a device as the receiver of a tensor knows it; empty for the CPU."""
+    name = str(device)
+    if devices is not None and name != "meta":
+        target = devices.get(name)
+        if target is None:
+            raise CannotSend(
+                f"this tensor cannot be sent: it is on {name}, which the device map for its receiver does not have; add "
+                f"it with set_device_map, or move it to the CPU (Request device mapping is not available for destination)"
+            )
+        name = target
+    return "" if name == _CPU else name
+
+
+def check_name(name: str) -> None:
+    """Check the name of a device that came from another worker; it need not be there."""
+    if not _NAME.fullmatch(name) or name.startswith(_CPU):
+        raise DecodeError(f"not the name of a device: {name[:64]!r}")
+
+
+def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -> torch.Tensor:
+    """Return a tensor that arrived on the device that its sender named.
+
+    Raises:
+        NoSuchDevice: This process has no such device.
+    """
+    if devices is ON_HOST:
+        return tensor
+    if devices is not None:
+        source = name or _CPU
+        name = devices.get(source, "")
+        if not name:
+            raise CannotSend(
+                f"a result came on {source}, which the device map for its sender does not have; add it with set_device_map, "
+                f"or return a tensor on the CPU (Response device mapping is not available for destination)"
+            )
+    return tensor if not name or name == _CPU else to_device(tensor, name)
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device, the CPU included; itself, if it is there."""
+    return tensor.to(device)
+
+
+def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a copy of a tensor of the CPU on a device.
+
+    Raises:
+        NoSuchDevice: This process has no such device.
+    """
+    try:
+        return tensor.to(device)
+    except Exception as error:  # each backend has its own way to say that it is missing
+        raise NoSuchDevice(device) from error
