@@ -6,6 +6,7 @@ the state, and returns what is to be done.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -210,7 +211,8 @@ class BackwardPass:
         if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
             return False
         if gradients is not None:
-            self._arrived[message_id] = self.sends[message_id].accept(gradients)
+            self.sends[message_id].check(gradients)
+            self._arrived[message_id] = gradients
         return True
 
     def introduce(self, peer: int) -> Introduction | None:
@@ -256,6 +258,15 @@ class BackwardPass:
             if self.state.is_over:
                 raise PassDropped
             return self.state.recv_fired(message_id)
+
+    def capture(self, message_id: int, gradients: Gradients) -> Gradients:
+        """Return copies of gradients on the devices of the tensors of a send, if it is one; `came_back` checks them."""
+        send = self.sends.get(message_id)
+        devices = send.devices if send is not None else []
+        return [
+            item if item is None else item.to(device or item.device, copy=True)
+            for item, device in itertools.zip_longest(gradients, devices[: len(gradients)])
+        ]
 
     def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
         """A recv has fired with a shortcut to sends of this worker, which another one passed back to it."""
@@ -458,6 +469,9 @@ def unpack_answers(
         if len(mine) < sum(item.defined):
             raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
         position += len(mine)
+        send = context.sends.get(item.message_id)
+        if send is not None and send.is_on_device:
+            mine = send.place(item.defined, mine)  # before they are recorded: the copy is not part of the graph
         if item.recorded_id != NO_ID:
             mine = _record_gradients(context, sender, item, mine)
         if len(mine) == len(item.defined):

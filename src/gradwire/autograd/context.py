@@ -78,7 +78,7 @@ class RecordedSend:
     the message has nothing else, its node is made only where one is asked for.
     """
 
-    __slots__ = ("_leaves", "_metadata", "_output", "function", "message_id", "peer", "site")
+    __slots__ = ("_leaves", "_metadata", "_output", "function", "is_on_device", "message_id", "peer", "site")
     is_send = True
 
     def __init__(self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]) -> None:
@@ -88,7 +88,10 @@ class RecordedSend:
         self.site = site
         self._metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._leaves: list[torch.Tensor] | None = tensors
+        self.is_on_device = False
         for tensor in tensors:
+            if not tensor.is_cpu:
+                self.is_on_device = True
             self._metadata.append((tensor.shape, tensor.dtype, tensor.device))
             if not tensor.is_leaf:
                 self._leaves = None
@@ -121,11 +124,21 @@ class RecordedSend:
     def no_gradients(self) -> Gradients:
         return (None,) * len(self._metadata)
 
-    def accept(self, gradients: Gradients) -> Gradients:
-        """Return gradients on the devices of the tensors that were sent; refuse those that cannot be theirs."""
+    def place(self, defined: Sequence[bool], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients, of those tensors that have one, on the devices of the tensors."""
+        devices = [device for is_defined, device in zip(defined, self.devices, strict=False) if is_defined]
+        # `check` sees to it that there are as many.
+        return [move(gradient, device) for gradient, device in zip(gradients, devices, strict=False)]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        return [device for _, _, device in self._metadata]
+
+    def check(self, gradients: Gradients) -> None:
+        """Refuse gradients that cannot be those of the tensors that were sent."""
         if len(gradients) != len(self._metadata):
             raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
-        is_any_defined, is_any_elsewhere = False, False
+        is_any_defined = False
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -135,14 +148,10 @@ class RecordedSend:
                 raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
                 raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
-            if gradient.device != device:
-                is_any_elsewhere = True
+            if self.is_on_device and gradient.device != device:
+                raise self._refuse(f"number {number} is on {gradient.device}, not on {device}")
         if not is_any_defined:
             raise self._refuse("all are undefined, which must be sent as no gradient at all")
-        if not is_any_elsewhere:
-            return gradients
-        placed = zip(gradients, self._metadata, strict=True)
-        return [None if item is None else move(item, device) for item, (_, _, device) in placed]
 
     def _refuse(self, reason: str) -> AutogradError:
         return AutogradError(

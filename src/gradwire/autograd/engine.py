@@ -323,7 +323,7 @@ class DistEngine:
         )
         if peer == self._own:
             # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
-            values = [tensor.clone() for tensor in tensors]
+            values = [tensor.to("cpu", copy=True) for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
             name = self._names.get(peer) or self.name_of(peer)
@@ -780,7 +780,7 @@ class _Run:
         settled: dict[int, Gradients | None] = {}
         for (worker, message_id), answer in follow_routes(recv, routes, gradients).items():
             if worker == current.own:  # captured, as on the way to others: two leaves share no memory
-                settled[message_id] = answer and [item if item is None else item.clone() for item in answer]
+                settled[message_id] = answer and current.capture(message_id, answer)
             else:
                 origin = RecordedRecv(message_id, worker, recv.function, recv.node)
                 self._answer(origin, answer or (), worker in current.state.lost, False, recv.peer)

@@ -164,8 +164,8 @@ def test_send_is_recorded_with_the_line_of_the_call(trio: list[Agent]) -> None:
 def test_right_gradients_are_taken() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(3, 1, requires_grad=True)
     send = make_send(x * 2, y * 2)
-    send.accept([torch.ones(2), torch.ones(3, 1)])
-    send.accept([None, torch.ones(3, 1)])
+    send.check([torch.ones(2), torch.ones(3, 1)])
+    send.check([None, torch.ones(3, 1)])
     assert list(send.no_gradients) == [None, None]
 
 
@@ -187,7 +187,7 @@ def test_right_gradients_are_taken() -> None:
 def test_wrong_gradients_are_refused(gradients: list[torch.Tensor | None], words: str) -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(3, 1, requires_grad=True)
     with pytest.raises(AutogradError, match=words) as caught:
-        make_send(x * 2, y * 2).accept(gradients)
+        make_send(x * 2, y * 2).check(gradients)
     assert all(word in str(caught.value) for word in ("0xabc", "layers:layer", "its result"))
 
 
