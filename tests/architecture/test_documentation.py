@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = set(Path(__file__).with_name("public_names.txt").read_text().splitlines())
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
 ABOUT_INTERNALS = {"docs/internals/protocol.md"}  # it shows the bytes on the wire, with the functions that make them
-PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PROGRAMS = sorted([*EXAMPLES, *(ROOT / "docs" / "tutorial").glob("*.py")])
 REFERENCE = ROOT / "docs" / "reference"
 STORED = ROOT / "docs" / "examples" / "output"
 LINKED = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")])
@@ -126,7 +127,7 @@ def without_code(text: str, inline: bool = True) -> str:
     return re.sub(r"`[^`\n]+`", "code", text) if inline else text
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+@pytest.mark.parametrize("program", EXAMPLES, ids=lambda path: path.name)
 def test_stored_output_ends_as_the_example_promises(program: Path) -> None:
     """After a change of an example: ``make docs-examples EXAMPLES=<its name>``."""
     command, *lines = (STORED / f"{program.stem}.txt").read_text().splitlines()
