@@ -2,11 +2,13 @@
 
 Annotations are strings (`from __future__ import annotations`), and names that are imported for type checkers only cannot be
 evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or one
-object in the inventories, has that last part.
+object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay text.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import defaultdict
 
 from docutils import nodes
@@ -15,9 +17,11 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.intersphinx import resolve_reference_detect_inventory
 
-# What annotations name, and what is documented. Type variables and private protocols say nothing to a reader: they stay text.
+# What annotations name, and where it is documented.
 SPELLINGS = {
     "nn.Module": "torch.nn.Module",
+    "torch.nn.modules.module.Module": "torch.nn.Module",
+    "torch.optim.optimizer.Optimizer": "torch.optim.Optimizer",
     "torch.Future": "torch.futures.Future",
     "torch._C.Future": "torch.futures.Future",
     "dist.ProcessGroup": "torch.distributed.ProcessGroup",
@@ -25,12 +29,10 @@ SPELLINGS = {
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
-    """Try the full name of a short one; give type variables and private types as text."""
+    """Try the full name of a short one; leave internal names as text."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
-    if _is_text(target):
-        return content
     for name in _candidates(env, target):
         node["reftarget"] = name
         found = env.domains["py"].resolve_any_xref(
@@ -42,12 +44,14 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
         if external is not None:
             return external
     node["reftarget"] = target
-    return None
+    return content if target.startswith("msgspec.") or target.rpartition(".")[2] in _names_in_gradwire() else None
 
 
-def _is_text(target: str) -> bool:
-    last = target.rpartition(".")[2]
-    return last.startswith("_") or (len(last) <= 2 and last.isupper())
+@functools.cache
+def _names_in_gradwire() -> set[str]:
+    """Every name that a module of gradwire has: a misspelt one is none of them."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "gradwire"]
+    return {name for module in modules for name in vars(module)}
 
 
 def _candidates(env: BuildEnvironment, target: str) -> list[str]:
