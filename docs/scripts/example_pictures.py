@@ -7,9 +7,12 @@ The pictures are cards with a background of their own, so that they can be read 
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,11 +51,12 @@ def card(*parts: str) -> str:
     )
 
 
-def text(x: float, y: float, words: str, colour: str = INK, anchor: str = "middle", size: float = 12, **more: str) -> str:
+def text(
+    x: float, y: float, words: str, colour: str = INK, anchor: str = "middle", size: float = 12, **more: str
+) -> str:
     extra = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in more.items())
-    return (
-        f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}" font-size="{size:g}"{extra}>{escape(words)}</text>'
-    )
+    style = f'fill="{colour}" text-anchor="{anchor}" font-size="{size:g}"'
+    return f'<text x="{x:g}" y="{y:g}" {style}{extra}>{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, label: str, below: str = "", colour: str = BLUE) -> str:
@@ -67,7 +71,9 @@ def box(x: float, y: float, width: float, height: float, label: str, below: str 
     )
 
 
-def arrow(start: Point, end: Point, label: str = "", colour: str = MUTED, shift: Point = (0, -5), dashed: bool = False) -> str:
+def arrow(
+    start: Point, end: Point, label: str = "", colour: str = MUTED, shift: Point = (0, -5), dashed: bool = False
+) -> str:
     (x1, y1), (x2, y2) = start, end
     dashes = ' stroke-dasharray="4 3"' if dashed else ""
     drawn = (
@@ -108,7 +114,9 @@ def chart(
         x, _ = place(number * x_step, 0)
         parts.append(text(x, bottom + 14, f"{number * x_step:g}", MUTED, size=10.5))
     parts.append(text((left + right) / 2, HEIGHT - 8, x_label, MUTED, size=11))
-    parts.append(text(14, (top + bottom) / 2, y_label, MUTED, size=11, transform=f"rotate(-90 14 {(top + bottom) / 2:g})"))
+    parts.append(
+        text(14, (top + bottom) / 2, y_label, MUTED, size=11, transform=f"rotate(-90 14 {(top + bottom) / 2:g})")
+    )
     at = left
     for (label, points), colour in zip(series.items(), colours, strict=False):
         placed = [place(x, y) for x, y in points]
@@ -117,13 +125,17 @@ def chart(
             parts.append(f'<circle cx="{at + 7}" cy="21" r="2.6" fill="{colour}"/>')
         else:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>')
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>'
+            )
             parts.append(f'<line x1="{at}" y1="21" x2="{at + 14}" y2="21" stroke="{colour}" stroke-width="2.4"/>')
         parts.append(text(at + 19, 25, label, INK, "start", 11.5))
         at += 32 + round(6.4 * len(label))
     for x, y, words, colour in notes:
         px, py = place(x, y)
-        parts.append(f'<line x1="{px:g}" y1="{top}" x2="{px:g}" y2="{bottom}" stroke="{colour}" stroke-dasharray="3 3"/>')
+        parts.append(
+            f'<line x1="{px:g}" y1="{top}" x2="{px:g}" y2="{bottom}" stroke="{colour}" stroke-dasharray="3 3"/>'
+        )
         parts.append(text(px - 5, py, words, colour, "end", 11))
     return card(*parts)
 
@@ -140,29 +152,32 @@ def steps(losses: Sequence[float]) -> list[Point]:
 
 def smooth(losses: Sequence[float], width: int = 5) -> list[Point]:
     """Return the mean of the last losses, for each step."""
-    return [(float(i), sum(losses[max(0, i - width + 1) : i + 1]) / len(losses[max(0, i - width + 1) : i + 1])) for i in range(len(losses))]
+    windows = [losses[max(0, end - width) : end] for end in range(1, len(losses) + 1)]
+    return steps([sum(window) / len(window) for window in windows])
 
 
 # First steps.
 
 
 def remote_calls() -> str:
-    driver, workers = (20, 80, 90, 60), [(230, 30 + 95 * number, 110, 60) for number in range(2)]
-    kinds = (("call(f, x)", "result", BLUE), ("submit(f, x)", "future", ORANGE))
-    parts = [box(*driver, "driver", "your program", MUTED)]
-    for number, ((x, y, width, height), (there, back, colour)) in enumerate(zip(workers, kinds, strict=True)):
-        parts.append(box(x, y, width, height, f"worker{number}", "a process", colour))
-        sign = -1 if number == 0 else 1
-        start, end = 110 + sign * 14, y + height / 2
-        parts.append(arrow((112, start - 5), (226, end - 5), there, colour, (-12, -6 if number == 0 else 22)))
-        parts.append(arrow((226, end + 7), (112, start + 7), "", colour, dashed=True))
-        parts.append(text(172, end + (24 if number == 0 else -12), back, colour, size=11))
+    kinds = (("call(f, x)", "its result", BLUE), ("submit(f, x)", "a future, then its result", ORANGE))
+    parts = [box(16, 30, 84, 160, "driver", "your\nprogram", MUTED)]
+    for number, (there, back, colour) in enumerate(kinds):
+        y = 30 + 90 * number
+        parts.append(box(252, y, 92, 70, f"worker{number}", "a process", colour))
+        parts.append(arrow((104, y + 24), (248, y + 24), there, colour))
+        parts.append(arrow((248, y + 50), (104, y + 50), back, colour, (0, 15), dashed=True))
     return card(*parts)
 
 
-def end_to_end(module: Any) -> str:
-    losses = losses_of(lambda: module.train_on_worker("worker0"), 1, module)
-    return chart({"loss": steps(losses)}, "step", "loss", dots=())
+def end_to_end() -> str:
+    return card(
+        box(16, 40, 110, 130, "driver", "loss\nbackward\nstep", MUTED),
+        box(234, 40, 110, 130, "worker0", "first\nsecond\nSGD", BLUE),
+        arrow((230, 72), (130, 72), "to_here()", BLUE),
+        arrow((130, 112), (230, 112), "gradients", ORANGE),
+        arrow((130, 150), (230, 150), "step", GREEN),
+    )
 
 
 def torch_style(module: Any) -> str:
@@ -172,7 +187,9 @@ def torch_style(module: Any) -> str:
         x = 40 + number * 180
         parts.append(box(x, 140, 100, 50, f"worker{number + 1}", f"rank {number + 1}", ORANGE))
         parts.append(arrow((165 + 30 * number, 78), (x + 50, 136), "rows" if number == 0 else "", BLUE, (-22, 0)))
-        parts.append(arrow((x + 64, 136), (179 + 30 * number, 78), "sum" if number else "", ORANGE, (26, 0), dashed=True))
+        parts.append(
+            arrow((x + 64, 136), (179 + 30 * number, 78), "sum" if number else "", ORANGE, (26, 0), dashed=True)
+        )
     return card(*parts)
 
 
@@ -181,23 +198,30 @@ def torch_style(module: Any) -> str:
 
 def demo(module: Any) -> str:
     """Digits as the program draws them."""
-    columns, rows, scale, gap = 8, 4, 2.6, 3
+    columns, rows, gap = 8, 4, 2
     images, _ = module.draw_digits(columns * rows, seed=2)
-    side = module.SIDE * scale
-    left = (WIDTH - columns * side - (columns - 1) * gap) / 2
-    parts = []
+    sheet = torch.ones(rows * (module.SIDE + gap) - gap, columns * (module.SIDE + gap) - gap)
     for number, image in enumerate(images[:, 0]):
-        x0 = left + number % columns * (side + gap)
-        y0 = 22 + number // columns * (side + gap)
-        parts.append(f'<rect x="{x0:g}" y="{y0:g}" width="{side:g}" height="{side:g}" fill="#0f172a"/>')
-        for y, row in enumerate(image.clamp(0, 1).tolist()):
-            for x, value in enumerate(row):
-                if value > 0.12:
-                    parts.append(
-                        f'<rect x="{x0 + x * scale:g}" y="{y0 + y * scale:g}" width="{scale}" height="{scale}" '
-                        f'fill="#e2e8f0" fill-opacity="{value:.1f}"/>'
-                    )
-    return card(*parts)
+        y, x = (position * (module.SIDE + gap) for position in divmod(number, columns))
+        sheet[y : y + module.SIDE, x : x + module.SIDE] = 0.1 + 0.8 * image.clamp(0, 1)
+    height, width = (2.3 * size for size in sheet.shape)
+    data = base64.b64encode(grey_png(sheet)).decode()
+    return card(
+        f'<image x="{(WIDTH - width) / 2:g}" y="{(HEIGHT - height) / 2:g}" width="{width:g}" height="{height:g}" '
+        f'style="image-rendering: pixelated" href="data:image/png;base64,{data}"/>'
+    )
+
+
+def grey_png(values: torch.Tensor) -> bytes:
+    """Return an image of values between 0 and 1."""
+    rows = (values * 255).byte().tolist()
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 0, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + bytes(row) for row in rows), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def split_model(module: Any) -> str:
@@ -232,7 +256,10 @@ def sharded_mlp(module: Any) -> str:
     with gw.Cluster.local(module.NUM_WORKERS):
         model = module.make_sharded_model(workers)
         weights = {
-            name: [(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in value.metadata().shards_metadata]
+            name: [
+                (shard.shard_offsets, shard.shard_sizes, str(shard.placement))
+                for shard in value.metadata().shards_metadata
+            ]
             for name, value in model.named_parameters()
             if isinstance(value, gw.shard.ShardedTensor) and value.dim() == 2
         }
@@ -249,12 +276,14 @@ def sharded_mlp(module: Any) -> str:
             x, y = x0 + offsets[1] / width * drawn_width, y0 + offsets[0] / height * drawn_height
             w, h = sizes[1] / width * drawn_width, sizes[0] / height * drawn_height
             colour = COLOURS[worker]
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{TINTS[colour]}" stroke="{colour}"/>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{TINTS[colour]}" stroke="{colour}"/>'
+            )
             parts.append(text(x + w / 2, y + h / 2 + 4, "x".join(map(str, sizes)), colour, size=10))
         parts.append(text(x0 + drawn_width / 2, y0 - 10, name, INK, size=11.5))
-    for number, worker in enumerate(workers):
+    for number, (worker, colour) in enumerate(zip(workers, COLOURS, strict=False)):
         y = 124 + 24 * number
-        parts.append(f'<rect x="150" y="{y}" width="16" height="14" rx="3" fill="{TINTS[COLOURS[number]]}" stroke="{COLOURS[number]}"/>')
+        parts.append(f'<rect x="150" y="{y}" width="16" height="14" rx="3" fill="{TINTS[colour]}" stroke="{colour}"/>')
         parts.append(text(174, y + 11, worker, INK, "start", 11.5))
     parts.append(text(54, 200, "divided by rows", MUTED, size=11))
     parts.append(text(229, 112, "divided by columns", MUTED, size=11))
@@ -289,8 +318,10 @@ def under_torchrun() -> str:
         parts.append(arrow((WIDTH / 2, 36), (x + 38, 74), colour=MUTED))
         parts.append(box(x, 78, 76, 60, f"rank {rank}", "driver" if rank == 0 else f"layer {rank - 1}", colour))
         if rank:
-            parts.append(f'<path d="M54 142 C 54 {164 + 12 * rank}, {x + 38} {164 + 12 * rank}, {x + 38} 144" fill="none" '
-                         f'stroke="{BLUE}" stroke-width="1.6" marker-end="url(#tip{BLUE[1:]})"/>')
+            parts.append(
+                f'<path d="M54 142 C 54 {164 + 12 * rank}, {x + 38} {164 + 12 * rank}, {x + 38} 144" fill="none" '
+                f'stroke="{BLUE}" stroke-width="1.6" marker-end="url(#tip{BLUE[1:]})"/>'
+            )
     parts.append(text(WIDTH / 2, 212, "rank 0 runs the program; the others hold the model", MUTED, size=11))
     return card(*parts)
 
@@ -317,10 +348,10 @@ def exposed_only(module: Any) -> str:
 def two_hosts_tls(module: Any) -> str:
     left, right = module.NAMES
     parts = [
-        box(20, 40, 110, 74, left, f"ca.pem\n{left}.pem, {left}.key", BLUE),
-        box(230, 40, 110, 74, right, f"ca.pem\n{right}.pem, {right}.key", GREEN),
-        arrow((134, 66), (226, 66), "TLS 1.3", MUTED, (0, -6)),
-        arrow((226, 88), (134, 88), "", MUTED),
+        box(14, 40, 124, 74, left, f"ca.pem\n{left}.pem, {left}.key", BLUE),
+        box(222, 40, 124, 74, right, f"ca.pem\n{right}.pem, {right}.key", GREEN),
+        arrow((142, 66), (218, 66), "TLS 1.3", MUTED, (0, -6)),
+        arrow((218, 88), (142, 88), "", MUTED),
         box(125, 148, 110, 46, "ca.key", "stays with you", ORANGE),
         arrow((140, 146), (92, 118), "signs", ORANGE, (-20, 8), dashed=True),
         arrow((220, 146), (268, 118), "signs", ORANGE, (20, 8), dashed=True),
@@ -340,7 +371,13 @@ def checkpoint(module: Any) -> str:
         "three workers": [(float(step), loss) for step, loss in second.items()],
     }
     killed = module.KILL_AFTER - 0.5
-    return chart(series, "step", "loss", dots=["three workers"], notes=[(killed, max(first.values()) * 0.95, "worker1 killed", RED)])
+    return chart(
+        series,
+        "step",
+        "loss",
+        dots=["three workers"],
+        notes=[(killed, max(first.values()) * 0.95, "worker1 killed", RED)],
+    )
 
 
 def survives_kills(module: Any) -> str:
@@ -358,17 +395,9 @@ def survives_kills(module: Any) -> str:
         module.train(40, 5, seed=0)
     finally:
         module.Training = original
-    return chart({"with 5 kills": tried, "undisturbed": [(0.0, 0.0), (39.0, 39.0)]}, "steps tried", "step", colours=(RED, MUTED))
-
-
-def losses_of(function: Callable[[], object], num_workers: int, module: Any) -> list[float]:
-    """Return the losses that a function prints as ``step 3: loss 0.25``."""
-    losses: list[float] = []
-    module.print = lambda line: losses.append(float(line.rpartition("loss ")[2]))
-    with gw.Cluster.local(num_workers):
-        function()
-    del module.print
-    return losses
+    return chart(
+        {"with 5 kills": tried, "undisturbed": [(0.0, 0.0), (39.0, 39.0)]}, "steps tried", "step", colours=(RED, MUTED)
+    )
 
 
 PICTURES: tuple[Callable[..., str], ...] = (
