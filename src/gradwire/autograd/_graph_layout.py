@@ -24,7 +24,6 @@ TRACK: Final = 14.0  # between lines that run across,
 LABELLED_TRACK: Final = 30.0  # and those with labels
 ROOM: Final = 16.0  # around boxes
 LANE_GAP: Final = 20.0
-HEADER: Final = 54.0
 
 Point = tuple[float, float]
 
@@ -89,10 +88,14 @@ class Layout:
         lanes: Lanes, with the least width of each.
         boxes: Boxes, each after all that lead to it.
         lines: Lines, each from an earlier box to a later one.
+        header: Room above the first row.
     """
 
-    def __init__(self, lanes: Sequence[Lane], boxes: Sequence[Box], lines: Sequence[Line]) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], boxes: Sequence[Box], lines: Sequence[Line], header: float = 0.0
+    ) -> None:
         self.lanes, self.boxes, self.lines = lanes, boxes, lines
+        self._header = header
         self._incoming: dict[Box, list[Line]] = {box: [] for box in boxes}
         self._outgoing: dict[Box, list[Line]] = {box: [] for box in boxes}
         for line in lines:
@@ -140,6 +143,12 @@ class Layout:
                 line.end = (number - (len(self._incoming[box]) - 1) / 2) * PORT
             num_ends = max(len(self._outgoing[box]), len(self._incoming[box]))
             box.width = max(box.width, num_ends * PORT + 8)
+        for line in self.lines:
+            if line.direction == 0 and line.gutter is None:  # a straight one, where one end can be moved
+                if len(self._incoming[line.target]) == 1 and abs(line.start) < line.target.width / 2 - PORT / 2:
+                    line.end = line.start
+                elif len(self._outgoing[line.source]) == 1 and abs(line.end) < line.source.width / 2 - PORT / 2:
+                    line.start = line.end
 
     def _place_lanes(self) -> None:
         for lane in self.lanes:
@@ -171,7 +180,7 @@ class Layout:
 
     def _place_heights(self) -> None:
         num_rows = max((box.row for box in self.boxes), default=-1) + 1
-        y = HEADER
+        y = self._header
         for row in range(num_rows):
             arriving = [line for box in self.boxes if box.row == row for line in self._incoming[box]]
             leaving = [line for line in self.lines if line.source.row == row - 1 and line.gutter is not None]

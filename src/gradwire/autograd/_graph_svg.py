@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 from xml.sax.saxutils import escape, quoteattr
 
-from gradwire.autograd._graph_layout import HEADER, Box, Lane, Layout, Line, Point
+from gradwire.autograd._graph_layout import Box, Lane, Layout, Line, Point
 from gradwire.autograd._graph_text import describe, label_of
 from gradwire.wire.exceptions import clean
 
@@ -67,7 +67,7 @@ class _Picture:
         self._links = [self._line(source, target) for source, target in graph.links]
         lanes = [Lane(max(96.0, _width(_cut(item.name), 14) + 8, _width(_state(item), 11))) for item in self._workers]
         lines = [line for _, line in self._messages] + self._links
-        self._layout = Layout(lanes, list(self._boxes.values()), lines)
+        self._layout = Layout(lanes, list(self._boxes.values()), lines, 54 if any(map(_state, self._workers)) else 38)
 
     def _line(self, source: str, target: str, label: str = "") -> Line:
         return Line(self._boxes[source], self._boxes[target], _width(label, 12) + 16 if label else 0.0)
@@ -116,8 +116,8 @@ class _Picture:
             f'<g class="{self._hue(number)}"><rect class="lane{dash}" x="{_n(lane.x)}" y="0" width="{_n(lane.width)}" '
             f'height="{_n(self._layout.height)}" rx="8"/>'
             f'<rect class="bar" x="{_n(lane.x + 12)}" y="0" width="{_n(lane.width - 24)}" height="3" rx="1.5"/>'
-            + _text(_cut(worker.name), lane.middle, 25, "name")
-            + _text(_state(worker), lane.middle, HEADER - 12, "soft")
+            + _text(_cut(worker.name), lane.middle, 26, "name")
+            + _text(_state(worker), lane.middle, 43, "soft")
             + "</g>"
         )
 

@@ -279,6 +279,8 @@ def _message(parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_
     sent, received = parts.sent.get(message_id), parts.received.get(message_id)
     view = (sent or received or ("", None))[1]
     assert view is not None
+    # A worker may not know the name of a function that came as a pickle; the caller does.
+    function = view.function if received is None or not view.is_result else received[1].function or view.function
     receiver = parts.views.get(sent[1].peer) if sent is not None else None
     # A list that was cut may have had it.
     is_told = receiver is not None and receiver.answered and len(receiver.recvs) == receiver.num_recvs
@@ -286,7 +288,7 @@ def _message(parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_
         message_id,
         names[parts.sources[message_id]],
         names[parts.targets[message_id]],
-        view.function,
+        function,
         view.is_result,
         "" if view.is_result else view.site,
         view.num_tensors,
