@@ -2,6 +2,11 @@
 
 Two run at a time: each uses one core most of the time, to import torch in one process after the other. Programs of documents
 share an interpreter.
+
+A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. What
+follows it is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb`` with the
+traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. A file that is
+followed by neither is not run here: its page says which test runs it.
 """
 
 from __future__ import annotations
@@ -56,12 +61,19 @@ LOGGED = re.compile(
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
-PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-DOCUMENTS = sorted(
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
-    if PROGRAM.search(path.read_text())
+BLOCK = re.compile(
+    r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
+
+
+class Shown(NamedTuple):
+    """A program in a document, and what the document says that it does."""
+
+    name: str
+    """Of its file; empty if its text is in the document."""
+    text: str
+    output: str | None = None
+    traceback: str | None = None
 
 
 class Ran(NamedTuple):
@@ -71,6 +83,34 @@ class Ran(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def shown_in(document: str) -> list[Shown]:
+    """The programs of a document that are to be run, in order."""
+    path = ROOT / document
+    found: list[Shown] = []
+    for kind, name, text in BLOCK.findall(path.read_text()):
+        if kind == "python":
+            found.append(Shown("", text))
+        elif kind == "output":
+            found[-1] = found[-1]._replace(output=(found[-1].output or "") + text)
+        elif kind == "pytb":
+            found[-1] = found[-1]._replace(traceback=text)
+        elif name.endswith(".py") and not (found and found[-1].name == name):
+            found.append(Shown(name, (path.parent / name).read_text()))
+    return [item for item in found if not item.name or item.output or item.traceback]
+
+
+def is_as_shown(shown: str, printed: str) -> bool:
+    """Whether a program printed what a document shows, in which ``...`` stands for any text."""
+    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None
+
+
+DOCUMENTS = sorted(
+    document
+    for document in (str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
+    if shown_in(document)
+)
 
 
 Outcomes = dict[str, Future[dict[str, list[Ran]]]]
@@ -103,9 +143,9 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
     for document, found in programs.items():
         place = folder / document
         place.mkdir(parents=True)
-        for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
-            found.append(place / f"program{number}.py")
-            found[-1].write_text(text)
+        for number, shown in enumerate(shown_in(document)):
+            found.append(place / (shown.name or f"program{number}.py"))
+            found[-1].write_text(shown.text)
     all_of_them = [str(program) for found in programs.values() for program in found]
     runner = run(SEVERAL, folder, *all_of_them)
     return {document: [_result(program, runner) for program in found] for document, found in programs.items()}
@@ -138,7 +178,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def _changes_torch(document: str) -> bool:
     """Whether its programs put gradwire in the place of parts of torch: others must not run after them."""
-    return any("gradwire.compat" in text for text in PROGRAM.findall((ROOT / document).read_text()))
+    return any("gradwire.compat" in shown.text for shown in shown_in(document))
 
 
 def test_no_example_is_left_out() -> None:
@@ -163,6 +203,14 @@ def test_example(example: str, outcomes: Outcomes) -> None:
 @pytest.mark.timeout(3 * DEADLINE_S)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
-    for ran in outcomes[document].result(2 * DEADLINE_S)[document]:
-        assert ran.code == 0, f"{ran.program.read_text()}\n{ran.out}\n{ran.err}"
-        assert LOGGED.fullmatch(ran.err), f"{ran.program.read_text()}\n{ran.err}"
+    programs = outcomes[document].result(2 * DEADLINE_S)[document]
+    for shown, ran in zip(shown_in(document), programs, strict=True):
+        what = f"{shown.text}\n{ran.out}\n{ran.err}"
+        if shown.traceback is None:
+            assert ran.code == 0, what
+            assert LOGGED.fullmatch(ran.err), what
+        else:
+            assert ran.code == 1, what
+            assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
+        if shown.output is not None:
+            assert is_as_shown(shown.output, ran.out), what
