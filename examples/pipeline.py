@@ -1,32 +1,38 @@
-"""A model in three stages on three workers; micro-batches keep all of them busy.
+"""
+Keep the stages of a pipeline busy
+==================================
 
-    python examples/pipeline.py --micro-batches 8
-
-Each stage holds its layers and a handle on the next stage, which it calls itself. So activations go from worker to worker,
-and the driver gets a loss:
+A model is in three stages on three workers. Each stage holds its layers and a handle of the next stage, and calls it
+itself. So activations go from worker to worker, and the driver gets a loss::
 
     driver  --- rows, targets -->  stage0  --- activations -->  stage1  --- activations -->  stage2
             <-------------------------------- loss of a micro-batch ------------------------------
 
-The program trains with three schedules, prints when each stage worked on which micro-batch, and compares the weights with
-those of a model that one process has trained on the same batches:
+Run it::
 
-    one batch   the whole batch at once: one stage works, the others wait
-    GPipe       all micro-batches forward, then one backward pass through all of them
-    1F1B        each micro-batch goes backward as soon as its loss is there; few are under way at a time, which bounds memory
+    python examples/pipeline.py --micro-batches 8
 
-The layers are small. For each row, a stage waits as long as a device might compute, one micro-batch at a time. So the
-program shows what the schedules do, on a machine with few cores, too.
+The program trains with three schedules and prints when each stage worked on which micro-batch:
+
+- one batch: the whole batch at once. One stage works, the others wait.
+- GPipe: all micro-batches forward, then one backward pass through all of them.
+- 1F1B: each micro-batch goes backward as soon as its loss is there. Few are in progress at a time, which bounds memory.
+
+The layers are small. For each row, a stage waits as long as a device might compute, one micro-batch at a time, so the
+schedules can be compared on a machine with few cores. Finally, the weights are compared with those of a model that one
+process has trained on the same batches.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import string
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -43,10 +49,15 @@ Batch = list[tuple[torch.Tensor, torch.Tensor]]
 Work = tuple[str, int, float, float]  # forward or backward, micro-batch, begin, end
 
 
+# %%
+# A stage
+# -------
+# ``compute`` stands for the work of a device, and notes when it was done.
+
+
 def make_layers(stage: int) -> nn.Module:
-    """The layers of a stage; the same weights wherever they are made."""
     with torch.random.fork_rng():
-        torch.manual_seed(stage)
+        torch.manual_seed(stage)  # the same initial weights wherever they are made
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
@@ -61,7 +72,7 @@ class Stage(nn.Module):
         self.log: list[Work] = []
 
     def forward(self, x: torch.Tensor, target: torch.Tensor, number: int) -> torch.Tensor:
-        """The loss of a micro-batch, from the last stage."""
+        """Return the loss of a micro-batch, which the last stage computes."""
         self.compute("forward", number, FORWARD_S * len(x))
         result = self.layers(x)
         result.register_hook(lambda _: self.compute("backward", number, BACKWARD_S * len(x)))
@@ -71,26 +82,30 @@ class Stage(nn.Module):
         return loss
 
     def compute(self, kind: str, number: int, seconds: float) -> None:
-        """Stands for the work of a device."""
         with self.device:
             began = time.monotonic()
             time.sleep(seconds)
             self.log.append((kind, number, began, time.monotonic()))
 
     def take_log(self) -> list[Work]:
-        """What it has done since the last time."""
+        """Return what it has done since the last time."""
         log, self.log = self.log, []
         return log
 
 
 def make_batch(seed: int, num_parts: int) -> Batch:
-    """Rows and targets, in micro-batches."""
     x = torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(seed))
     return list(zip(x.chunk(num_parts), x.flip(1).tanh().chunk(num_parts), strict=True))
 
 
+# %%
+# GPipe
+# -----
+# All calls are started before the first result is waited for. One backward pass goes through all micro-batches, side by
+# side.
+
+
 def gpipe(stage0: RemoteModule, optimizer: DistributedOptimizer, batch: Batch) -> None:
-    """All micro-batches in one context: one backward pass goes through all of them, side by side."""
     with gw.autograd.context() as ctx:
         futures = [stage0.forward_async(x, target, number) for number, (x, target) in enumerate(batch)]
         loss = torch.stack([future.wait() for future in futures]).mean()
@@ -98,28 +113,36 @@ def gpipe(stage0: RemoteModule, optimizer: DistributedOptimizer, batch: Batch) -
         optimizer.step(ctx)
 
 
+# %%
+# 1F1B
+# ----
+# Each micro-batch has a context of its own. The pool runs few of them at a time: one for each stage, and one on its way.
+# ``step`` adds up the gradients of all contexts.
+
+
 def one_forward_one_backward(stage0: RemoteModule, optimizer: DistributedOptimizer, batch: Batch) -> None:
-    """A context and a thread for each micro-batch; few of them are under way, one for each stage and one on its way."""
-    under_way = threading.Semaphore(NUM_STAGES + 1)
-
     def run(ctx: gw.autograd.ContextId, number: int) -> None:
-        with under_way:
-            loss = stage0(*batch[number], number) / len(batch)
-            ctx.backward(loss)
+        loss = stage0(*batch[number], number) / len(batch)
+        ctx.backward(loss)
 
-    with contextlib.ExitStack() as stack:
-        contexts, threads = [], []
+    with ThreadPoolExecutor(NUM_STAGES + 1) as pool, contextlib.ExitStack() as stack:
+        contexts, jobs = [], []
         for number in range(len(batch)):
             contexts.append(stack.enter_context(gw.autograd.context()))
-            threads.append(threading.Thread(target=run, args=(contexts[-1], number)))
-            threads[-1].start()  # it runs inside this context
-        for thread in threads:
-            thread.join()
-        optimizer.step(contexts)  # adds up the gradients of all of them
+            inside = contextvars.copy_context()  # so that the thread of the pool runs in this autograd context
+            jobs.append(pool.submit(inside.run, run, contexts[-1], number))
+        for job in jobs:
+            job.result()
+        optimizer.step(contexts)
+
+
+# %%
+# A picture of the schedule
+# -------------------------
+# One line for each stage. Digits are micro-batches going forward, letters are the same ones going backward.
 
 
 def draw(logs: list[list[Work]]) -> None:
-    """One line for each stage: digits are micro-batches going forward, letters the same ones going backward."""
     begin = min(work[2] for log in logs for work in log)
     column_s = (max(work[3] for log in logs for work in log) - begin) / COLUMNS
     for number, log in enumerate(logs):
@@ -130,10 +153,15 @@ def draw(logs: list[list[Work]]) -> None:
         print(f"  stage{number} {''.join(line)}")
 
 
+# %%
+# Train with each schedule
+# ------------------------
+
+
 def train(
     step: Callable[[RemoteModule, DistributedOptimizer, Batch], None], num_parts: int
 ) -> tuple[list[torch.Tensor], float]:
-    """The weights after some steps, and the seconds of the fastest step."""
+    """Return the weights after some steps, and the seconds of the fastest step."""
     stages: list[RemoteModule] = []
     for number in reversed(range(NUM_STAGES)):
         stages.insert(0, RemoteModule(f"stage{number}", Stage, (number, stages[0] if stages else None)))
@@ -150,7 +178,7 @@ def train(
 
 
 def train_in_one_process() -> list[torch.Tensor]:
-    """The same model and batches, and torch alone."""
+    """Train the same model on the same batches with torch alone."""
     model = nn.Sequential(*map(make_layers, range(NUM_STAGES)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(NUM_STEPS):
@@ -162,8 +190,7 @@ def train_in_one_process() -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Trains with each schedule, and compares."""
-    parser = argparse.ArgumentParser(description="A pipeline of three workers.")
+    parser = argparse.ArgumentParser(description="Train a pipeline of three stages, with three schedules.")
     parser.add_argument("--micro-batches", type=int, default=8, help="at most 10, so that each has a digit")
     num_parts = parser.parse_args().micro_batches
     most = NUM_STAGES * num_parts / (num_parts + NUM_STAGES - 1)

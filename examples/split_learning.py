@@ -1,18 +1,24 @@
-"""Two parties train one model; one has the measurements, the other the diagnoses, and neither shows them to the other.
+"""
+Split learning between two parties
+==================================
+
+A clinic has measurements of patients, a laboratory has their diagnoses. They train one model, and neither shows its
+data, labels or weights to the other. The laboratory exposes two functions and nothing else. The parties talk over
+TLS 1.3, each with a certificate of its own, and read no pickle (``trust="data"``)::
+
+    clinic: measurements, lower layers                 laboratory: diagnoses, upper layers
+    16 numbers for each patient           -->          loss_of(activations, batch)
+    loss                                  <--
+    backward                              <->          gradients of those 16 numbers
+    step of its own optimizer             -->          step(context_id): of its own optimizer
+
+Run it::
 
     python examples/split_learning.py
 
-The clinic runs this program. The laboratory is another process, which has exposed two functions and no more. They talk over
-TLS 1.3, each with a certificate of its own, and read no pickle of each other (`trust="data"`):
-
-    clinic: measurements, lower layers                      laboratory: diagnoses, upper layers
-    16 numbers for each patient            -- TLS -->       loss_of(activations, batch)
-    loss                                   <---------       one number
-    backward                               <-------->       gradients of those 16 numbers
-    step of its own optimizer              -- TLS -->       step(context): of its own optimizer
-
-In the end the program checks what no party could check alone: the losses are those of one process that has all the data.
-On two machines, each party runs its own half of this program, with `init_method="tcp://<host of the clinic>:<port>"`.
+The program is the clinic, and starts the laboratory as another process. On two machines, each party runs its own half
+with ``init_method="tcp://<host of the clinic>:<port>"``. Finally, the program checks what no party could check alone:
+the losses are those of one process that has all the data.
 """
 
 from __future__ import annotations
@@ -41,23 +47,21 @@ BATCH_SIZE, NUM_EPOCHS = 64, 10
 
 
 def read_measurements() -> torch.Tensor:
-    """What the clinic has; a row for each patient."""
+    """Return what the clinic has: a row for each patient."""
     return torch.randn(NUM_PATIENTS, NUM_MEASUREMENTS, generator=torch.Generator().manual_seed(1))
 
 
 def read_diagnoses() -> torch.Tensor:
-    """What the laboratory has, for the same patients in the same order. It depends on three of the measurements."""
+    """Return what the laboratory has, for the same patients in the same order. It depends on three measurements."""
     return (read_measurements()[:, :3].prod(1) > 0).long()
 
 
 def make_lower() -> nn.Module:
-    """The clinic's part of the model."""
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(NUM_MEASUREMENTS, 64), nn.ReLU(), nn.Linear(64, CUT))
 
 
 def make_upper() -> nn.Module:
-    """The laboratory's part."""
     torch.manual_seed(3)
     return nn.Sequential(nn.ReLU(), nn.Linear(CUT, 64), nn.ReLU(), nn.Linear(64, 2))
 
@@ -66,8 +70,14 @@ def rows_of(batch: int) -> slice:
     return slice(batch * BATCH_SIZE, (batch + 1) * BATCH_SIZE)
 
 
+# %%
+# The laboratory
+# --------------
+# It checks what it is sent, and steps its own layers with its own optimizer.
+
+
 class Laboratory:
-    """Everything that the laboratory has. Others see what is exposed below."""
+    """What the laboratory holds. The clinic reaches it through what `run_laboratory` exposes."""
 
     def __init__(self) -> None:
         self.diagnoses = read_diagnoses()
@@ -75,14 +85,14 @@ class Laboratory:
         self.optimizer = torch.optim.Adam(self.upper.parameters(), lr=0.01)
 
     def loss_of(self, activations: torch.Tensor, batch: int) -> torch.Tensor:
-        """The loss of a batch. What comes from another party is checked."""
+        """Return the loss of a batch."""
         expected = self.diagnoses[rows_of(batch)] if 0 <= batch < NUM_PATIENTS // BATCH_SIZE else None
         if expected is None or activations.shape != (len(expected), CUT):
             raise ValueError(f"batch {batch} with activations of shape {tuple(activations.shape)}")
         return nn.functional.cross_entropy(self.upper(activations), expected)
 
     def step(self, context_id: int) -> None:
-        """Use the gradients that a backward pass has left here."""
+        """Step with the gradients that a backward pass has left here."""
         gradients = gw.autograd.get_gradients(context_id)
         for parameter in self.upper.parameters():
             parameter.grad = gradients[parameter]
@@ -90,16 +100,21 @@ class Laboratory:
 
 
 def run_laboratory(options: rpc.RpcOptions) -> None:
-    """Serve until the clinic leaves."""
     laboratory = Laboratory()
     rpc.expose(laboratory.loss_of, name="loss_of")
     rpc.expose(laboratory.step, name="step")
     rpc.init_rpc("laboratory", rank=1, world_size=2, rpc_backend_options=options)
-    rpc.shutdown()
+    rpc.shutdown()  # returns when the clinic has called it, too
+
+
+# %%
+# The clinic
+# ----------
+# It calls the laboratory by the names of what is exposed there.
 
 
 def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
-    """Train; returns the losses, and how many attempts to get more than that were refused."""
+    """Train, and return the losses and how many other requests were refused."""
     measurements, lower = read_measurements(), make_lower()
     rpc.init_rpc("clinic", rank=0, world_size=2, rpc_backend_options=options)
     optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, [lower], lr=0.01)
@@ -118,8 +133,13 @@ def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
     return losses, num_refused
 
 
+# %%
+# More than that is refused
+# -------------------------
+
+
 def try_more() -> int:
-    """What a curious clinic might try."""
+    """Return how many requests for something that is not exposed were refused."""
     num_refused = 0
     for what, function in (
         ("the diagnoses", read_diagnoses),
@@ -134,8 +154,13 @@ def try_more() -> int:
     return num_refused
 
 
+# %%
+# Compare with one process, and run both parties
+# ----------------------------------------------
+
+
 def train_in_one_process() -> list[float]:
-    """The same model with all the data in one place, and torch alone."""
+    """Train the same model with torch alone, with all the data in one place."""
     measurements, diagnoses = read_measurements(), read_diagnoses()
     model = nn.Sequential(make_lower(), make_upper())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -151,9 +176,11 @@ def train_in_one_process() -> list[float]:
 
 
 def make_options(party: str, keys: str, port: int) -> rpc.RpcOptions:
-    """`transports` is only needed because both are on one machine here, where unix sockets would be chosen."""
     return rpc.RpcOptions(
-        init_method=f"tcp://127.0.0.1:{port}", init_timeout=60, tls=keys_for(keys, party), transports=("tcp",)
+        init_method=f"tcp://127.0.0.1:{port}",
+        init_timeout=60,
+        tls=keys_for(keys, party),
+        transports=("tcp",),  # not needed between two machines: on one machine, unix sockets would be chosen
     )
 
 
@@ -169,7 +196,6 @@ def other_party(keys: str, port: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Makes keys, starts the laboratory, and is the clinic."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         keys = str(Path(folder, "keys"))
@@ -186,7 +212,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Two parties, one model.")
+    parser = argparse.ArgumentParser(description="Train one model with two parties.")
     parser.add_argument("--keys")
     parser.add_argument("--port", type=int)
     arguments = parser.parse_args()
