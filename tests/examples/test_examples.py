@@ -35,8 +35,13 @@ LAST_LINES = {
     "on_ray.py": r"on_ray: the loss fell from 0\.\d+ to 0\.\d+, as in one process",
     "parameter_average.py": r"parameter_average: the loss fell from 0\.\d+ to 0\.0[01]\d",
     "parameter_server.py": r"parameter_server: the loss fell from 0\.67 to 0\.0\d or less in every mode",
+    "pipeline.py": r"pipeline: after 3 steps with each schedule, weights differ from those of one process by \d\.\de-\d\d",
+    "reinforcement_learning.py": r"reinforcement_learning: the mean return rose from -\d\d\.\d to -\d\.\d in 60 updates",
     "remote_calls.py": r"remote_calls: the workers served \d+ calls and have exited",
     "sharded_mlp.py": r"sharded_mlp: the loss fell from 0\.\d+ to 0\.\d+, as in one process up to rounding",
+    "split_learning.py": (
+        r"split_learning: 40 losses fell from 0\.692 to 0\.2\d\d, as in one process: True; refused: 3 of 3"
+    ),
     "split_model.py": r"split_model: the loss fell from 0\.976 to 0\.0\d\d, all 40 losses equal bit for bit",
     "survives_kills.py": r"survives_kills: after 5 kills all 40 losses equal those of the undisturbed run, bit for bit",
     "torch_style.py": r"torch_style: two ranks added up the rows of a matrix: \[30\.0, 36\.0\], as expected",
