@@ -1,12 +1,7 @@
 """Every example runs and ends with the line that it promises; so does every program in the documents.
 
-Most of the time of a program is spent on importing torch, so that programs share an interpreter (`program_runner`), two of
-which run at a time. Examples that start processes of their own run in their own, as people start them.
-
-A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. What
-follows it is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb`` with the
-traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. A file that is
-followed by neither is not run here: its page says which test runs it.
+Most of the time of a program is spent on importing torch, so programs share interpreters (`program_runner`), two of which
+run at a time. Examples that start other processes themselves run in one of their own, as people start them.
 """
 
 from __future__ import annotations
@@ -22,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from documents import is_as_shown, shown_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -63,17 +60,6 @@ ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "6
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
-BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-class Shown(NamedTuple):
-    """A program in a document, and what the document says that it does."""
-
-    name: str
-    """Of its file; empty if its text is in the document."""
-    text: str
-    output: str | None = None
-    traceback: str | None = None
 
 
 class Ran(NamedTuple):
@@ -83,27 +69,6 @@ class Ran(NamedTuple):
     code: int
     out: str
     err: str
-
-
-def shown_in(document: str) -> list[Shown]:
-    """The programs of a document that are to be run, in order."""
-    path = ROOT / document
-    found: list[Shown] = []
-    for kind, name, text in BLOCK.findall(path.read_text()):
-        if kind == "python":
-            found.append(Shown("", text))
-        elif kind == "output":
-            found[-1] = found[-1]._replace(output=(found[-1].output or "") + text)
-        elif kind == "pytb":
-            found[-1] = found[-1]._replace(traceback=text)
-        elif name.endswith(".py") and not (found and found[-1].name == name):
-            found.append(Shown(name, (path.parent / name).read_text()))
-    return [item for item in found if not item.name or item.output or item.traceback]
-
-
-def is_as_shown(shown: str, printed: str) -> bool:
-    """Whether a program printed what a document shows, in which ``...`` stands for any text."""
-    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None
 
 
 DOCUMENTS = sorted(
@@ -242,4 +207,4 @@ def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
             assert ran.code == 1, what
             assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
         if shown.output is not None:
-            assert is_as_shown(shown.output, ran.out), what
+            assert is_as_shown(shown.output, ran.out, shown.is_about), what
