@@ -20,11 +20,13 @@ CARD = """\
 :::{{grid-item-card}} {title}
 :link: programs/{name}
 :link-type: doc
-:img-top: ../images/examples/{name}.svg
-:img-alt: {title}
-
+{picture}
 {text}
 :::
+"""
+PICTURE = """\
+:img-top: ../images/examples/{name}.svg
+:img-alt: {title}
 """
 OUTPUT = """
 
@@ -60,7 +62,10 @@ def card(app: Sphinx, name: str) -> str:
     app.env.note_dependency(str(path))
     title, _, text = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")
     paragraph = text.partition("\n\n")[2].partition("\n\n")[0]
-    return CARD.format(name=name, title=title, text=re.match(r".*?\.(?=\s|$)|.*", paragraph, re.DOTALL)[0])
+    text = re.match(r".*?\.(?=\s|$)|.*", paragraph, re.DOTALL)[0]
+    has_picture = (Path(app.srcdir) / "images" / "examples" / f"{name}.svg").exists()
+    picture = PICTURE.format(name=name, title=title) if has_picture else ""
+    return CARD.format(name=name, title=title, text=text, picture=picture)
 
 
 def stored_output(app: Sphinx, name: str) -> str:
