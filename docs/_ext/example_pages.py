@@ -1,8 +1,8 @@
 """The gallery: cards for the index, and below each example what it printed when `docs/scripts/run_examples.py` last ran it.
 
 A block ``{gallery}`` in `examples/index.md` has names of examples, one in a line. Title and text of a card are those of the
-example's docstring; its picture is `images/examples/<name>.svg`. An example that is in no block is in no table of contents, which
-fails the build.
+example's docstring; its picture is `images/examples/<name>.svg`. An example that is in no block is in no table of contents,
+which fails the build.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def stored_output(app: Sphinx, name: str) -> str:
         return ""
     app.env.note_dependency(str(stored))
     command, *lines = stored.read_text(encoding="utf-8").splitlines()
-    return OUTPUT.format(
-        command=command.removeprefix("$ "), lines="\n".join(f"   {line}".rstrip() for line in lines)
-    )
+    return OUTPUT.format(command=command.removeprefix("$ "), lines="\n".join(f"   {line}".rstrip() for line in lines))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
