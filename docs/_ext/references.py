@@ -2,7 +2,8 @@
 
 Annotations are strings (`from __future__ import annotations`), and names that are imported for type checkers only cannot be
 evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or
-one object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay text.
+one object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay
+text.
 """
 
 from __future__ import annotations
