@@ -31,6 +31,7 @@ extensions = [
     "example_output",
     "references",
     "root_files",
+    "signatures",
 ]
 exclude_patterns = ["_build", "_ext", "scripts", "examples/programs/index.rst"]
 nitpicky = True
@@ -44,9 +45,8 @@ default_role = "py:obj"
 nitpick_ignore_regex = [("py:obj", r".*")]
 autoclass_content = "both"
 autodoc_class_signature = "mixed"
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False

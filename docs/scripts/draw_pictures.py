@@ -92,7 +92,8 @@ def recorded_messages() -> Picture:
         760,
         372,
         "What a context records",
-        "A tensor goes from the driver to worker0, back, to worker1, and back. Every message leaves a send on one worker and "
+        "A tensor goes from the driver to worker0, back, to worker1, and back. Every message leaves a send on one "
+        "worker and "
         "a recv on the other. Leaves are on the driver and on worker1.",
     )
     for y, name in ((10, "worker0"), (122, "driver"), (234, "worker1")):
@@ -144,10 +145,14 @@ def fast_and_smart() -> Picture:
         760,
         400,
         "FAST and SMART",
-        "The result of a call to worker1 is not used. In FAST mode the driver waits for a gradient that never comes. In SMART "
+        "The result of a call to worker1 is not used. In FAST mode the driver waits for a gradient that never comes. In "
+        "SMART "
         "mode worker1 and the driver compare what each of them has, and the send is settled with nothing.",
     )
-    for left, name, note in ((10, "FAST", "every send waits for a gradient"), (388, "SMART", "workers compare what they have")):
+    for left, name, note in (
+        (10, "FAST", "every send waits for a gradient"),
+        (388, "SMART", "workers compare what they have"),
+    ):
         picture.lane(left, 10, 362, 380, name, note)
         picture.node(left + 70, 110, "x", "leaf", 36)
         picture.node(left + 70, 180, "send 1", "node")
@@ -182,7 +187,8 @@ def pass_on_one_worker() -> Picture:
         760,
         300,
         "A pass on one worker",
-        "Sources on the left are roots and sends, each settled once. They reach sinks on the right: recvs, which fire once, and "
+        "Sources on the left are roots and sends, each settled once. They reach sinks on the right: recvs, which fire "
+        "once, and "
         "leaves. Sources that share a node form a component and are run together.",
     )
     picture.lane(150, 10, 460, 280, "one worker", "its part of the graph, in the direction of gradients")
@@ -220,7 +226,8 @@ def shortcut() -> Picture:
         760,
         250,
         "A shortcut",
-        "The driver passes the result of worker0 on to worker1 untouched. Its gradient goes from worker1 straight to worker0.",
+        "The driver passes the result of worker0 on to worker1 untouched. Its gradient goes from worker1 straight to "
+        "worker0.",
     )
     for left, name in ((10, "worker0"), (280, "driver"), (550, "worker1")):
         picture.lane(left, 10, 200, 150, name)
@@ -244,10 +251,15 @@ def fork_of_a_reference() -> Picture:
         760,
         320,
         "How a reference is passed on",
-        "B sends C a fork of its reference. C asks the owner A to list it, A confirms, C accepts. Only then may B delete its "
+        "B sends C a fork of its reference. C asks the owner A to list it, A confirms, C accepts. Only then may B "
+        "delete its "
         "own. When C needs the value no more, it deletes its fork, and A frees the value with the last one.",
     )
-    for left, name, note in ((10, "C", "receives a reference"), (270, "B", "holds one, passes it on"), (530, "A", "owns the value")):
+    for left, name, note in (
+        (10, "C", "receives a reference"),
+        (270, "B", "holds one, passes it on"),
+        (530, "A", "owns the value"),
+    ):
         picture.lane(left, 10, 220, 300, name, note)
         picture.line("plain", (left + 110, 58), (left + 110, 300), tip=False)
     for y, start, end, label, where in (
@@ -269,7 +281,8 @@ def life_of_a_call() -> Picture:
         760,
         640,
         "The life of a call",
-        "The caller's thread packs a call and writes it. A service thread of the callee reads it, runs the function and writes "
+        "The caller's thread packs a call and writes it. A service thread of the callee reads it, runs the function and "
+        "writes "
         "the reply. The caller's thread reads its own answer.",
     )
     picture.lane(10, 10, 320, 590, "caller", "the thread that calls")
@@ -320,7 +333,9 @@ def life_of_a_call() -> Picture:
             ("rpc/codec.py", "pack the result"),
         ],
     )
-    picture.card(440, 459, 300, "5  Reply", [("rpc/connection.py", "Reply or Failure"), ("transports/stream.py", "write")])
+    picture.card(
+        440, 459, 300, "5  Reply", [("rpc/connection.py", "Reply or Failure"), ("transports/stream.py", "write")]
+    )
     picture.card(
         20,
         459,
