@@ -28,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "example_output",
+    "example_pages",
     "references",
     "root_files",
     "signatures",
