@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -60,6 +60,8 @@ ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "6
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
+GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
 
 
 class Ran(NamedTuple):
@@ -81,29 +83,29 @@ DOCUMENTS = sorted(
 Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 
-def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
+def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> Ran:
     """Run a program in a process of its own, and in a folder of its own: it must not depend on where it is started."""
     done = subprocess.run(
         [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},  # without an installed package, too
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=timeout_s,
         check=False,
     )
     return Ran(program, done.returncode, done.stdout, done.stderr)
 
 
-def run_together(programs: list[Path], folders: list[Path], folder: Path, *, are_ranks: bool) -> list[Ran]:
-    """Run programs one after the other in one interpreter, each in its folder."""
-    results = [folder / f"results{number}" for number in range(len(programs))]
-    jobs = [
-        (str(program), str(place), str(result), ARGUMENTS.get(program.name, []), are_ranks)
-        for program, place, result in zip(programs, folders, results, strict=True)
+def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool) -> list[Ran]:
+    """Run programs one after the other in one interpreter, each in its folder and with its arguments."""
+    results = [folder / f"results{number}" for number in range(len(jobs))]
+    described = [
+        (str(program), str(place), str(result), arguments, are_ranks)
+        for (program, place, arguments), result in zip(jobs, results, strict=True)
     ]
-    runner = run(RUNNER, folder, json.dumps(jobs))
-    return [_result(program, result, runner) for program, result in zip(programs, results, strict=True)]
+    runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S)
+    return [_result(program, result, runner) for (program, _, _), result in zip(jobs, results, strict=True)]
 
 
 def _result(program: Path, result: Path, runner: Ran) -> Ran:
@@ -123,7 +125,8 @@ def run_examples(names: list[str], folder: Path) -> dict[str, list[Ran]]:
     folders = [folder / name for name in names]
     for place in folders:
         place.mkdir()
-    found = run_together([EXAMPLES / name for name in names], folders, folder, are_ranks=False)
+    jobs = [(EXAMPLES / name, place, ARGUMENTS.get(name, [])) for name, place in zip(names, folders, strict=True)]
+    found = run_together(jobs, folder, are_ranks=False)
     return {name: [_without_files(ran, place)] for name, ran, place in zip(names, found, folders, strict=True)}
 
 
@@ -141,15 +144,25 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
         for number, shown in enumerate(shown_in(document)):
             found.append(place / (shown.name or f"program{number}.py"))
             found[-1].write_text(shown.text)
-    in_order = [program for found in programs.values() for program in found]
-    ran = iter(run_together(in_order, [program.parent for program in in_order], folder, are_ranks=True))
+    jobs: list[tuple[Path, Path, list[str]]] = [
+        (program, program.parent, []) for found in programs.values() for program in found
+    ]
+    ran = iter(run_together(jobs, folder, are_ranks=True))
     return {document: [next(ran) for _ in found] for document, found in programs.items()}
+
+
+def run_notebook(name: str, folder: Path) -> dict[str, list[Ran]]:
+    return {
+        name: [
+            run(ROOT / "docs" / "scripts" / "run_tour.py", folder, str(folder / name))._replace(program=folder / name)
+        ]
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """What the tests that were asked for want to look at."""
-    wanted: dict[str, list[str]] = {"example": [], "document": []}
+    wanted: dict[str, list[str]] = {"example": [], "document": [], "notebook": []}
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):
             for kind, name in item.callspec.params.items():
@@ -166,6 +179,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             found |= dict.fromkeys(names, pool.submit(function, names, tmp_path_factory.mktemp("programs")))
     for name in START_PROCESSES.intersection(wanted["example"]):
         found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
+    for name in wanted["notebook"]:
+        found[name] = pool.submit(run_notebook, name, tmp_path_factory.mktemp("notebook"))
     yield found
     pool.shutdown(cancel_futures=True)
 
@@ -181,10 +196,10 @@ def test_no_example_is_left_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("example", sorted(LAST_LINES))
 def test_example(example: str, outcomes: Outcomes) -> None:
-    (ran,) = outcomes[example].result(2 * DEADLINE_S)[example]
+    (ran,) = outcomes[example].result(2 * GROUP_DEADLINE_S)[example]
     assert ran.code == 0, f"{ran.out}\n{ran.err}"
     assert re.fullmatch(LAST_LINES[example], ran.out.splitlines()[-1]), ran.out
     for line in MORE_LINES.get(example, []):
@@ -194,10 +209,10 @@ def test_example(example: str, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
-    programs = outcomes[document].result(2 * DEADLINE_S)[document]
+    programs = outcomes[document].result(2 * GROUP_DEADLINE_S)[document]
     for shown, ran in zip(shown_in(document), programs, strict=True):
         what = f"{shown.text}\n{ran.out}\n{ran.err}"
         if shown.traceback is None:
@@ -208,3 +223,31 @@ def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
             assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
         if shown.output is not None:
             assert is_as_shown(shown.output, ran.out, shown.is_about), what
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
+@pytest.mark.parametrize("notebook", ["tour.ipynb"])
+def test_notebook(notebook: str, outcomes: Outcomes) -> None:
+    """It prints what is stored in it; cells with the tag ``varies`` print as much, of the same kind."""
+    (ran,) = outcomes[notebook].result(2 * GROUP_DEADLINE_S)[notebook]
+    assert ran.code == 0, f"{ran.out}\n{ran.err}"
+    stored, found = (code_cells(path) for path in (EXAMPLES / notebook, ran.program))
+    for expected, cell in zip(stored, found, strict=True):
+        varies = "varies" in cell["metadata"].get("tags", [])
+        assert printed(cell, kinds_only=varies) == printed(expected, kinds_only=varies), "".join(cell["source"])
+    assert any("worker0" in text for cell in found for _, text in printed(cell) if "status" in "".join(cell["source"]))
+
+
+def code_cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def printed(cell: dict[str, Any], *, kinds_only: bool = False) -> list[tuple[str, str]]:
+    """What a cell shows: pairs of a kind (a stream, or the formats of a value) and its text."""
+    shown = []
+    for output in cell["outputs"]:
+        kind = output.get("name") or " ".join(sorted(output["data"]))
+        text = "".join(output.get("text") or output["data"].get("text/plain", ""))
+        shown.append((kind, "" if kinds_only else text))
+    return shown
