@@ -28,9 +28,10 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "example_output",
+    "example_pages",
     "references",
     "root_files",
+    "signatures",
 ]
 exclude_patterns = ["_build", "_ext", "scripts", "examples/programs/index.rst"]
 nitpicky = True
@@ -44,9 +45,8 @@ default_role = "py:obj"
 nitpick_ignore_regex = [("py:obj", r".*")]
 autoclass_content = "both"
 autodoc_class_signature = "mixed"
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False
@@ -54,8 +54,8 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and without a
-# network. `make docs-links` reads those of the projects instead.
+# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and
+# without a network. `make docs-links` reads those of the projects instead.
 _ONLINE = bool(os.environ.get("GRADWIRE_DOCS_ONLINE"))
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", None if _ONLINE else "_inventories/python.txt"),

@@ -41,7 +41,7 @@ def make_layer(number: int) -> nn.Module:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    return torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    return torch.randn(256, 8, generator=torch.Generator().manual_seed(step))
 
 
 # %%
@@ -55,7 +55,7 @@ class Training:
     def __init__(self, cluster: gw.Cluster) -> None:
         workers = [cluster.workers[number % len(cluster.workers)] for number in range(NUM_LAYERS)]
         self.model = nn.Sequential(*(worker.module(make_layer, number) for number, worker in enumerate(workers)))
-        self.optimizer = gw.optim.DistributedOptimizer(torch.optim.AdamW, [self.model], lr=0.01)
+        self.optimizer = gw.optim.DistributedOptimizer(torch.optim.AdamW, [self.model], lr=0.03)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, NUM_STEPS)
 
     @property
@@ -101,9 +101,9 @@ def train_until_killed(folder: str) -> dict[int, float]:
                 losses[step] = training.run_step(step)
                 if (step + 1) % SAVE_EVERY == 0:
                     summary = gw.checkpoint.save(folder, {**training.state, "step": step + 1})
-                    print(f"  saved:\n{summary!r}")
+                    print(f"  saved a checkpoint after step {step}")
                 if step + 1 == KILL_AFTER:
-                    print("  killing worker1")
+                    print(f"  it has {summary.num_tensors} tensors in {len(summary.files)} files; killing worker1")
                     os.kill(cluster.workers[1].pid or 0, signal.SIGKILL)
         except gw.errors.GradwireError as error:
             print(f"  step {step:2}: {type(error).__name__}")

@@ -1,21 +1,25 @@
 """Resolve names in annotations and docstrings that Sphinx alone cannot.
 
 Annotations are strings (`from __future__ import annotations`), and names that are imported for type checkers only cannot be
-evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or one
-object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay text.
+evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or
+one object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay
+text.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-import sys
 from collections import defaultdict
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.intersphinx import resolve_reference_detect_inventory
+
+import gradwire
 
 # What annotations name, and where it is documented.
 SPELLINGS = {
@@ -44,14 +48,27 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
         if external is not None:
             return external
     node["reftarget"] = target
-    return content if target.startswith("msgspec.") or target.rpartition(".")[2] in _names_in_gradwire() else None
+    return content if _is_internal(target) else None
+
+
+def _is_internal(target: str) -> bool:
+    last = target.rpartition(".")[2]
+    return last.startswith("_") or target.startswith("msgspec.") or last in _names_in_gradwire()
 
 
 @functools.cache
 def _names_in_gradwire() -> set[str]:
-    """Every name that a module of gradwire has: a misspelt one is none of them."""
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "gradwire"]
-    return {name for module in modules for name in vars(module)}
+    """Every name that a module of gradwire defines or imports: a misspelt one is none of them."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(gradwire.__file__).parent.rglob("*.py")]
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("torch"):
+            found |= {item.asname or item.name for item in node.names}
+    return found
 
 
 def _candidates(env: BuildEnvironment, target: str) -> list[str]:
