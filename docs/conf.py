@@ -54,8 +54,8 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and without a
-# network. `make docs-links` reads those of the projects instead.
+# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and
+# without a network. `make docs-links` reads those of the projects instead.
 _ONLINE = bool(os.environ.get("GRADWIRE_DOCS_ONLINE"))
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", None if _ONLINE else "_inventories/python.txt"),

@@ -247,6 +247,45 @@ def parameter_server(module: Any) -> str:
     return chart(series, "step of each trainer", "mean loss of 4 trainers")
 
 
+def pipeline(module: Any) -> str:
+    """When each stage worked on which micro-batch, with 1F1B."""
+    taken: list[list[tuple[str, int, float, float]]] = []
+    module.draw = taken.extend
+    names = [f"stage{number}" for number in range(module.NUM_STAGES)]
+    with gw.Cluster.local(module.NUM_STAGES, names=names):
+        module.train(module.one_forward_one_backward, 8)
+    begin = min(work[2] for log in taken for work in log)
+    scale = (WIDTH - 76) / (max(work[3] for log in taken for work in log) - begin)
+    parts = []
+    for number, log in enumerate(taken):
+        y = 56 + 44 * number
+        parts.append(text(54, y + 20, names[number], INK, "end", 11.5))
+        for kind, part, began, ended in log:
+            colour = BLUE if kind == "forward" else ORANGE
+            x, width = 60 + (began - begin) * scale, max((ended - began) * scale - 1, 1)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="30" rx="2" fill="{TINTS[colour]}" stroke="{colour}"/>'
+            )
+            parts.append(text(x + width / 2, y + 19, str(part), colour, size=10))
+    for x, label, colour in ((60, "forward", BLUE), (140, "backward", ORANGE)):
+        parts.append(f'<rect x="{x}" y="20" width="14" height="12" rx="2" fill="{TINTS[colour]}" stroke="{colour}"/>')
+        parts.append(text(x + 20, 30, label, INK, "start", 11.5))
+    parts.append(text(WIDTH / 2, 206, "time; the number is that of the micro-batch", MUTED, size=11))
+    return card(*parts)
+
+
+def reinforcement_learning(module: Any) -> str:
+    names = [f"actor{number}" for number in range(module.NUM_ACTORS)]
+    with gw.Cluster.local(module.NUM_ACTORS, names=names):
+        actors = [gw.rpc.remote(name, module.Actor, args=(seed,)) for seed, name in enumerate(names)]
+        history = module.train(actors, module.make_policy(), 60)
+    return chart(
+        {"mean distance from the middle": smooth([-value / module.NUM_MOVES for value in history])},
+        "update",
+        "distance",
+    )
+
+
 # Sharding.
 
 
@@ -359,6 +398,18 @@ def two_hosts_tls(module: Any) -> str:
     return card(*parts)
 
 
+def split_learning(module: Any) -> str:
+    first, second = module.NAMES
+    return card(
+        box(14, 40, 110, 130, first, "measurements\nlower layers\nits optimizer", BLUE),
+        box(236, 40, 110, 130, second, "diagnoses\nupper layers\nits optimizer", GREEN),
+        arrow((128, 76), (232, 76), f"{module.CUT} activations", BLUE),
+        arrow((232, 116), (128, 116), "loss, gradients", GREEN),
+        arrow((128, 152), (232, 152), "step", MUTED),
+        text(WIDTH / 2, 200, "data, labels and weights stay where they are", MUTED, size=11),
+    )
+
+
 # Faults.
 
 
@@ -401,8 +452,9 @@ def survives_kills(module: Any) -> str:
 
 
 PICTURES: tuple[Callable[..., str], ...] = (
-    remote_calls, end_to_end, torch_style, demo, split_model, parameter_average, parameter_server, sharded_mlp,
-    embedding_table, on_ray, under_torchrun, exposed_only, two_hosts_tls, checkpoint, survives_kills,
+    remote_calls, end_to_end, torch_style, demo, split_model, parameter_average, parameter_server, pipeline,
+    reinforcement_learning, sharded_mlp,
+    embedding_table, on_ray, under_torchrun, exposed_only, two_hosts_tls, split_learning, checkpoint, survives_kills,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Draw docs/images/distributed-graph.svg: the autograd graph of a small model on two workers.
 
-    python docs/scripts/graph_picture.py [another file]
+python docs/scripts/graph_picture.py [another file]
 """
 
 from __future__ import annotations

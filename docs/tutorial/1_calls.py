@@ -17,7 +17,7 @@ def make_batch(number):
 
 def count_positive(number):
     """Return how many reviews of a batch are positive."""
-    words, positive = make_batch(number)
+    _, positive = make_batch(number)
     return int(positive.sum())
 
 
@@ -26,7 +26,7 @@ def main():
         first, second = cluster.workers
 
         words, positive = first.call(make_batch, 0)  # waits for the result
-        print("batch 0:", tuple(words.shape), "- the first review is", words[0].tolist())
+        print("first review:", words[0].tolist(), "is positive:", bool(positive[0]))
 
         future = second.submit(count_positive, 0)  # does not wait
         print("positive:", future.wait(), "of", len(words))

@@ -65,18 +65,18 @@ def main():
     with gw.Cluster.local(3, roles={"server": 1, "trainer": 2}) as cluster:
         server, *trainers = cluster.workers
         model = nn.Sequential(server.module(make_table), server.module(make_head))
-        train_together(model, trainers, range(30))
+        train_together(model, trainers, range(50))
         saved = accuracy(model)
-        gw.checkpoint.save("checkpoint", {"model": model, "next_batch": 30})
+        gw.checkpoint.save("checkpoint", {"model": model, "next_batch": 50})
 
     with gw.Cluster.local(3, roles={"server": 2, "trainer": 1}) as cluster:  # two servers now, and one trainer
         first, second, *trainers = cluster.workers
         model = nn.Sequential(first.module(make_table), second.module(make_head))
         values = gw.checkpoint.load("checkpoint", {"model": model})
         print("loaded:", values, "- same accuracy:", accuracy(model) == saved)
-        train_together(model, trainers, range(values["next_batch"], 60))
+        train_together(model, trainers, range(values["next_batch"], 100))
         print(f"right: {accuracy(model):.0%} of new reviews")
-        gw.checkpoint.save("checkpoint", {"model": model, "next_batch": 60})
+        gw.checkpoint.save("checkpoint", {"model": model, "next_batch": 100})
 
     weights = gw.checkpoint.read("checkpoint")["model"]  # plain tensors, no cluster
     print("tensors:", ", ".join(weights))

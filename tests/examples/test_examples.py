@@ -1,12 +1,7 @@
 """Every example runs and ends with the line that it promises; so does every program in the documents.
 
-Most of the time of a program is spent on importing torch, so that programs share an interpreter (`program_runner`), two of
-which run at a time. Examples that start processes of their own run in their own, as people start them.
-
-A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. What
-follows it is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb`` with the
-traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. A file that is
-followed by neither is not run here: its page says which test runs it.
+Most of the time of a program is spent on importing torch, so programs share interpreters (`program_runner`), two of which
+run at a time. Examples that start other processes themselves run in one of their own, as people start them.
 """
 
 from __future__ import annotations
@@ -19,9 +14,11 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+
+from documents import is_as_shown, shown_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -35,8 +32,13 @@ LAST_LINES = {
     "on_ray.py": r"on_ray: the loss fell from 0\.\d+ to 0\.\d+, as in one process",
     "parameter_average.py": r"parameter_average: the loss fell from 0\.\d+ to 0\.0[01]\d",
     "parameter_server.py": r"parameter_server: the loss fell from 0\.67 to 0\.0\d or less in every mode",
+    "pipeline.py": r"pipeline: after 3 steps with each schedule, weights differ from those of one process by \d\.\de-\d\d",
+    "reinforcement_learning.py": r"reinforcement_learning: the mean return rose from -\d\d\.\d to -\d\.\d in 60 updates",
     "remote_calls.py": r"remote_calls: the workers served \d+ calls and have exited",
     "sharded_mlp.py": r"sharded_mlp: the loss fell from 0\.\d+ to 0\.\d+, as in one process up to rounding",
+    "split_learning.py": (
+        r"split_learning: 40 losses fell from 0\.692 to 0\.2\d\d, as in one process: True; refused: 3 of 3"
+    ),
     "split_model.py": r"split_model: the loss fell from 0\.976 to 0\.0\d\d, all 40 losses equal bit for bit",
     "survives_kills.py": r"survives_kills: after 5 kills all 40 losses equal those of the undisturbed run, bit for bit",
     "torch_style.py": r"torch_style: two ranks added up the rows of a matrix: \[30\.0, 36\.0\], as expected",
@@ -58,17 +60,8 @@ ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "6
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
-BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-class Shown(NamedTuple):
-    """A program in a document, and what the document says that it does."""
-
-    name: str
-    """Of its file; empty if its text is in the document."""
-    text: str
-    output: str | None = None
-    traceback: str | None = None
+GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
 
 
 class Ran(NamedTuple):
@@ -78,27 +71,6 @@ class Ran(NamedTuple):
     code: int
     out: str
     err: str
-
-
-def shown_in(document: str) -> list[Shown]:
-    """The programs of a document that are to be run, in order."""
-    path = ROOT / document
-    found: list[Shown] = []
-    for kind, name, text in BLOCK.findall(path.read_text()):
-        if kind == "python":
-            found.append(Shown("", text))
-        elif kind == "output":
-            found[-1] = found[-1]._replace(output=(found[-1].output or "") + text)
-        elif kind == "pytb":
-            found[-1] = found[-1]._replace(traceback=text)
-        elif name.endswith(".py") and not (found and found[-1].name == name):
-            found.append(Shown(name, (path.parent / name).read_text()))
-    return [item for item in found if not item.name or item.output or item.traceback]
-
-
-def is_as_shown(shown: str, printed: str) -> bool:
-    """Whether a program printed what a document shows, in which ``...`` stands for any text."""
-    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None
 
 
 DOCUMENTS = sorted(
@@ -111,29 +83,29 @@ DOCUMENTS = sorted(
 Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 
-def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
+def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> Ran:
     """Run a program in a process of its own, and in a folder of its own: it must not depend on where it is started."""
     done = subprocess.run(
         [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},  # without an installed package, too
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=timeout_s,
         check=False,
     )
     return Ran(program, done.returncode, done.stdout, done.stderr)
 
 
-def run_together(programs: list[Path], folders: list[Path], folder: Path, *, are_ranks: bool) -> list[Ran]:
-    """Run programs one after the other in one interpreter, each in its folder."""
-    results = [folder / f"results{number}" for number in range(len(programs))]
-    jobs = [
-        (str(program), str(place), str(result), ARGUMENTS.get(program.name, []), are_ranks)
-        for program, place, result in zip(programs, folders, results, strict=True)
+def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool) -> list[Ran]:
+    """Run programs one after the other in one interpreter, each in its folder and with its arguments."""
+    results = [folder / f"results{number}" for number in range(len(jobs))]
+    described = [
+        (str(program), str(place), str(result), arguments, are_ranks)
+        for (program, place, arguments), result in zip(jobs, results, strict=True)
     ]
-    runner = run(RUNNER, folder, json.dumps(jobs))
-    return [_result(program, result, runner) for program, result in zip(programs, results, strict=True)]
+    runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S)
+    return [_result(program, result, runner) for (program, _, _), result in zip(jobs, results, strict=True)]
 
 
 def _result(program: Path, result: Path, runner: Ran) -> Ran:
@@ -153,7 +125,8 @@ def run_examples(names: list[str], folder: Path) -> dict[str, list[Ran]]:
     folders = [folder / name for name in names]
     for place in folders:
         place.mkdir()
-    found = run_together([EXAMPLES / name for name in names], folders, folder, are_ranks=False)
+    jobs = [(EXAMPLES / name, place, ARGUMENTS.get(name, [])) for name, place in zip(names, folders, strict=True)]
+    found = run_together(jobs, folder, are_ranks=False)
     return {name: [_without_files(ran, place)] for name, ran, place in zip(names, found, folders, strict=True)}
 
 
@@ -171,15 +144,25 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
         for number, shown in enumerate(shown_in(document)):
             found.append(place / (shown.name or f"program{number}.py"))
             found[-1].write_text(shown.text)
-    in_order = [program for found in programs.values() for program in found]
-    ran = iter(run_together(in_order, [program.parent for program in in_order], folder, are_ranks=True))
+    jobs: list[tuple[Path, Path, list[str]]] = [
+        (program, program.parent, []) for found in programs.values() for program in found
+    ]
+    ran = iter(run_together(jobs, folder, are_ranks=True))
     return {document: [next(ran) for _ in found] for document, found in programs.items()}
+
+
+def run_notebook(name: str, folder: Path) -> dict[str, list[Ran]]:
+    return {
+        name: [
+            run(ROOT / "docs" / "scripts" / "run_tour.py", folder, str(folder / name))._replace(program=folder / name)
+        ]
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """What the tests that were asked for want to look at."""
-    wanted: dict[str, list[str]] = {"example": [], "document": []}
+    wanted: dict[str, list[str]] = {"example": [], "document": [], "notebook": []}
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):
             for kind, name in item.callspec.params.items():
@@ -196,6 +179,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             found |= dict.fromkeys(names, pool.submit(function, names, tmp_path_factory.mktemp("programs")))
     for name in START_PROCESSES.intersection(wanted["example"]):
         found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
+    for name in wanted["notebook"]:
+        found[name] = pool.submit(run_notebook, name, tmp_path_factory.mktemp("notebook"))
     yield found
     pool.shutdown(cancel_futures=True)
 
@@ -211,10 +196,10 @@ def test_no_example_is_left_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("example", sorted(LAST_LINES))
 def test_example(example: str, outcomes: Outcomes) -> None:
-    (ran,) = outcomes[example].result(2 * DEADLINE_S)[example]
+    (ran,) = outcomes[example].result(2 * GROUP_DEADLINE_S)[example]
     assert ran.code == 0, f"{ran.out}\n{ran.err}"
     assert re.fullmatch(LAST_LINES[example], ran.out.splitlines()[-1]), ran.out
     for line in MORE_LINES.get(example, []):
@@ -224,10 +209,10 @@ def test_example(example: str, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
-    programs = outcomes[document].result(2 * DEADLINE_S)[document]
+    programs = outcomes[document].result(2 * GROUP_DEADLINE_S)[document]
     for shown, ran in zip(shown_in(document), programs, strict=True):
         what = f"{shown.text}\n{ran.out}\n{ran.err}"
         if shown.traceback is None:
@@ -237,4 +222,32 @@ def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
             assert ran.code == 1, what
             assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
         if shown.output is not None:
-            assert is_as_shown(shown.output, ran.out), what
+            assert is_as_shown(shown.output, ran.out, shown.is_about), what
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
+@pytest.mark.parametrize("notebook", ["tour.ipynb"])
+def test_notebook(notebook: str, outcomes: Outcomes) -> None:
+    """It prints what is stored in it; cells with the tag ``varies`` print as much, of the same kind."""
+    (ran,) = outcomes[notebook].result(2 * GROUP_DEADLINE_S)[notebook]
+    assert ran.code == 0, f"{ran.out}\n{ran.err}"
+    stored, found = (code_cells(path) for path in (EXAMPLES / notebook, ran.program))
+    for expected, cell in zip(stored, found, strict=True):
+        varies = "varies" in cell["metadata"].get("tags", [])
+        assert printed(cell, kinds_only=varies) == printed(expected, kinds_only=varies), "".join(cell["source"])
+    assert any("worker0" in text for cell in found for _, text in printed(cell) if "status" in "".join(cell["source"]))
+
+
+def code_cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def printed(cell: dict[str, Any], *, kinds_only: bool = False) -> list[tuple[str, str]]:
+    """What a cell shows: pairs of a kind (a stream, or the formats of a value) and its text."""
+    shown = []
+    for output in cell["outputs"]:
+        kind = output.get("name") or " ".join(sorted(output["data"]))
+        text = "".join(output.get("text") or output["data"].get("text/plain", ""))
+        shown.append((kind, "" if kinds_only else text))
+    return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,8 @@ from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.ray_placement import Node
 from gradwire.errors import ConfigurationError, WorkerLost, WorkerStartFailed
 from gradwire.testing import LeakCheck, wait_until
+
+ROOT = Path(__file__).resolve().parents[3]
 
 # Ray leaves files and pipes of its own processes to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning")
@@ -91,7 +94,8 @@ def start_local_cluster() -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """The example, in a folder of its own that workers import from: other examples have names of tests' packages."""
     folder = tmp_path_factory.mktemp("demo")
-    shutil.copy(Path(__file__).resolve().parents[3] / "examples" / "demo.py", folder)
+    shutil.copy(ROOT / "examples" / "demo.py", folder)
+    shutil.copy(ROOT / "docs" / "tutorial" / "8_ray.py", folder / "tutorial_on_ray.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield importlib.import_module("demo")
@@ -158,6 +162,11 @@ class TestWorkers:
         optimizer = gradwire.optim.DistributedOptimizer(torch.optim.Adam, list(model), lr=3e-3)
         losses = [demo.train_batch(model, optimizer, images, digits, demo.Clock()) for _ in range(30)]
         assert losses[-1] < 0.5 * losses[0]
+
+    def test_the_program_of_the_tutorial(self, cluster: gradwire.Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+        importlib.import_module("tutorial_on_ray").run(cluster)
+        sys.modules.pop("tutorial_on_ray")
+        assert re.fullmatch(r"right: (9\d|100)% of new reviews\n", capfd.readouterr().out)
 
     def test_describe_says_what_was_started(self, cluster: gradwire.Cluster) -> None:
         text = cluster.describe()
