@@ -44,8 +44,7 @@ def run(command: str, folder: str) -> str:
         [*start, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
@@ -64,7 +63,7 @@ def main(names: list[str]) -> None:
         print(f"$ {command}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             printed = run(command, folder)
-        lines = [f"$ {command}", *(line.rstrip() for line in printed.strip().splitlines())]
+        lines = [f"$ {command}", *(line.rstrip() for line in printed.strip("\n").splitlines())]
         (OUTPUT / f"{example.stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         print(lines[-1], flush=True)
 
