@@ -348,6 +348,11 @@ def register_plain_type(
     _register(PlainClass(cls, name, to_fields, from_fields))
 
 
+def register_plain_number(cls: type[int]) -> None:
+    """Let instances of a subclass of `int` travel as the plain number, without what the subclass adds."""
+    _ENCODERS[cls] = lambda value, table, depth: _encode_int(int(value), table, depth)
+
+
 def _type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
