@@ -28,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "example_output",
+    "example_pages",
     "references",
     "root_files",
     "signatures",
@@ -51,11 +51,11 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 
-# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and without a
-# network. `make docs-links` reads those of the projects instead.
+# Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and
+# without a network. `make docs-links` reads those of the projects instead.
 _ONLINE = bool(os.environ.get("GRADWIRE_DOCS_ONLINE"))
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", None if _ONLINE else "_inventories/python.txt"),

@@ -201,10 +201,11 @@ def main() -> None:
             ("GPipe", gpipe, num_parts),
             ("1F1B", one_forward_one_backward, num_parts),
         ):
+            print(f"{name}:")
             found, seconds = train(step, parts)
             whole_s = whole_s or seconds
             note = f", {whole_s / seconds:.2f} times as fast; {most:.2f} is possible" if parts > 1 else ""
-            print(f"{name}: {seconds * 1e3:.0f} ms a step{note}")
+            print(f"  {seconds * 1e3:.0f} ms a step{note}")
             differences = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
             error = max(error, *differences)
     assert error < 1e-6, f"weights differ by {error:.1e}"

@@ -1,8 +1,9 @@
 """Resolve names in annotations and docstrings that Sphinx alone cannot.
 
 Annotations are strings (`from __future__ import annotations`), and names that are imported for type checkers only cannot be
-evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or one
-object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay text.
+evaluated, so a reference may be as short as ``Tensor`` or ``Worker``. It becomes a link if exactly one documented object, or
+one object in the inventories, has that last part. Names of gradwire's own that are not documented are internal, and stay
+text.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import functools
 from collections import defaultdict
 from pathlib import Path
 
-import gradwire
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.intersphinx import resolve_reference_detect_inventory
+
+import gradwire
 
 # What annotations name, and where it is documented.
 SPELLINGS = {

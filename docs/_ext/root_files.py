@@ -1,7 +1,7 @@
-"""Links that leave `docs/` lead to the page of the site that shows the same, so that they work on the site and in a checkout.
+"""Links that leave `docs/` lead to the page of the site that shows the same: they work on the site and in a checkout.
 
-A page may link to ``../../examples/demo.py``, which is shown in the gallery, and to ``../CONTRIBUTING.md``, which is a page. Such
-pages consist of an ``include`` of the file; the links in that file are those of the root folder, and are changed as well.
+A page may link to ``../../examples/demo.py``, which is shown in the gallery, and to ``../CONTRIBUTING.md``, which is a page.
+Such pages consist of an ``include`` of the file; the links in that file are those of the root folder, and are changed, too.
 """
 
 from __future__ import annotations

@@ -105,38 +105,37 @@ def recorded_messages() -> Picture:
     picture.node(310, top, "tanh")
     picture.node(390, top, "send 2", "node")
     picture.node(430, middle, "recv 2", "node")
-    picture.node(505, middle, "send 3", "node")
-    picture.node(505, bottom, "recv 3", "node")
-    picture.node(585, bottom, "mul")
-    picture.node(585, bottom + 36, "w", "leaf", 36, 24)
-    picture.node(665, bottom, "send 4", "node")
+    picture.node(520, middle, "send 3", "node")
+    picture.node(520, bottom, "recv 3", "node")
+    picture.node(600, bottom, "mul")
+    picture.node(600, bottom + 36, "w", "leaf", 36, 22)
+    picture.node(680, bottom, "send 4", "node")
     picture.node(640, middle, "recv 4", "node")
     picture.node(715, middle, "loss", "box", 48)
     for points in (
         ((138, middle), (159, middle)),
         ((261, top), (279, top)),
         ((341, top), (359, top)),
-        ((461, middle), (474, middle)),
-        ((536, bottom), (554, bottom)),
-        ((616, bottom), (634, bottom)),
+        ((461, middle), (489, middle)),
+        ((551, bottom), (569, bottom)),
+        ((631, bottom), (649, bottom)),
         ((671, middle), (691, middle)),
-        ((585, bottom + 24), (585, bottom + 13)),
+        ((600, bottom + 25), (600, bottom + 13)),
     ):
         picture.line("plain", *points)
     picture.line("arrow", (197, middle - 13), (223, top + 13))
     picture.line("arrow", (397, top + 13), (423, middle - 13))
-    picture.line("arrow", (505, middle + 13), (505, bottom - 13))
-    picture.line("arrow", (660, bottom - 13), (646, middle + 13))
-    picture.text(150, 129, "x", "small text-arrow")
+    picture.line("arrow", (520, middle + 13), (520, bottom - 13))
+    picture.line("arrow", (674, bottom - 13), (648, middle + 13))
     picture.text(196, 129, "call", "small text-arrow", "end")
     picture.text(424, 129, "result", "small text-arrow", "start")
-    picture.text(512, 231, "call", "small text-arrow", "start")
-    picture.text(664, 231, "result", "small text-arrow", "start")
+    picture.text(527, 231, "call", "small text-arrow", "start")
+    picture.text(670, 231, "result", "small text-arrow", "start")
     picture.node(40, 352, "", "leaf", 26, 16)
     picture.text(60, 356, "leaf: its gradient gathers here", "small", "start")
-    picture.node(270, 352, "", "node", 26, 16)
-    picture.text(290, 356, "recorded message: one id, a send and a recv", "small", "start")
-    picture.text(580, 356, "backward takes the same way back", "small", "start")
+    picture.node(260, 352, "", "node", 26, 16)
+    picture.text(280, 356, "recorded message: one id, a send and a recv", "small", "start")
+    picture.text(570, 356, "gradients take the same way back", "small", "start")
     return picture
 
 
@@ -154,29 +153,29 @@ def fast_and_smart() -> Picture:
         (388, "SMART", "workers compare what they have"),
     ):
         picture.lane(left, 10, 362, 380, name, note)
-        picture.node(left + 70, 110, "x", "leaf", 36)
-        picture.node(left + 70, 180, "send 1", "node")
-        picture.node(left + 70, 290, "send 3", "node")
         picture.text(left + 20, 80, "driver", "strong", "start")
-        picture.node(left + 270, 180, "exp", "box", 50)
-        picture.text(left + 300, 150, "worker0", "strong")
-        picture.node(left + 270, 290, "log", "box", 50)
-        picture.text(left + 300, 260, "worker1", "strong")
-        picture.line("plain", (left + 70, 123), (left + 70, 167))
-        picture.line("plain", (left + 70, 193), (left + 70, 277), dashed=True)
-        picture.line("arrow", (left + 101, 172), (left + 245, 172))
-        picture.text(left + 173, 164, "call", "small text-arrow")
-        picture.line("grad", (left + 245, 190), (left + 101, 190))
-        picture.text(left + 173, 207, "gradient of the loss", "small text-grad")
-        picture.line("arrow", (left + 101, 282), (left + 245, 282))
-        picture.text(left + 173, 274, "call; result unused", "small text-arrow")
-    picture.line("bad", (255, 300), (111, 300), dashed=True)
-    picture.text(183, 319, "no gradient ever comes", "small text-bad")
+        picture.node(left + 34, 215, "x", "leaf", 36)
+        picture.node(left + 120, 150, "send 1", "node")
+        picture.node(left + 120, 280, "send 3", "node")
+        picture.line("plain", (left + 48, 201), (left + 90, 162))
+        picture.line("plain", (left + 48, 229), (left + 90, 268))
+        picture.text(left + 315, 122, "worker0", "strong")
+        picture.node(left + 315, 150, "exp", "box", 50)
+        picture.text(left + 315, 252, "worker1", "strong")
+        picture.node(left + 315, 280, "log", "box", 50)
+        picture.line("arrow", (left + 152, 143), (left + 289, 143))
+        picture.text(left + 220, 135, "call", "small text-arrow")
+        picture.line("grad", (left + 289, 157), (left + 152, 157))
+        picture.text(left + 220, 174, "gradient", "small text-grad")
+        picture.line("arrow", (left + 152, 271), (left + 289, 271))
+        picture.text(left + 220, 263, "call; result unused", "small text-arrow")
+    picture.line("bad", (299, 289), (162, 289), dashed=True)
+    picture.text(230, 308, "no gradient ever comes", "small text-bad")
     picture.text(191, 352, "The pass cannot end: it is found to be stalled", "small")
     picture.text(191, 370, "and raises UnsettledSend, which names the call.", "small")
-    picture.line("grad", (489, 296), (633, 296))
-    picture.line("grad", (633, 308), (489, 308))
-    picture.text(561, 325, "\u201cI expect an answer for 3\u201d / \u201cno gradient for 3\u201d", "small text-grad")
+    picture.line("grad", (540, 281), (677, 281))
+    picture.line("grad", (677, 291), (540, 291))
+    picture.text(598, 312, "\u201cI expect an answer for 3\u201d / \u201cno gradient for 3\u201d", "small text-grad")
     picture.text(569, 352, "The send is settled with nothing, and no zeros", "small")
     picture.text(569, 370, "are sent. The pass ends with all gradients.", "small")
     return picture
@@ -210,11 +209,10 @@ def pass_on_one_worker() -> Picture:
     picture.line("grad", (20, 165), (179, 165))
     picture.line("grad", (551, 105), (740, 105))
     picture.line("grad", (551, 240), (740, 240))
-    picture.text(80, 96, "gradient", "small text-grad")
-    picture.text(80, 156, "or: nothing", "small text-grad")
-    picture.text(675, 96, "gradient, or", "small text-grad")
-    picture.text(675, 122, "nothing", "small text-grad")
-    picture.text(675, 231, "gradient", "small text-grad")
+    picture.text(80, 96, "gradient, or nothing", "small text-grad")
+    picture.text(80, 156, "gradient, or nothing", "small text-grad")
+    picture.text(680, 96, "gradient, or nothing", "small text-grad")
+    picture.text(680, 231, "gradient, or nothing", "small text-grad")
     picture.text(370, 190, "one component: one run of torch\u2019s engine", "small")
     picture.text(370, 276, "another component: runs beside it", "small")
     picture.text(545, 169, "gathers", "small", "start")
@@ -242,7 +240,7 @@ def shortcut() -> Picture:
     picture.text(515, 116, "offer: \u201canswer worker0\u201d", "small")
     picture.curve("grad", (650, 94), (380, 330), (112, 96))
     picture.text(380, 226, "the gradient of hidden, in one message instead of two", "small text-grad")
-    picture.text(380, 108, "only passed on", "small")
+    picture.text(380, 52, "only passed on", "small")
     return picture
 
 

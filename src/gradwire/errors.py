@@ -57,7 +57,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-DOCS_URL: Final = "https://gradwire.readthedocs.io/en/latest/"
+DOCS_URL: Final = "https://gradwire.readthedocs.io/"
 """Where the documentation is published. Its page ``errors`` has a section for each class of this module."""
 
 

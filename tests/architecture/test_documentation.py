@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from examples.test_examples import LAST_LINES
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,12 @@ def anchors(page: Path) -> set[str]:
 
 
 def without_code(text: str, inline: bool = True) -> str:
-    text = re.sub(r"^( *)(```+|~~~+)(?!\{(?:grid|card|tab|note|tip|warning|admonition))[^\n]*\n.*?^\1\2$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)(```+|~~~+)(?!\{(?:grid|card|tab|note|tip|warning|admonition))[^\n]*\n.*?^\1\2$",
+        "",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
     return re.sub(r"`[^`\n]+`", "code", text) if inline else text
 
 

@@ -1,15 +1,15 @@
 """Places boxes in lanes and lines between them; numbers in, numbers out.
 
-    lane 0          lane 1          Lanes stand side by side. Each row has at most one box of a lane, and a box is below
-    +-----+                         all that lead to it. Lines leave at the bottom of a box and end at the top of
-    | box |                         another. In between they run
-    +-----+                           - down, in the source's lane: straight if no box is in the way, else in a *gutter*
-       |                                beside the boxes,
-       +--(label)---+                 - across, in the gap above the target's row: each on a *track* of its own, so that
-                    v                   no two labels meet.
-                 +-----+
-                 | box |
-                 +-----+
+lane 0          lane 1          Lanes stand side by side. Each row has at most one box of a lane, and a box is below
++-----+                         all that lead to it. Lines leave at the bottom of a box and end at the top of
+| box |                         another. In between they run
++-----+                           - down, in the source's lane: straight if no box is in the way, else in a *gutter*
+   |                                beside the boxes,
+   +--(label)---+                 - across, in the gap above the target's row: each on a *track* of its own, so that
+                v                   no two labels meet.
+             +-----+
+             | box |
+             +-----+
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class Layout:
         header: Room above the first row.
     """
 
-    def __init__(
-        self, lanes: Sequence[Lane], boxes: Sequence[Box], lines: Sequence[Line], header: float = 0.0
-    ) -> None:
+    def __init__(self, lanes: Sequence[Lane], boxes: Sequence[Box], lines: Sequence[Line], header: float = 0.0) -> None:
         self.lanes, self.boxes, self.lines = lanes, boxes, lines
         self._header = header
         self._incoming: dict[Box, list[Line]] = {box: [] for box in boxes}
@@ -113,13 +111,16 @@ class Layout:
         depth: dict[Box, int] = {}
         for box in self.boxes:
             depth[box] = max((depth[line.source] + 1 for line in self._incoming[box]), default=0)
-        for box in self.boxes:  # what needs nothing comes just before it is needed
-            if not self._incoming[box] and self._outgoing[box]:
-                depth[box] = min(depth[line.target] for line in self._outgoing[box]) - 1
         last: dict[int, int] = {}
         for box in sorted(self.boxes, key=depth.__getitem__):
             box.row = max([last.get(box.lane, -1), *(line.source.row for line in self._incoming[box])]) + 1
             last[box.lane] = box.row
+        following: dict[int, int] = {}  # row of the next box of a lane
+        for box in sorted(self.boxes, key=lambda item: -item.row):
+            if not self._incoming[box] and self._outgoing[box]:  # what needs nothing comes just before it is needed
+                needed = [line.target.row for line in self._outgoing[box]]
+                box.row = min([*needed, following.get(box.lane, needed[0])]) - 1
+            following[box.lane] = box.row
             self._rows[box.lane, box.row] = box
 
     def _place_gutters(self) -> None:
@@ -158,7 +159,7 @@ class Layout:
         for line in self.lines:
             if line.direction == 0:
                 lane = self.lanes[line.source.lane]
-                lane.half = max(lane.half, line.label_width / 2)
+                lane.half = max(lane.half, line.label_width / 2 + abs(line.end))
         right = -LANE_GAP
         for number, lane in enumerate(self.lanes):
             to_left = lane.half + ROOM + lane.num_left * GUTTER
@@ -174,18 +175,19 @@ class Layout:
     def _room_for(self, line: Line) -> float:
         """How far apart the middles of two lanes must be for the label between them."""
         ends = abs(line.start) + abs(line.end) + 2 * ROOM
-        if line.gutter is not None:
+        if line.gutter is not None and abs(line.target.lane - line.source.lane) == 1:
             ends += self.lanes[line.source.lane].half + (line.gutter + 1) * GUTTER
         return line.label_width + ends if line.label_width else 0.0
 
     def _place_heights(self) -> None:
-        num_rows = max((box.row for box in self.boxes), default=-1) + 1
-        y = self._header
-        for row in range(num_rows):
-            arriving = [line for box in self.boxes if box.row == row for line in self._incoming[box]]
-            leaving = [line for line in self.lines if line.source.row == row - 1 and line.gutter is not None]
-            y = self._place_gap(y, arriving, leaving)
-            boxes = [box for box in self.boxes if box.row == row]
+        rows: dict[int, list[Box]] = {}
+        for box in self.boxes:
+            rows.setdefault(box.row, []).append(box)
+        y, leaving = self._header, list[Line]()
+        for row in sorted(rows):
+            boxes = rows[row]
+            y = self._place_gap(y, [line for box in boxes for line in self._incoming[box]], leaving)
+            leaving = [line for box in boxes for line in self._outgoing[box] if line.gutter is not None]
             height = max(box.height for box in boxes)
             for box in boxes:
                 box.y = y + (height - box.height) / 2
@@ -206,15 +208,15 @@ class Layout:
         has_label = {numbers[line] for line in arriving if line.label_width}
         heights = [LABELLED_TRACK if number in has_label else TRACK for number in range(len(tracks) + len(jogs))]
         bottom = y + ROOM / 2 + sum(heights) + ROOM / 2
+        levels = {}
         for line, number in numbers.items():
-            level = bottom - ROOM / 2 - sum(heights[:number]) - heights[number] / 2
-            if line in leaving and line.target.row != line.source.row + 1:
-                line.points += [(line.source.x + line.start, level), (self._gutter_x(line), level)]
+            levels[line] = bottom - ROOM / 2 - sum(heights[:number]) - heights[number] / 2
+        for line in leaving:
+            line.points += [(line.source.x + line.start, levels[line]), (self._gutter_x(line), levels[line])]
         for line in arriving:
-            level = bottom - ROOM / 2 - sum(heights[: numbers[line]]) - heights[numbers[line]] / 2
             start, end = self._run_x(line), line.target.x + line.end
-            line.points += [(start, level), (end, level)]
-            line.label = (self._label_x(line, start, end), level)
+            line.points += [(start, levels[line]), (end, levels[line])]
+            line.label = (self._label_x(line, start, end), levels[line])
         return bottom
 
     def _gutter_x(self, line: Line) -> float:
@@ -228,7 +230,7 @@ class Layout:
 
     def _label_x(self, line: Line, start: float, end: float) -> float:
         if line.direction == 0:
-            return start
+            return end
         if abs(line.target.lane - line.source.lane) > 1:  # between the last two lanes
             start = self.lanes[line.target.lane - line.direction].middle
         return (start + end) / 2

@@ -23,6 +23,7 @@ from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
+from gradwire.wire.plain import register_plain_number
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import FollowsBackward
@@ -70,6 +71,9 @@ class ContextId(int):
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+register_plain_number(ContextId)
 
 
 class context:
@@ -191,13 +195,18 @@ def grad(
 def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout: object) -> PassOptions:
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
-    if not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    timeout_s = _seconds(timeout)
     detects_anomalies = torch.is_anomaly_enabled()
     is_special = retain or create or skips_leaves or detects_anomalies or mode != "smart"
-    if timeout == DEFAULT_TIMEOUT_S and not is_special:
+    if timeout_s == DEFAULT_TIMEOUT_S and not is_special:
         return DEFAULT_OPTIONS
-    return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, float(timeout))
+    return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, timeout_s)
+
+
+def _seconds(timeout: object) -> float:
+    if not (isinstance(timeout, int | float) and timeout > 0):
+        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return float(timeout)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -236,13 +245,11 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
     Raises:
         UnknownContext: The context was released, or this worker has no part in it.
     """
-    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
         raise AutogradError("roots must be tensors that require grad, on the worker that asks for the graph")
-    if not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
     engine = current_engine()
-    return engine.prober.graph(engine.container.retrieve(context_id), tensors, timeout)
+    return engine.prober.graph(engine.container.retrieve(context_id), tensors, _seconds(timeout))
 
 
 # -- PyTorch's functions for looking inside -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from gradwire.autograd._graph_svg import to_svg
-from gradwire.autograd._graph_text import to_dot, to_mermaid
+from gradwire.autograd._graph_text import count, to_dot, to_mermaid
 from gradwire.autograd.messages import NO_ID
 from gradwire.autograd.worker_views import MessageView, Segment, WorkerView, find_settlers
 
@@ -133,8 +133,8 @@ class DistributedGraph(msgspec.Struct, frozen=True):
         return DistributedGraph(self.context_id, self.workers, nodes, messages, links, self.num_messages)
 
     def __str__(self) -> str:
-        count = f"{self.num_messages:,} {'message' if self.num_messages == 1 else 'messages'}"
-        return " ".join((f"{count} between {', '.join(item.name for item in self.workers)}.", *self.notes))
+        workers = ", ".join(worker.name for worker in self.workers)
+        return " ".join((f"{count(self.num_messages, 'message')} between {workers}.", *self.notes))
 
     def to_json(self) -> str:
         """Return all attributes as JSON."""
@@ -194,11 +194,14 @@ class _Assembly:
     def run(self) -> None:
         for name, view in self.views.items():
             for item in view.sends:
-                self.sent.setdefault(item.message_id, (name, item))
+                if item.message_id != NO_ID:
+                    self.sent.setdefault(item.message_id, (name, item))
         for name, view in self.views.items():
             for item in view.recvs:
                 sender = self.sent.get(item.message_id)
-                if sender is None or sender[1].peer == name:  # else the two do not fit together
+                if item.message_id != NO_ID and (
+                    sender is None or sender[1].peer == name
+                ):  # else the two do not fit together
                     self.received.setdefault(item.message_id, (name, item))
         for name, view in self.views.items():
             self._add_worker(name, view)
@@ -214,10 +217,10 @@ class _Assembly:
     def _add_worker(self, name: str, view: WorkerView) -> None:
         """Add its segments and what connects them with each other and with what it received."""
         segments = {segment.message_id: segment for segment in view.segments}
-        own = [item.message_id for item in view.sends if self.sent[item.message_id][0] == name]
+        own = [item.message_id for item in view.sends if self.sent.get(item.message_id, ("",))[0] == name]
         made = {
             message_id: self._add(name, "segment" if message_id != NO_ID else "roots", segments.get(message_id))
-            for message_id in [*own, *([NO_ID] if NO_ID in segments else [])]
+            for message_id in dict.fromkeys([*own, *([NO_ID] if NO_ID in segments else [])])
         }
         self.sources.update((message_id, draft) for message_id, draft in made.items() if message_id != NO_ID)
         users: dict[int, list[_Draft]] = {}
@@ -228,7 +231,8 @@ class _Assembly:
                 if message_id in made and made[message_id] is not draft:
                     self._link(made[message_id], draft)
         for item in view.recvs:
-            if self.received.get(item.message_id, ("", None))[0] == name:
+            is_here = self.received.get(item.message_id, ("",))[0] == name
+            if is_here and item.message_id not in self.targets:
                 used_by = users.get(item.message_id, [])
                 if len(used_by) == 1:
                     self.targets[item.message_id] = used_by[0]
@@ -323,5 +327,3 @@ def _in_order(drafts: Sequence[_Draft]) -> Iterable[_Draft]:
             if missing[user] == 0 and user not in done:
                 heapq.heappush(ready, (depth[user], number[user]))
     return done
-
-

@@ -13,19 +13,27 @@ OUTPUT = """
 .. code-block:: console
 
    $ {command}
+
+.. code-block:: output
+
 {lines}
 """
 
 
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
     folder, _, name = docname.rpartition("/")
+    if folder == "examples/programs":
+        source[0] = f".. highlight:: none\n\n{source[0]}{stored_output(app, name)}"
+
+
+def stored_output(app: Sphinx, name: str) -> str:
     stored = Path(app.srcdir) / "examples" / "output" / f"{name}.txt"
-    if folder != "examples/programs" or not stored.exists():
-        return
+    if not stored.exists():
+        return ""
     app.env.note_dependency(str(stored))
     command, *lines = stored.read_text(encoding="utf-8").splitlines()
     shown = "\n".join(f"   {line}".rstrip() for line in lines)
-    source[0] += OUTPUT.format(command=command.removeprefix("$ "), lines=shown)
+    return OUTPUT.format(command=command.removeprefix("$ "), lines=shown)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
