@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -403,8 +404,21 @@ def import_home(name: str) -> bool:
     module = _homes.get(name) or _homes.get(name.rpartition(".")[0])
     if module is None or not name.startswith(_OWN):
         return False
-    importlib.import_module(module)
+    import_module(module)
     return True
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module, after the packages that it is in.
+
+    Python imports a submodule although another thread is still importing its package. If modules of the package import each
+    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. To import the package
+    by its own name first waits for the other thread.
+    """
+    packages = name.split(".")[:-1]
+    for end in range(1, len(packages) + 1):
+        importlib.import_module(".".join(packages[:end]))
+    return importlib.import_module(name)
 
 
 # Bodies that would cost more than they weigh
