@@ -29,19 +29,18 @@ def head(x: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(layers["head"](x), dim=1)
 
 
-def draw() -> str:
+def draw(first: gw.cluster.Worker, second: gw.cluster.Worker) -> str:
     """Run the forward pass on two workers, and return the picture of what it recorded."""
-    with gw.Cluster.local(2) as cluster:
-        first, second = cluster.workers
-        with gw.autograd.context() as ctx:
-            x = first.call(embed, torch.ones(16, 32))
-            x = x + second.call(block, x)  # a skip connection
-            loss = nn.functional.nll_loss(first.call(head, x), torch.zeros(16, dtype=torch.long))
-            return ctx.graph(loss).to_svg()
+    with gw.autograd.context() as ctx:
+        x = first.call(embed, torch.ones(16, 32))
+        x = x + second.call(block, x)  # a skip connection
+        loss = nn.functional.nll_loss(first.call(head, x), torch.zeros(16, dtype=torch.long))
+        return ctx.graph(loss).to_svg()
 
 
 if __name__ == "__main__":
     # Under its own name, so that workers import it: each has the layers, and no function takes them along.
     import graph_picture
 
-    Path(*sys.argv[1:2] or [PICTURE]).write_text(graph_picture.draw())
+    with gw.Cluster.local(2) as cluster:
+        Path(*sys.argv[1:2] or [PICTURE]).write_text(graph_picture.draw(*cluster.workers))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from gradwire.autograd._graph_layout import Box, Lane, Layout, Line, Point
-from gradwire.autograd._graph_text import describe, label_of
+from gradwire.autograd._graph_text import count, describe, label_of
 from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class _Picture:
     def _pill(self, item: GraphMessage, line: Line) -> str:
         label, (x, y) = _label(item), line.label
         hue = "wait" if item.waits_for else self._hue(line.source.lane)
-        size = "" if item.num_bytes is None else f", {item.num_tensors} tensors, {item.num_bytes:,} bytes"
+        tensors = f", {count(item.num_tensors, 'tensor')}"
+        size = "" if item.num_bytes is None else f"{tensors}, {count(item.num_bytes, 'byte')}"
         where = f", sent at {item.site}" if item.site else ""
         waits = f", waits for {item.waits_for}" if item.waits_for else ""
         return (
@@ -141,13 +142,13 @@ class _Picture:
         box, lines = self._boxes[node.id], _lines(node)
         dash = " dash" if node.is_passed_on or node.kind == "unknown" else ""
         root = " root" if node.kind == "roots" else ""
-        title = ", ".join(node.operators) or node.kind
+        title = f"{', '.join(node.operators) or node.kind} ({count(node.num_operators, 'operator')})"
         texts = [
             _text(line, box.x, box.y + 7 + _LINE * (number + 0.75) - 3, "" if number == 0 else "soft")
             for number, line in enumerate(lines)
         ]
         return (
-            f'<g class="{self._hue(box.lane)}"><title>{_plain(f"{title} ({node.num_operators} operators)")}</title>'
+            f'<g class="{self._hue(box.lane)}"><title>{_plain(title)}</title>'
             f'<rect class="box{root}{dash}" x="{_n(box.x - box.width / 2)}" y="{_n(box.y)}" width="{_n(box.width)}" '
             f'height="{_n(box.height)}" rx="{7 if len(lines) > 1 else 12}"/>{"".join(texts)}</g>'
         )
@@ -165,8 +166,7 @@ def _label(message: GraphMessage) -> str:
 def _state(worker: GraphWorker) -> str:
     if not worker.answered:
         return "no answer"
-    noun = "leaf" if worker.num_gradients == 1 else "leaves"
-    return f"gradients of {worker.num_gradients:,} {noun}" if worker.num_gradients else ""
+    return f"gradients of {count(worker.num_gradients, 'leaf', 'leaves')}" if worker.num_gradients else ""
 
 
 def _box(node: GraphNode, lane: int) -> Box:

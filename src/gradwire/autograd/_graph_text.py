@@ -23,6 +23,11 @@ def format_bytes(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 10 or value == int(value) else f"{value:.1f} {unit}"
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number of things in words."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def describe(node: GraphNode) -> tuple[str, ...]:
     """Return what a node is, in one or two lines."""
     if node.kind in ("unknown", "received") or node.is_passed_on:
@@ -34,8 +39,7 @@ def describe(node: GraphNode) -> tuple[str, ...]:
         shown.append(name)
     lines = [", ".join(shown) + (" …" if len(shown) < len(node.operators) else "")]
     if node.num_leaves:
-        noun = "leaf" if node.num_leaves == 1 else "leaves"
-        lines.append(f"{node.num_leaves:,} {noun}, {format_bytes(node.leaf_bytes)}")
+        lines.append(f"{count(node.num_leaves, 'leaf', 'leaves')}, {format_bytes(node.leaf_bytes)}")
     found = tuple(line for line in lines if line)
     return found or ("roots" if node.kind == "roots" else "sent",)
 

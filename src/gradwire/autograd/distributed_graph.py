@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from gradwire.autograd._graph_svg import to_svg
-from gradwire.autograd._graph_text import to_dot, to_mermaid
+from gradwire.autograd._graph_text import count, to_dot, to_mermaid
 from gradwire.autograd.messages import NO_ID
 from gradwire.autograd.worker_views import MessageView, Segment, WorkerView, find_settlers
 
@@ -133,8 +133,8 @@ class DistributedGraph(msgspec.Struct, frozen=True):
         return DistributedGraph(self.context_id, self.workers, nodes, messages, links, self.num_messages)
 
     def __str__(self) -> str:
-        count = f"{self.num_messages:,} {'message' if self.num_messages == 1 else 'messages'}"
-        return " ".join((f"{count} between {', '.join(item.name for item in self.workers)}.", *self.notes))
+        workers = ", ".join(worker.name for worker in self.workers)
+        return " ".join((f"{count(self.num_messages, 'message')} between {workers}.", *self.notes))
 
     def to_json(self) -> str:
         """Return all attributes as JSON."""
