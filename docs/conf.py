@@ -51,7 +51,7 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 
 # Other projects. The inventories in this folder list what the pages link to, so that the result is the same with and

@@ -101,9 +101,9 @@ def train_until_killed(folder: str) -> dict[int, float]:
                 losses[step] = training.run_step(step)
                 if (step + 1) % SAVE_EVERY == 0:
                     summary = gw.checkpoint.save(folder, {**training.state, "step": step + 1})
-                    print(f"  saved a checkpoint after step {step}")
+                    print(f"  saved {summary.num_tensors} tensors in {len(summary.files)} files")
                 if step + 1 == KILL_AFTER:
-                    print(f"  it has {summary.num_tensors} tensors in {len(summary.files)} files; killing worker1")
+                    print("  killing worker1")
                     os.kill(cluster.workers[1].pid or 0, signal.SIGKILL)
         except gw.errors.GradwireError as error:
             print(f"  step {step:2}: {type(error).__name__}")

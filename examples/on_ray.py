@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--address", help='"auto" or host:port of a Ray cluster; without it, Ray is started here')
     torch.set_num_threads(1)  # as many as each worker has
     with gw.Cluster.ray(2, resources={"CPU": 1}, address=parser.parse_args().address) as cluster:
-        print(cluster.describe())
+        print(cluster.status())
         distributed = train_on_workers(cluster)
     local = train_in_one_process()
     difference = max(abs(one - other) for one, other in zip(distributed, local, strict=True))

@@ -125,7 +125,7 @@ def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
                 loss = rpc.rpc_sync("laboratory", "loss_of", args=(lower(measurements[rows_of(batch)]), batch))
                 ctx.backward(loss)
                 optimizer.step(ctx)
-                rpc.rpc_sync("laboratory", "step", args=(int(ctx),))
+                rpc.rpc_sync("laboratory", "step", args=(ctx,))
             losses.append(loss.item())
         print(f"epoch {epoch}: loss {losses[-1]:.4f}")
     num_refused = try_more()

@@ -44,6 +44,13 @@ def shown_in(document: str) -> list[Shown]:
     return [item for item in found if not item.name or item.output or item.traceback]
 
 
+def text_shown_in(document: str, word: str) -> str:
+    """The block marked ``text`` that has this word in it, as one line."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    (found,) = (block for block in blocks if word in block)
+    return " ".join(found.split())
+
+
 def is_as_shown(shown: str, printed: str, is_about: bool = False) -> bool:
     """Whether a program printed what a document shows, in which ``...`` stands for any text."""
     if is_about:

@@ -264,7 +264,7 @@ def pipeline(module: Any) -> str:
             colour = BLUE if kind == "forward" else ORANGE
             x, width = 60 + (began - begin) * scale, max((ended - began) * scale - 1, 1)
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="30" rx="2" fill="{TINTS[colour]}" stroke="{colour}"/>'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="30" fill="{TINTS[colour]}" stroke="{colour}"/>'
             )
             parts.append(text(x + width / 2, y + 19, str(part), colour, size=10))
     for x, label, colour in ((60, "forward", BLUE), (140, "backward", ORANGE)):

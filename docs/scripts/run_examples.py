@@ -63,7 +63,7 @@ def main(names: list[str]) -> None:
         print(f"$ {command}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             printed = run(command, folder)
-        lines = [f"$ {command}", *(line.rstrip() for line in printed.strip().splitlines())]
+        lines = [f"$ {command}", *(line.rstrip() for line in printed.strip("\n").splitlines())]
         (OUTPUT / f"{example.stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         print(lines[-1], flush=True)
 

@@ -101,9 +101,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
-    """The relative links of a page, pictures and buttons included: path and anchor."""
+    """The relative links of a page, pictures included: path and anchor. Sphinx checks those of cards."""
     text = without_code(page.read_text())
-    for found in re.findall(r"\]\(([^()\s]+)\)|^:link: (\S+\.md\S*)$", text, re.MULTILINE):
+    for found in re.findall(r"""\]\(([^()\s]+)\)|(?:src|href|srcset)="([^"]+)""", text):
         target, _, anchor = "".join(found).partition("#")
         if ":" not in target:
             yield target, anchor

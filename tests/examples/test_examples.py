@@ -164,7 +164,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """What the tests that were asked for want to look at."""
     wanted: dict[str, list[str]] = {"example": [], "document": [], "notebook": []}
     for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
+        if item.path == request.path and "outcomes" in item.fixturenames:
             for kind, name in item.callspec.params.items():
                 wanted[kind].append(name)
     pool = ThreadPoolExecutor(2, "runs-programs")
@@ -193,6 +193,18 @@ def _changes_torch(document: str) -> bool:
 def test_no_example_is_left_out() -> None:
     found = {path.name for path in EXAMPLES.glob("*.py")}
     assert found == set(LAST_LINES)
+
+
+@pytest.mark.parametrize("page", ["examples/README.md", "docs/examples/index.md"])
+def test_lists_of_examples_are_complete(page: str) -> None:
+    """Each has a link and a picture, which ``docs/scripts/example_pictures.py`` draws."""
+    text = (ROOT / page).read_text()
+    pictures = re.findall(r"images/examples/(\w+)\.svg", text)
+    links = re.findall(r"\((\w+)\.py\)|^:link: programs/(\w+)$", text, re.MULTILINE)
+    names = sorted(name.removesuffix(".py") for name in LAST_LINES)
+    assert sorted(pictures) == sorted("".join(link) for link in links) == names
+    assert sorted(path.stem for path in (ROOT / "docs/images/examples").iterdir()) == names
+    assert "tour.ipynb" in text
 
 
 @pytest.mark.slow

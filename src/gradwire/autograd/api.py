@@ -23,6 +23,7 @@ from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
+from gradwire.wire.plain import register_plain_number
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import FollowsBackward
@@ -70,6 +71,9 @@ class ContextId(int):
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+register_plain_number(ContextId)
 
 
 class context:
