@@ -9,11 +9,13 @@ about``, numbers may differ by a tenth. A file that is followed by none of these
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTS_NOTES = sys.version_info >= (3, 11)  # where to read about an error is a note of the exception
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -38,7 +40,9 @@ def shown_in(document: str) -> list[Shown]:
         elif kind == "output":
             found[-1] = found[-1]._replace(output=text, is_about=name == "about")
         elif kind == "pytb":
-            found[-1] = found[-1]._replace(traceback=text)
+            found[-1] = found[-1]._replace(
+                traceback=text if PRINTS_NOTES else re.sub(r"^See https.*\n", "", text, flags=re.M)
+            )
         elif name.endswith(".py") and not (found and found[-1].name == name):
             found.append(Shown(name, (path.parent / name).read_text()))
     return [item for item in found if not item.name or item.output or item.traceback]

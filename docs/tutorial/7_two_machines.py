@@ -77,7 +77,8 @@ def run(cluster):
 
 
 def main():
-    with gw.Cluster.from_env(roles={"server": 1, "trainer": 2}) as cluster:  # ranks 1, 2 and 3 stay here
+    # Ranks 1, 2 and 3 do not come past this line: they serve there, and end with rank 0.
+    with gw.Cluster.from_env(roles={"server": 1, "trainer": 2}) as cluster:
         run(cluster)
 
 

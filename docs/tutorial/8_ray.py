@@ -77,7 +77,8 @@ def run(cluster):
 
 
 def main():
-    with gw.Cluster.ray(3, resources={"CPU": 1}, roles={"server": 1, "trainer": 2}) as cluster:
+    roles = {"server": 1, "trainer": 2}
+    with gw.Cluster.ray(3, resources={"CPU": 1}, roles=roles) as cluster:
         print("workers:", [worker.name for worker in cluster.workers])
         run(cluster)
 
