@@ -11,8 +11,8 @@ Run it in one of these ways::
     python examples/on_ray.py --address auto        # on the Ray cluster that this machine belongs to
     ray job submit --working-dir . -- python examples/on_ray.py
 
-It needs the extra ``gradwire[ray]``. The first lines show what was started and where. The last line compares the
-losses with those of the same training in one process.
+It needs the extra ``gradwire[ray]``. The first lines show the workers; ``cluster.describe()`` has their
+nodes, addresses and options as well. The last line compares the losses with those of the same training in one process.
 """
 
 from __future__ import annotations
