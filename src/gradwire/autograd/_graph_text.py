@@ -68,7 +68,7 @@ def to_dot(graph: DistributedGraph) -> str:
         mark = ", color=red" if item.waits_for else "" if item.has_arrived else ", style=dashed"
         lines.append(f"  {item.source} -> {item.target} [label={_dot_string(label_of(item))}{mark}];")
     lines += [f"  {source} -> {target} [style=dotted];" for source, target in graph.links]
-    return "\n".join([*lines, "}", ""])
+    return "\n".join([*lines, "}"])
 
 
 def _dot_string(lines: object) -> str:
@@ -89,7 +89,7 @@ def to_mermaid(graph: DistributedGraph) -> str:
         arrow = "==>" if item.waits_for else "-->" if item.has_arrived else "-.->"
         lines.append(f"  {item.source} {arrow}|{_mermaid_string(label_of(item))}| {item.target}")
     lines += [f"  {source} -.-> {target}" for source, target in graph.links]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def _mermaid_string(lines: tuple[str, ...]) -> str:

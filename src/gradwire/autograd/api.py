@@ -195,18 +195,17 @@ def grad(
 def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout: object) -> PassOptions:
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
-    timeout_s = _seconds(timeout)
+    if not (isinstance(timeout, int | float) and timeout > 0):
+        raise _wrong_timeout(timeout)
     detects_anomalies = torch.is_anomaly_enabled()
     is_special = retain or create or skips_leaves or detects_anomalies or mode != "smart"
-    if timeout_s == DEFAULT_TIMEOUT_S and not is_special:
+    if timeout == DEFAULT_TIMEOUT_S and not is_special:
         return DEFAULT_OPTIONS
-    return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, timeout_s)
+    return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, float(timeout))
 
 
-def _seconds(timeout: object) -> float:
-    if not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    return float(timeout)
+def _wrong_timeout(timeout: object) -> ConfigurationError:
+    return ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -248,8 +247,11 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
     tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
         raise AutogradError("roots must be tensors that require grad, on the worker that asks for the graph")
+    limit: object = timeout
+    if not (isinstance(limit, int | float) and limit > 0):
+        raise _wrong_timeout(timeout)
     engine = current_engine()
-    return engine.prober.graph(engine.container.retrieve(context_id), tensors, _seconds(timeout))
+    return engine.prober.graph(engine.container.retrieve(context_id), tensors, float(limit))
 
 
 # -- PyTorch's functions for looking inside -------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_names_are_escaped_and_fit(name: str) -> None:
     }
     assert not [item for item in root.iter() if "id" in item.attrib or any(key.startswith("on") for key in item.attrib)]
     check_texts(root)
+    assert float(root.attrib["width"]) < 2_000
 
 
 def check_texts(root: ElementTree.Element) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from gradwire.autograd._graph_text import describe, format_bytes, label_of
 from gradwire.autograd.distributed_graph import GraphMessage, GraphNode
+from gradwire.wire.exceptions import clean
 from unit.autograd.graph_samples import AWKWARD, small_graph
 
 _TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|->|[{}\[\];=,]|\w+)')
@@ -37,6 +38,7 @@ def test_dot(name: str) -> None:
     labels = {words[i - 2]: words[i + 2] for i, word in enumerate(words) if word == "label" and words[i - 1] == "["}
     assert labels["n0"] == "mul\n1 leaf, 1 KiB"
     assert {"n0", "n1", "n2", "n3", "n4"} <= labels.keys()
+    assert clean(name) in words  # as the label of a worker
     assert "gone did not answer." in words
     assert "dashed" in words
 
