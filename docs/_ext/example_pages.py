@@ -28,9 +28,9 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def stored_output(app: Sphinx, name: str) -> str:
     stored = Path(app.srcdir) / "examples" / "output" / f"{name}.txt"
+    app.env.note_dependency(str(stored))
     if not stored.exists():
         return ""
-    app.env.note_dependency(str(stored))
     command, *lines = stored.read_text(encoding="utf-8").splitlines()
     shown = "\n".join(f"   {line}".rstrip() for line in lines)
     return OUTPUT.format(command=command.removeprefix("$ "), lines=shown)
