@@ -23,14 +23,15 @@ OUTPUT = """
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
     folder, _, name = docname.rpartition("/")
     if folder == "examples/programs":
-        source[0] = f".. highlight:: none\n\n{source[0]}{stored_output(app, name)}"
+        page, downloads, rest = source[0].partition(".. _sphx_glr_download_")
+        source[0] = f".. highlight:: none\n\n{page}{stored_output(app, name)}\n{downloads}{rest}"
 
 
 def stored_output(app: Sphinx, name: str) -> str:
     stored = Path(app.srcdir) / "examples" / "output" / f"{name}.txt"
+    app.env.note_dependency(str(stored))
     if not stored.exists():
         return ""
-    app.env.note_dependency(str(stored))
     command, *lines = stored.read_text(encoding="utf-8").splitlines()
     shown = "\n".join(f"   {line}".rstrip() for line in lines)
     return OUTPUT.format(command=command.removeprefix("$ "), lines=shown)
