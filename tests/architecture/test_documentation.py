@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = set(Path(__file__).with_name("public_names.txt").read_text().splitlines())
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
-ABOUT_INTERNALS = {"docs/protocol.md"}  # it shows the bytes on the wire, with the functions that make them
+ABOUT_INTERNALS = {"docs/internals/protocol.md"}  # it shows the bytes on the wire, with the functions that make them
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 
 

@@ -1,6 +1,6 @@
 r"""One backward pass on one worker: events in, actions out. No threads, no sockets, no tensors.
 
-The rules (``docs/autograd.md`` argues why they end):
+The rules (``docs/concepts/backward.md`` argues why they end):
 
 - A *send* is settled once, by a message that carries its gradient or says that there is none.
 - A *recv* fires once, when every source that reaches it is settled: with a gradient, or with nothing.
