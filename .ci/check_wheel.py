@@ -1,4 +1,4 @@
-"""Install the wheel in dist/ alone into a new virtual environment and run the README's first program. `make dist-check` runs it."""
+"""Install the wheel in dist/ alone into a new environment and run the README's program. `make dist-check` runs it."""
 
 from __future__ import annotations
 

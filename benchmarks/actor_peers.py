@@ -72,11 +72,13 @@ class RayGraph(RayActor):
     """The same methods, each compiled into a static graph of one node. An actor serves one graph at a time."""
 
     def prepare(self) -> None:
+        self._noop, self._echo = (self._compile(method) for method in ("noop", "echo"))
+
+    def _compile(self, method: str) -> Any:
         from ray.dag import InputNode
 
         with InputNode() as given:
-            self._noop = self.make_actor().noop.bind(given).experimental_compile()
-            self._echo = self.make_actor().echo.bind(given).experimental_compile()
+            return getattr(self.make_actor(), method).bind(given).experimental_compile()
 
     def noop(self) -> None:
         self.ray.get(self._noop.execute(None), timeout=CALL_TIMEOUT_S)

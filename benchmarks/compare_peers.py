@@ -83,11 +83,15 @@ def make_rows(found: dict[str, dict[str, list[float]]], failures: dict[str, str]
     """
     rows = []
     for compared in COMPARED:
-        row: dict[str, Any] = {"system": compared.title, "version": compared.version, "gradients": compared.has_gradients}
+        row: dict[str, Any] = {
+            "system": compared.title,
+            "version": compared.version,
+            "gradients": compared.has_gradients,
+        }
         if compared.version is None:
-            row["missing"] = f"not installed: pip install {compared.distribution}"
+            row["missing"] = "not installed"
         elif compared.peer in failures:
-            row["missing"] = "failed: " + failures[compared.peer].strip().splitlines()[-1]
+            row |= {"missing": "failed", "failure": failures[compared.peer]}
         else:
             row["seconds"] = {name: median(rounds[compared.peer]) for name, rounds in found.items()}
             row["rounds"] = {name: rounds[compared.peer] for name, rounds in found.items()}
@@ -119,7 +123,11 @@ def report(rows: list[dict[str, Any]], num_rounds: int, arguments: argparse.Name
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*cells(row))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for row in rows:
+        if "failure" in row:
+            console.print(f"{row['system']} failed:\n{row['failure']}", style="red", markup=False)
     if arguments.json:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         about = {"date": now, "python": platform.python_version(), "cpus": os.cpu_count(), "num_rounds": num_rounds}

@@ -66,8 +66,14 @@ def test_types_are_shipped() -> None:
 
 
 def test_one_home() -> None:
+    """The documentation's address is the same wherever one is named."""
     (home,) = re.findall(r'^Documentation = "(.*)"$', PROJECT, re.MULTILINE)
-    assert CITATION["url"] == home
+    folders = (ROOT, *(ROOT / name for name in ("src", "docs", "examples", ".github")))
+    paths = [
+        path for folder in folders for path in folder.glob("*.*" if folder == ROOT else "**/*.*") if path.is_file()
+    ]
+    texts = [path.read_bytes().decode(errors="replace") for path in paths]
+    assert {url for text in texts for url in re.findall(r"https?://gradwire\.[a-z.]*/?", text)} == {home}
 
 
 def test_issue_forms_ask_for_something() -> None:
