@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint check dist dist-check search explore conformance bench bench-peers fuzz soak kills clean
+.PHONY: help demo test lint check docs docs-links docs-examples dist dist-check search explore conformance bench bench-peers \
+        fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +13,7 @@ help:
 	@echo "make test    the whole test suite, in TEST_PROCESSES (2) processes"
 	@echo "make lint    format, lint, types and layers"
 	@echo "make check   make lint and the fast tests"
+	@echo "make docs    the documentation, in docs/_build/html; needs no network"
 	@echo "make dist    the wheel and the source distribution, in dist, checked"
 	@echo "make dist-check    the same, and the README's program with that wheel alone in a new environment"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
@@ -96,5 +98,23 @@ KILLS ?= 30
 kills: $(STAMP)
 	$(BIN)/python examples/survives_kills.py --kills $(KILLS)
 
+DOCS_STAMP := $(VENV)/.installed-docs
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@touch $@
+
+SPHINX = $(BIN)/python -m sphinx -W --keep-going -j auto
+docs: $(DOCS_STAMP)
+	$(SPHINX) -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# Needs a network, unlike `make docs`.
+docs-links: $(DOCS_STAMP)
+	GRADWIRE_DOCS_ONLINE=1 $(SPHINX) -b linkcheck docs docs/_build/links
+
+docs-examples: $(STAMP)
+	$(BIN)/python docs/scripts/run_examples.py $(EXAMPLES)
+
 clean:
-	rm -rf $(VENV) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf docs/_build docs/examples/programs dist $(VENV) $(PEERS)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -394,6 +394,16 @@ class BackwardState:
         return tuple(sorted((self._told | self._heard) - {self._own}))
 
     @property
+    def shortcuts(self) -> list[tuple[int, int, int]]:
+        """Shortcuts that this worker has offered and that may be taken: a recv, the send it went on in, and the receiver."""
+        return [(origin[0], send, self._sends[send]) for send, ways in list(self._offered.items()) for origin in ways]
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Recvs that are answered by a shortcut past their sender."""
+        return tuple(self._taken)
+
+    @property
     def phases(self) -> tuple[ComponentPhase, ...]:
         return tuple(self._phases)
 

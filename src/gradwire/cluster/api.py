@@ -62,6 +62,8 @@ def _config(
 class Cluster:
     """Workers that this process, the driver, started.
 
+    Example::
+
         with gradwire.Cluster.local(2) as cluster:
             cluster.workers[0].call(torch.add, x, y)
 

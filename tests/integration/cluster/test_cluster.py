@@ -296,7 +296,7 @@ def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatc
         with pytest.raises(AlreadyInitialized, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
             cluster.workers[0].call(importlib.import_module, "joining")
         with pytest.raises(
-            ConfigurationError, match=r"worker0 is a worker of a cluster: only the driver can start one$"
+            ConfigurationError, match=r"(?m)worker0 is a worker of a cluster: only the driver can start one$"
         ):
             cluster.workers[0].call(Cluster.local, 1)
 
