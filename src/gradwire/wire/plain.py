@@ -412,8 +412,8 @@ def import_module(name: str) -> ModuleType:
     """Import a module, after the packages that it is in.
 
     Python imports a submodule although another thread is still importing its package. If modules of the package import each
-    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. To import the package
-    by its own name first waits for the other thread.
+    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. To import the
+    package by its own name first waits for the other thread.
     """
     packages = name.split(".")[:-1]
     for end in range(1, len(packages) + 1):
