@@ -37,7 +37,6 @@ def test_from_env_under_torchrun(check: str) -> None:
 
 
 @GROUPS
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="submitit needs Python 3.11")
 def test_slurm_on_this_machine(checks: list[str]) -> None:
     check_cluster("cluster_starts:start_slurm", checks=checks)
 
