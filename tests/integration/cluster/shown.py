@@ -1,7 +1,7 @@
 """What a driver shows, read while it is still coming.
 
-pytest's ``capfd`` and ``capsys`` empty a file when they are read, and lose what another thread writes into it at that moment.
-They are right for output that has come to its end; `Shown` is for output that a test waits for.
+pytest's ``capfd`` and ``capsys`` empty a file when they are read, and lose what another thread writes at that moment. They
+are right for output that has come to its end; `Shown` is for output that a test waits for.
 """
 
 from __future__ import annotations
