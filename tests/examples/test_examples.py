@@ -1,7 +1,7 @@
 """Every example runs as people run it, and ends with the line it promises; so does every program in the documents.
 
-Two run at a time: each uses one core most of the time, to import torch in one process after the other. Programs of documents
-share an interpreter.
+Two run at a time. Most of them do not import torch themselves (`quick_python`), and programs of documents share an
+interpreter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import quick_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -50,6 +52,7 @@ LOGGED = re.compile(
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
+FRESH = ("demo.py", "on_ray.py")  # in interpreters of their own from the start; all others are forks
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = sorted(
@@ -73,16 +76,26 @@ Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
     """Runs a program in a folder of its own: it must not depend on where it is started."""
-    done = subprocess.run(
+    fresh = program.name in FRESH
+    popen = subprocess.Popen if fresh else quick_python.Popen
+    with popen(
         [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),  # without an installed package, too
+            **({} if fresh else {quick_python.NESTED: "1"}),
+            **environment,
+        },
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return Ran(program, done.returncode, done.stdout, done.stderr)
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    return Ran(program, process.returncode, out, err)
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
