@@ -28,6 +28,7 @@ import gradwire
 from cluster import tasks
 from cluster.processes import children_of, is_there
 from cluster.ray_nodes import no_leaks, ray_nodes
+from cluster.shown import Shown
 from documents import is_as_shown, text_shown_in
 from gradwire.cluster import _ray, ray_scheduler
 from gradwire.cluster._forkserver import close_idle_fork_server
@@ -145,16 +146,11 @@ class TestWorkers:
         self, cluster: gradwire.Cluster, capfd: pytest.CaptureFixture[str]
     ) -> None:
         expected = {f"[{worker.name}] to be seen {worker.rank + 5}" for worker in cluster.workers}
-        lines: list[str] = []
-
-        def have_come() -> bool:
-            lines.extend(capfd.readouterr().out.splitlines())
-            return expected <= set(lines)
-
-        for worker in cluster.workers:  # Ray itself would show one of these, because they differ in digits alone
-            worker.call(tasks.speak, f"to be seen {worker.rank + 5}\n")
-        wait_until(have_come, 20.0)
-        assert set(lines) == expected, "not a second time by Ray"
+        with Shown() as shown:
+            for worker in cluster.workers:  # Ray itself would show one of these, because they differ in digits alone
+                worker.call(tasks.speak, f"to be seen {worker.rank + 5}\n")
+            wait_until(lambda: expected <= set(shown.out.splitlines()), 20.0)
+        assert {*shown.out.splitlines(), *capfd.readouterr().out.splitlines()} == expected, "not a second time by Ray"
 
     def test_the_model_of_the_demo_trains_across_both_nodes(self, cluster: gradwire.Cluster, demo: ModuleType) -> None:
         assert demo.gradient_difference(cluster, torch.float64) < 1e-15  # from the same step in one process

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick_python
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, DecodeError, ResourceExhausted
 from gradwire.testing import ConnectionPair, wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
@@ -249,7 +250,7 @@ def test_one_of_a_killed_process_is_removed_by_the_next() -> None:
     program = (
         "from gradwire.transports.unix import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
     )
-    process = subprocess.Popen(
+    process = quick_python.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
