@@ -25,7 +25,7 @@ from gradwire.cluster import Worker
 from gradwire.config import Limits, WorkerConfig
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
-from gradwire.testing import local_agents
+from gradwire.testing import local_agents, wait_until
 from gradwire.transports.handshake import CallerHandshake, Identity, ListenerHandshake
 from gradwire.transports.stream import StreamOptions
 from gradwire.transports.unix import UnixTransport
@@ -167,6 +167,7 @@ def collect_from_agents(to: Collector) -> None:
     with local_agents(2, limits=Limits(frame_bytes=1 << 20)) as (first, second):
         to.expect(errors.LimitExceeded, lambda: first.call("b", torch.neg, (torch.ones(1 << 19),)))
         second.close()
+        wait_until(lambda: not first.peers.peer("b").lanes, 10.0, "that the end of the connections is noticed")
         to.expect(errors.ConnectFailed, lambda: first.call("b", time.time))
 
     with tempfile.TemporaryDirectory(prefix="s-") as folder:
