@@ -4,19 +4,24 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint check search explore conformance bench fuzz soak kills clean
+.PHONY: help demo test lint check docs docs-links docs-examples dist dist-check search explore conformance bench bench-peers \
+        fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    trains a model that is split over three workers on this machine"
-	@echo "make test    the whole test suite, in TEST_PROCESSES (2) processes"
+	@echo "make test    the whole test suite, in TEST_PROCESSES (3) processes"
 	@echo "make lint    format, lint, types and layers"
 	@echo "make check   make lint and the fast tests"
+	@echo "make docs    the documentation, in docs/_build/html; needs no network"
+	@echo "make dist    the wheel and the source distribution, in dist, checked"
+	@echo "make dist-check    the same, and the README's program with that wheel alone in a new environment"
 	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
 	@echo "make explore the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
+	@echo "make bench-peers   gradwire, torch, Ray and Monarch in turns, in an environment of its own, .venv-peers"
 	@echo "make fuzz    the wire decoder against bad bytes, and every operation of a worker against bad data, for FUZZ_SECONDS (60)"
 	@echo "make kills   trains while workers are killed at random, KILLS (30) times"
 	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
@@ -29,10 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Tests of one file stay together: they share a cluster.
-TEST_PROCESSES ?= 2
+# Tests of one file stay together: they share a cluster. The files are in the order of tests/conftest.py, the longest first.
+# Three processes for two cores, because a good part of the time is spent in waits.
+TEST_PROCESSES ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -41,7 +48,18 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow" -x -q
+	$(PYTEST) -m "not slow" -x -q
+
+# The tools for releases have a stamp of their own, so that `make test` does without them.
+$(VENV)/.installed-release: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	@touch $@
+
+dist: $(VENV)/.installed-release
+	$(BIN)/python .ci/build_dist.py
+
+dist-check: dist
+	$(BIN)/python .ci/check_wheel.py
 
 search: $(STAMP)
 	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py
@@ -55,6 +73,18 @@ conformance: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# Ray and Monarch are no dependencies: they are measured from an environment of their own.
+PEERS := .venv-peers
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers-constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e .
+	-$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -c benchmarks/peers-constraints.txt ray
+	-$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -c benchmarks/peers-constraints.txt torchmonarch
+	@touch $@
+
+bench-peers: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/compare_peers.py $(PEERS_OPTIONS)
 
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
@@ -70,5 +100,23 @@ KILLS ?= 30
 kills: $(STAMP)
 	$(BIN)/python examples/survives_kills.py --kills $(KILLS)
 
+DOCS_STAMP := $(VENV)/.installed-docs
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@touch $@
+
+SPHINX = $(BIN)/python -m sphinx -W --keep-going -j auto
+docs: $(DOCS_STAMP)
+	$(SPHINX) -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# Needs a network, unlike `make docs`.
+docs-links: $(DOCS_STAMP)
+	GRADWIRE_DOCS_ONLINE=1 $(SPHINX) -b linkcheck docs docs/_build/links
+
+docs-examples: $(STAMP)
+	$(BIN)/python docs/scripts/run_examples.py $(EXAMPLES)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf docs/_build docs/examples/programs dist $(VENV) $(PEERS)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

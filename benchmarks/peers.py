@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from actor_peers import MonarchActor, RayActor, RayGraph
 from by_hand import ByHand
 from models import OneProcess
 
@@ -263,6 +264,9 @@ SYSTEMS = (
     Floor,
     BulkFloor,
     OneProcess,
+    RayActor,
+    RayGraph,
+    MonarchActor,
     *MANY_SERVERS,
 )
 PEERS = {system.__name__: system for system in SYSTEMS}

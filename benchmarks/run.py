@@ -26,7 +26,7 @@ from many_workers_cases import MANY_WORKERS_CASES, time_many_workers
 from optimizer_cases import OPTIMIZER_CASES, time_optimizer
 from rows import autograd_row, call_row
 from shard_cases import shard_rows
-from turns import Driver, SystemFailed
+from turns import Systems
 
 COLUMNS = ("case", "torch", "gradwire", "ratio", "bar", "met", "beside")
 FLAT_BYTES = 8 * MIB  # growth that an allocator may show without a leak
@@ -34,24 +34,18 @@ IDLE_BYTES = 100 * MIB
 REFERENCES_BYTES = 10 * MIB
 
 
-class Bench:
-    """Starts systems as cases need them, lets them take turns, and remembers which failed."""
+class Bench(Systems):
+    """Measures the cases, each as a row of the table."""
 
     def __init__(self, is_quick: bool) -> None:
+        super().__init__()
         self.is_quick = is_quick
-        self.failures: dict[str, str] = {}
-        self._drivers: dict[str, Driver] = {}
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Rounds in turns; every other turn in reverse, so that a drift of the machine hits all alike."""
-        rounds: dict[str, list[float]] = {name: [] for name in case.peers}
+        """Calls, in turns."""
         # A round of small calls takes a quarter of a second, and the machine's mood lasts for several.
         num_rounds = 3 if self.is_quick else 21 if case.num_bytes < MIB else 7
-        for round_no in range(num_rounds):
-            for name in case.peers[:: -1 if round_no % 2 else 1]:
-                seconds = self.run(name, time_round, case, round_no)
-                if seconds is not None:
-                    rounds[name].append(seconds)
+        rounds = self.take_turns(case.peers, num_rounds, lambda name, number: self.run(name, time_round, case, number))
         return call_row(case, rounds)
 
     def measure_autograd(self, case: AutogradCase, time_works: Callable[..., list[float]]) -> dict[str, Any]:
@@ -107,22 +101,6 @@ class Bench:
             row |= {"bytes": num_bytes, "met": num_bytes < IDLE_BYTES}
             row |= {"beside": f"{num_bytes / MIB:.1f} MiB for both ends of each"}
         return row
-
-    def run(self, name: str, function: Any, *args: Any) -> Any:
-        """The function's result on that system, or None if the system is out."""
-        if name in self.failures:
-            return None
-        try:
-            if name not in self._drivers:
-                self._drivers[name] = Driver(name)
-            return self._drivers[name].run(function, *args)
-        except SystemFailed as failure:
-            self.failures[name] = str(failure)
-            return None
-
-    def close(self) -> None:
-        for driver in self._drivers.values():
-            driver.close()
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -1,20 +1,21 @@
 """One driver process for each system, and only one of them awake at a time.
 
 torch's shared-memory transport polls: measured idle, its driver and its server each use a whole core. Whoever is
-measured beside it would be measured on a machine without free cores, so a system's processes are stopped
-(SIGSTOP) while it is not its turn.
+measured beside it would be measured on a machine without free cores, so a system's processes, with all below them, are
+stopped (SIGSTOP) while it is not its turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from peers import CONTEXT, PEERS
+from processes import signal_all, with_descendants
 
 CALL_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 30.0
@@ -80,9 +81,48 @@ class Driver:
         return value
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(with_descendants(self._pids), number)
+
+
+class Systems:
+    """Starts systems as they are needed, lets them take turns, and remembers which failed."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self._drivers: dict[str, Driver] = {}
+
+    def run(self, name: str, function: Any, *args: Any) -> Any:
+        """Return the function's result on that system, or None if the system is out."""
+        if name in self.failures:
+            return None
+        try:
+            if name not in self._drivers:
+                self._drivers[name] = Driver(name)
+            return self._drivers[name].run(function, *args)
+        except SystemFailed as failure:
+            self.failures[name] = str(failure)
+            return None
+
+    def take_turns(
+        self, names: Sequence[str], num_rounds: int, run_round: Callable[[str, int], Any]
+    ) -> dict[str, list[Any]]:
+        """Return the results of the rounds by system; every other round in reverse, so that a drift hits all alike.
+
+        Args:
+            names: The systems.
+            num_rounds: How often each has its turn.
+            run_round: Is given a system and the number of the round; None is left out.
+        """
+        rounds: dict[str, list[Any]] = {name: [] for name in names}
+        for number in range(num_rounds):
+            for name in names[:: -1 if number % 2 else 1]:
+                if (result := run_round(name, number)) is not None:
+                    rounds[name].append(result)
+        return rounds
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
 
 
 def _drive(peer_name: str, pipe: Connection) -> None:

@@ -1,9 +1,16 @@
-"""Trains a model that is split over three worker processes. This is what `make demo` runs.
+"""
+Train a classifier on three workers
+===================================
+
+A small convolutional network learns to read digits, with one third of it on each of three worker processes. This is
+what ``make demo`` runs.
+
+Run it::
 
     python examples/demo.py --epochs 4
 
-The images are digits that the program draws itself: a small font, turned, shifted, scaled and covered with noise. The driver
-keeps the data and the loss, each worker keeps one third of the network and steps it:
+The program draws the digits itself: a small font, rotated, shifted, scaled and covered with noise. The driver has the
+data and the loss; each worker holds one stage of the network and steps it::
 
       driver            worker0              worker1              worker2
       images  ------->  convolution
@@ -13,8 +20,9 @@ keeps the data and the loss, each worker keeps one third of the network and step
       --------------------------------------------------------->  two linear layers
       loss    <-------------------------------------------------  scores
 
-Inside `gradwire.autograd.context` the calls record themselves, so one `backward` on the driver leaves the gradients of every
-layer on the worker that has it. At the end the program compares such gradients with those of one process.
+Inside ``gradwire.autograd.context`` calls are recorded, so one ``backward`` on the driver leaves the gradients of
+every layer on the worker that holds it. Look at the table, which shows where the time of a step goes, and at the last
+lines, which compare the gradients of one step with those of one process.
 """
 
 from __future__ import annotations
@@ -52,28 +60,33 @@ FONT = (  # 0 to 9, seven rows of five pixels each
 console = Console(soft_wrap=True, highlight=False)
 
 
-# The data.
+# %%
+# The data
+# --------
 
 
 def draw_digits(num_images: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images [num_images, 1, SIDE, SIDE] and the digit on each; the same for the same seed."""
+    """Return images [num_images, 1, SIDE, SIDE] and the digit on each; the same for the same seed."""
     random = torch.Generator().manual_seed(seed)
     font = torch.tensor([[[float(pixel) for pixel in row] for row in glyph.split()] for glyph in FONT])
     digits = torch.randint(10, (num_images,), generator=random)
     angle, scale, dx, dy = torch.rand(4, num_images, generator=random).mul(2).sub(1)  # each between -1 and 1
     angle, scale = angle * 0.25, 1.4 + 0.2 * scale
     cos, sin = scale * angle.cos(), scale * angle.sin()
-    maps = torch.stack((cos * 1.4, -sin, dx * 0.3, sin, cos, dy * 0.3), dim=1).view(-1, 2, 3)  # 1.4: higher than wide
+    maps = torch.stack((cos * 1.4, -sin, dx * 0.3, sin, cos, dy * 0.3), dim=1).view(-1, 2, 3)  # 1.4: taller than wide
     grid = nn.functional.affine_grid(maps, [num_images, 1, SIDE, SIDE], align_corners=False)
     images = nn.functional.grid_sample(font[digits].unsqueeze(1), grid, align_corners=False)
     return images + NOISE * torch.randn(images.shape, generator=random), digits
 
 
-# The network.
+# %%
+# The network
+# -----------
+# ``worker.module`` makes a stage on a worker and returns a handle that is used like any module.
 
 
 def make_stage(number: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """One third of the network, with the same weights wherever it is made."""
+    """Return one stage, with the same initial weights wherever it is made."""
     with torch.random.fork_rng():
         torch.manual_seed(number)
         if number < 2:
@@ -85,23 +98,25 @@ def make_stage(number: int, dtype: torch.dtype = torch.float32) -> nn.Sequential
 
 
 def place_model(cluster: gw.Cluster, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """The whole network: three stages, each on its own worker, used like modules that are here."""
+    """Return the whole network: three stages, each on its own worker."""
     return nn.Sequential(*(worker.module(make_stage, worker.rank, dtype) for worker in cluster.workers))
 
 
 def read_gradients(stage: gw.rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
-    """Runs where a stage lives: its gradients are in the context, not in `.grad`, so that many drivers could use it."""
+    """Run on the worker of a stage: gradients are in the context, not in ``.grad``, so several drivers could share it."""
     gradients = gw.autograd.get_gradients(context_id)
     return [gradients[parameter] for parameter in stage.local_value().parameters()]
 
 
-# The driver.
+# %%
+# The driver
+# ----------
 
 
 def train_batch(
     model: nn.Module, optimizer: gw.optim.DistributedOptimizer, x: Tensor, digits: Tensor, clock: Clock
 ) -> float:
-    """One step on one batch; returns its loss."""
+    """Run one step and return its loss."""
     with gw.autograd.context() as ctx:
         with clock.phase("forward calls"):
             loss = nn.functional.cross_entropy(model(x), digits)
@@ -113,7 +128,7 @@ def train_batch(
 
 
 def train(model: nn.Sequential, num_epochs: int) -> dict[str, float]:
-    """Several times through the data, each time in another order; returns where the time went."""
+    """Train for some epochs; return the seconds spent in each phase."""
     images, digits = draw_digits(NUM_TRAIN, seed=0)
     optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, list(model), lr=3e-3)
     random = torch.Generator().manual_seed(1)
@@ -131,7 +146,7 @@ def train(model: nn.Sequential, num_epochs: int) -> dict[str, float]:
 
 
 def gradient_difference(cluster: gw.Cluster, dtype: torch.dtype) -> float:
-    """The largest difference of any gradient of one step between the three workers and one process."""
+    """Return the largest difference of a gradient between the three workers and one process."""
     images, digits = draw_digits(BATCH_SIZE, seed=3)
     with gw.autograd.context() as ctx:
         model = place_model(cluster, dtype)
@@ -140,18 +155,21 @@ def gradient_difference(cluster: gw.Cluster, dtype: torch.dtype) -> float:
         parts = [
             worker.call(read_gradients, rref, int(ctx)) for worker, rref in zip(cluster.workers, rrefs, strict=True)
         ]
-        ours = [gradient for part in parts for gradient in part]
-    alone = nn.Sequential(*(make_stage(number, dtype) for number in range(len(cluster.workers))))
-    nn.functional.cross_entropy(alone(images.to(dtype)), digits).backward()
-    theirs = [parameter.grad for parameter in alone.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+        distributed = [gradient for part in parts for gradient in part]
+    local = nn.Sequential(*(make_stage(number, dtype) for number in range(len(cluster.workers))))
+    nn.functional.cross_entropy(local(images.to(dtype)), digits).backward()
+    expected = [parameter.grad for parameter in local.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(distributed, expected, strict=True))
 
 
-# What is shown.
+# %%
+# What the program prints
+# -----------------------
+# Progress bars on a terminal, plain lines elsewhere.
 
 
 class Clock:
-    """Adds up the seconds that the driver spends in each phase."""
+    """The seconds that the driver spends in each phase."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -159,20 +177,20 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside of the block."""
+        """Count the time inside the block."""
         start = time.perf_counter()
         yield
         self._seconds[name] += time.perf_counter() - start
 
     def stop(self) -> dict[str, float]:
-        """Seconds by phase; what was not inside of any is ``other``."""
+        """Return the seconds by phase; ``other`` is the time outside of all phases."""
         total = time.perf_counter() - self._start
         return {name: self._seconds[name] for name in PHASES[:-1]} | {"other": total - self._seconds.total()}
 
 
 @contextlib.contextmanager
 def show_progress(num_samples: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on a terminal, nothing elsewhere; the block gets a function to call after each batch."""
+    """Show a bar on a terminal, nothing elsewhere; yield a function to call after each batch."""
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=num_samples, text="")
@@ -187,7 +205,7 @@ def show_progress(num_samples: int) -> Iterator[Callable[[int, float], None]]:
 
 
 def show_time(seconds: dict[str, float], num_steps: int) -> None:
-    """Where the time went, as the driver saw it."""
+    """Print where the time went, as seen by the driver."""
     table = Table("where the time went", "seconds", "ms per step", "share", "", box=None, pad_edge=False)
     for column in table.columns[1:4]:
         column.justify = "right"
@@ -199,7 +217,7 @@ def show_time(seconds: dict[str, float], num_steps: int) -> None:
 
 
 def show_images(images: Tensor, captions: list[str]) -> None:
-    """Images beside each other, two pixels in a character."""
+    """Print images side by side, two pixels per character."""
     table = Table.grid(padding=(0, 3))
     blocks = (" ", "▄", "▀", "█")
     pictures = []
@@ -212,25 +230,32 @@ def show_images(images: Tensor, captions: list[str]) -> None:
 
 
 def show_results(model: nn.Module) -> float:
-    """How well images are read that the training never saw; returns the share that is read right."""
+    """Print some new images and what the model takes them for; return the accuracy on all of them."""
     images, digits = draw_digits(NUM_TEST, seed=2)
     with torch.no_grad():
-        found = model(images).argmax(dim=1)
-    chosen = torch.cat([(found == digits).nonzero()[:3], (found != digits).nonzero()[:1]]).flatten()  # one mistake
-    captions = [f"{digits[i]}, read as {found[i]}" for i in chosen]
+        predicted = model(images).argmax(dim=1)
+    # three correct ones and one mistake
+    chosen = torch.cat([(predicted == digits).nonzero()[:3], (predicted != digits).nonzero()[:1]]).flatten()
+    captions = [f"{digits[i]}, read as {predicted[i]}" for i in chosen]
     show_images(images[chosen], captions)
-    return (found == digits).double().mean().item()
+    return (predicted == digits).double().mean().item()
+
+
+# %%
+# Start the workers and train
+# ---------------------------
 
 
 def main() -> None:
-    """Starts the workers, trains, and shows what came of it."""
-    parser = argparse.ArgumentParser(description="Trains a model that is split over three worker processes.")
-    parser.add_argument("--epochs", type=int, default=5, help="times through the data (default: 5)")
+    parser = argparse.ArgumentParser(description="Train a model that is split over three worker processes.")
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the data (default: 5)")
     num_epochs = parser.parse_args().epochs
     torch.set_num_threads(1)  # as many as each worker has
     start = time.perf_counter()
     with gw.Cluster.local(3) as cluster:
-        console.print(f"three workers after {time.perf_counter() - start:.1f} s; {NUM_TRAIN:,} images to learn from\n")
+        console.print(
+            f"started three workers in {time.perf_counter() - start:.1f} s; training on {NUM_TRAIN:,} images\n"
+        )
         model = place_model(cluster)
         seconds = train(model, num_epochs)
         console.print()
@@ -238,11 +263,11 @@ def main() -> None:
         console.print()
         accuracy = show_results(model)
         single, double = (gradient_difference(cluster, dtype) for dtype in (torch.float32, torch.float64))
-    console.print("\ngradients of one step, three workers against one process, largest difference:")
+    console.print("\ngradients of one step, three workers compared with one process, largest difference:")
     console.print(f"  float32 {single:.1e}, float64 {double:.1e}\n")
     if single > 1e-6 or double > 1e-15:
         raise SystemExit("demo: the gradients differ")
-    console.print(f"demo: [bold green]{accuracy:.1%} of {NUM_TEST:,} new images are read right[/]")
+    console.print(f"demo: [bold green]{accuracy:.1%} of {NUM_TEST:,} new images were classified correctly[/]")
 
 
 if __name__ == "__main__":

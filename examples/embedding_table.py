@@ -1,18 +1,23 @@
-"""An embedding table that no worker has room for, trained by several trainers with sparse gradients.
+"""
+Shard an embedding table
+========================
 
-    python examples/embedding_table.py --steps 40
-
-Three workers have a third of the table each; two others train it at the same time. They learn which words make a review a
-good one, from reviews of which they know the words and whether people liked the film.
+Three workers hold one third each of an embedding table. Two others train it at the same time with sparse gradients: a
+step sends and changes the rows of the words in its batch and no others. The model learns from made-up reviews which
+words make a review a good one::
 
     trainer0, trainer1                  table0            table1            table2
     ids of the words of a batch  -->    words 0-16,666    words 16,667-...  the rest
-    one vector for each review   <--    each adds up the rows that it has
+    one vector per review        <--    each adds up the rows that it has
     backward: their gradients    -->    a sparse gradient: the rows of those words only
     step                         -->    an optimizer for its part of the table
 
-A trainer is sent the table like any other value, and uses it like any other tensor. In the end the program trains a small
-table once on the workers, and once in one process, and compares them.
+Run it::
+
+    python examples/embedding_table.py --steps 40
+
+The first lines show where the rows are and how small the gradient of a batch is. At the end the program trains a
+small table on the workers and in one process, and compares the two.
 """
 
 from __future__ import annotations
@@ -30,11 +35,16 @@ from gradwire.shard import ChunkShardingSpec, ShardedTensor
 HOLDERS = ("table0", "table1", "table2")
 TRAINERS = ("trainer0", "trainer1")
 NUM_WORDS, WIDTH = 50_000, 32
-NUM_REVIEWS, REVIEW_LENGTH = 512, 20  # in a batch; words in a review
+NUM_REVIEWS, REVIEW_LENGTH = 512, 20  # reviews in a batch, words in a review
+
+# %%
+# The data
+# --------
+# A review is good if its words are, in sum. As in real text, some words are much more common than others.
 
 
 def make_batch(seed: int, num_words: int = NUM_WORDS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of some reviews, and who liked the film. Some words are much more common than others, as in life."""
+    """Return the words of some reviews [NUM_REVIEWS, REVIEW_LENGTH], and 1.0 for each good one."""
     merits = torch.randn(num_words, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(seed)
     words = (num_words ** torch.rand(NUM_REVIEWS, REVIEW_LENGTH, generator=random)).long() - 1
@@ -42,60 +52,63 @@ def make_batch(seed: int, num_words: int = NUM_WORDS) -> tuple[torch.Tensor, tor
     return words, (sums > sums.median()).float()
 
 
-def loss_of(table: torch.Tensor, head: torch.nn.Module, seed: int) -> torch.Tensor:
-    """Says of each review whether it is a good one, and how wrong that is. The table may be sharded, or not."""
-    words, liked = make_batch(seed, table.size(0))
-    return F.binary_cross_entropy_with_logits(scores_of(table, head, words), liked)
+# %%
+# The model
+# ---------
+# One vector per word, added up over a review, then a linear layer. ``table`` may be a sharded tensor or a plain one:
+# the code is the same.
 
 
-def scores_of(table: torch.Tensor, head: torch.nn.Module, words: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of all words of a review, as one number."""
+def compute_scores(table: torch.Tensor, head: torch.nn.Module, words: torch.Tensor) -> torch.Tensor:
     scores: torch.Tensor = head(F.embedding_bag(words, table, mode="sum", sparse=True))
     return scores.squeeze(1)
 
 
+def compute_loss(table: torch.Tensor, head: torch.nn.Module, seed: int) -> torch.Tensor:
+    words, labels = make_batch(seed, table.size(0))
+    return F.binary_cross_entropy_with_logits(compute_scores(table, head, words), labels)
+
+
+def compute_accuracy(table: torch.Tensor, head: torch.nn.Module) -> float:
+    """Return the share of new reviews that the model classifies correctly."""
+    with torch.no_grad():
+        words, labels = make_batch(seed=1)
+        return float(((compute_scores(table, head, words) > 0) == (labels > 0)).float().mean())
+
+
+# %%
+# On a trainer
+# ------------
+# A trainer is sent the table like any other argument, and makes optimizers of its own.
+
+
 def train(table: ShardedTensor, head: RemoteModule, trainer: int, num_steps: int) -> list[float]:
-    """Runs on a trainer; returns its losses."""
-    for_table = gw.optim.DistributedOptimizer(torch.optim.SparseAdam, [("table", table)], lr=0.05)
-    for_head = gw.optim.DistributedOptimizer(torch.optim.Adam, [head], lr=0.02)
+    table_optimizer = gw.optim.DistributedOptimizer(torch.optim.SparseAdam, [("table", table)], lr=0.05)
+    head_optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, [head], lr=0.02)
     losses = []
-    for number in range(num_steps):
+    for step in range(num_steps):
         with gw.autograd.context() as ctx:
-            loss = loss_of(table, head, seed=1_000_000 * (trainer + 1) + number)
+            loss = compute_loss(table, head, seed=1_000_000 * (trainer + 1) + step)
             ctx.backward(loss)
-            for_table.step(ctx)
-            for_head.step(ctx)
-        losses.append(float(loss.detach()))
+            table_optimizer.step(ctx)
+            head_optimizer.step(ctx)
+        losses.append(loss.item())
     return losses
 
 
-def share_right(table: ShardedTensor, head: RemoteModule) -> float:
-    """How many new reviews are told right."""
-    with torch.no_grad():
-        words, liked = make_batch(seed=1)
-        return float(((scores_of(table, head, words) > 0) == (liked > 0)).float().mean())
+# %%
+# On the driver
+# -------------
 
 
-def difference_from_one_process() -> float:
-    """Trains a small table on the workers, and the same table in one process."""
-    whole = torch.randn(600, 8, generator=torch.Generator().manual_seed(2)) / 8
-    sharded = ChunkShardingSpec(0, [f"{name}/cpu" for name in HOLDERS]).shard(whole)
-    sharded.requires_grad_()
-    head = torch.nn.Linear(8, 1)
-    distributed = gw.optim.DistributedOptimizer(torch.optim.SGD, [sharded], lr=0.5)
-    whole.requires_grad_()
-    for seed in range(5):
-        with gw.autograd.context() as ctx:
-            ctx.backward(loss_of(sharded, head, seed))
-            distributed.step(ctx)
-        (gradient,) = torch.autograd.grad(loss_of(whole, head, seed), [whole])
-        with torch.no_grad():
-            whole -= 0.5 * gradient.to_dense()
-    return float((sharded.full_tensor() - whole).detach().abs().max())
+def make_model() -> tuple[ShardedTensor, RemoteModule]:
+    """Return the table, in three parts, and the linear layer."""
+    spec = ChunkShardingSpec(0, [f"{name}/cpu" for name in HOLDERS])
+    table = gw.shard.sharded_tensor.zeros(spec, NUM_WORDS, WIDTH, requires_grad=True)
+    return table, RemoteModule("table0", torch.nn.Linear, (WIDTH, 1))
 
 
-def describe(table: ShardedTensor) -> None:
-    """Who has what of the table, and what a step touches."""
+def show_placement(table: ShardedTensor) -> None:
     num_bytes = table.numel() * table.element_size()
     print(f"the table has {table.size(0):,} rows of {table.size(1)} numbers, {num_bytes / 1e6:.1f} MB:")
     for shard in table.metadata().shards_metadata:
@@ -103,35 +116,66 @@ def describe(table: ShardedTensor) -> None:
         print(f"  rows {first:,} to {first + number - 1:,} are on {shard.placement}")
     touched = len(torch.unique(make_batch(seed=2)[0]))
     print(
-        f"a batch of {NUM_REVIEWS} reviews has {touched:,} of the words: its gradient is {touched / NUM_WORDS:.0%} of that"
+        f"a batch of {NUM_REVIEWS} reviews uses {touched:,} rows: its gradient is {touched / NUM_WORDS:.0%} of the table"
     )
 
 
+def train_together(
+    cluster: gw.Cluster, table: ShardedTensor, head: RemoteModule, num_steps: int
+) -> dict[str, list[float]]:
+    """Return the losses of each trainer."""
+    trainers = cluster.workers[len(HOLDERS) :]
+    futures = {
+        worker.name: worker.submit(train, table, head, number, num_steps) for number, worker in enumerate(trainers)
+    }
+    losses = {}
+    for name, future in futures.items():
+        losses[name] = future.wait()
+        last = sum(losses[name][-5:]) / 5
+        print(f"{name}: the loss fell from {losses[name][0]:.3f} to {last:.3f} in {num_steps} steps")
+    return losses
+
+
+# %%
+# Compare with one process
+# ------------------------
+
+
+def difference_from_one_process() -> float:
+    """Train a small table on the workers and in one process; return the largest difference."""
+    local = torch.randn(600, 8, generator=torch.Generator().manual_seed(2)) / 8
+    sharded = ChunkShardingSpec(0, [f"{name}/cpu" for name in HOLDERS]).shard(local)
+    sharded.requires_grad_()
+    head = torch.nn.Linear(8, 1)
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [sharded], lr=0.5)
+    local.requires_grad_()
+    for seed in range(5):
+        with gw.autograd.context() as ctx:
+            ctx.backward(compute_loss(sharded, head, seed))
+            optimizer.step(ctx)
+        (gradient,) = torch.autograd.grad(compute_loss(local, head, seed), [local])
+        with torch.no_grad():
+            local -= 0.5 * gradient.to_dense()
+    return float((sharded.full_tensor() - local).detach().abs().max())
+
+
 def main() -> None:
-    """Trains, and checks."""
-    parser = argparse.ArgumentParser(description="A sharded embedding table, and several trainers.")
-    parser.add_argument("--steps", type=int, default=40, help="of each trainer")
+    parser = argparse.ArgumentParser(description="Train a sharded embedding table from two trainers.")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each trainer (default: 40)")
     num_steps = parser.parse_args().steps
     names = [*HOLDERS, *TRAINERS]
     with gw.Cluster.local(len(names), names=names) as cluster:
-        spec = ChunkShardingSpec(0, [f"{name}/cpu" for name in HOLDERS])
-        table = gw.shard.sharded_tensor.zeros(spec, NUM_WORDS, WIDTH, requires_grad=True)
-        head = RemoteModule("table0", torch.nn.Linear, (WIDTH, 1))
-        describe(table)
-        before, began = share_right(table, head), time.perf_counter()
-        jobs = [
-            worker.submit(train, table, head, number, num_steps)
-            for number, worker in enumerate(cluster.workers[len(HOLDERS) :])
-        ]
-        for name, job in zip(TRAINERS, jobs, strict=True):
-            losses = job.wait()
-            print(f"{name}: the loss fell from {losses[0]:.3f} to {sum(losses[-5:]) / 5:.3f} in {num_steps} steps")
-        rate = len(jobs) * num_steps * NUM_REVIEWS / (time.perf_counter() - began)
-        print(f"together they read {rate:,.0f} reviews/s")
-        after, error = share_right(table, head), difference_from_one_process()
-    assert error < 1e-5, f"the sharded table differs by {error:.1e}"
-    print(f"a small table, trained like this, differs from one of one process by {error:.1e}")
-    print(f"embedding_table: {before:.0%} of new reviews were told right before, {after:.0%} now")
+        table, head = make_model()
+        show_placement(table)
+        before, start = compute_accuracy(table, head), time.perf_counter()
+        train_together(cluster, table, head, num_steps)
+        rate = len(TRAINERS) * num_steps * NUM_REVIEWS / (time.perf_counter() - start)
+        print(f"both trainers together: {rate:,.0f} reviews/s")
+        after, difference = compute_accuracy(table, head), difference_from_one_process()
+    if difference > 1e-5:
+        raise SystemExit(f"embedding_table: the sharded table differs from that of one process by {difference:.1e}")
+    print(f"a small table trained in the same way differs from that of one process by {difference:.1e}")
+    print(f"embedding_table: the accuracy on new reviews rose from {before:.0%} to {after:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
-"""Everything once: parameters on another worker, a forward pass, a backward pass and an optimizer's step, across workers.
+"""
+Train parameters that live on another worker
+============================================
+
+The whole path once, in the smallest program: parameters on a worker, a forward pass, a backward pass and an optimizer
+step across processes.
+
+Run it::
 
     python examples/end_to_end.py
 
-Two parameters are made on a worker and stay there. The driver uses them, computes a loss, runs backward through the calls,
-and steps the parameters where they are. The same in one process gives the same numbers.
+Two matrices are created on a worker and stay there. The driver fetches them, computes a loss, runs the backward pass
+through the fetches, and steps the matrices where they are. The last line compares them with the same training in one
+process.
 """
 
 from __future__ import annotations
 
 import torch
 
-import gradwire
+import gradwire as gw
 from gradwire import autograd, optim, rpc
 
 LEARNING_RATE = 0.05
@@ -18,26 +26,35 @@ NUM_STEPS = 5
 
 
 def make_parameter(seed: int) -> torch.nn.Parameter:
-    """Runs on the worker: what it returns stays there."""
     return torch.nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)))
 
 
-def train_across_workers(worker: str) -> list[torch.Tensor]:
-    """Steps parameters that live on another worker; returns copies of them."""
+# %%
+# On a worker
+# -----------
+# ``rpc.remote`` runs ``make_parameter`` there and returns a reference. Inside the context ``to_here()`` is recorded,
+# so that gradients flow back to the worker. They are kept in the context, not in ``.grad``.
+
+
+def train_on_worker(worker: str) -> list[torch.Tensor]:
     first, second = (rpc.remote(worker, make_parameter, args=(seed,)) for seed in (1, 2))
     optimizer = optim.DistributedOptimizer(torch.optim.SGD, [first, second], lr=LEARNING_RATE)
-    for number in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
         with autograd.context() as ctx:
-            product = first.to_here() @ second.to_here()  # recorded: gradients go back to the worker
+            product = first.to_here() @ second.to_here()
             loss = (product - torch.eye(3)).square().sum()
             autograd.backward(ctx, [loss])
             optimizer.step(ctx)
-        print(f"step {number}: loss {loss.item():.4f}")
+        print(f"step {step}: loss {loss.item():.4f}")
     return [parameter.to_here().detach() for parameter in (first, second)]
 
 
+# %%
+# The same in one process
+# -----------------------
+
+
 def train_here() -> list[torch.Tensor]:
-    """The same in one process."""
     parameters = [make_parameter(seed) for seed in (1, 2)]
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
     for _ in range(NUM_STEPS):
@@ -47,12 +64,18 @@ def train_here() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
+# %%
+# Compare
+# -------
+
+
 def main() -> None:
-    """Starts a worker, trains what it has, and compares."""
-    with gradwire.Cluster.local(1) as cluster:
-        found = train_across_workers(cluster.workers[0].name)
-    is_same = all(torch.equal(there, here) for there, here in zip(found, train_here(), strict=True))
-    print(f"end_to_end: same parameters as in one process, bit for bit: {is_same}")
+    with gw.Cluster.local(1) as cluster:
+        remote = train_on_worker(cluster.workers[0].name)
+    local = train_here()
+    if not all(torch.equal(one, other) for one, other in zip(remote, local, strict=True)):
+        raise SystemExit("end_to_end: the parameters differ from those of one process")
+    print("end_to_end: the parameters equal those of one process, bit for bit")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
-"""Several trainers, one parameter server, and three ways to share the parameters.
+"""
+Train on a parameter server
+===========================
+
+One worker holds the model. Four others train it at the same time, each on data of its own. When the model is made,
+you choose what happens if one trainer steps while another is between its forward and its backward pass:
+
+- ``snapshot``: every gradient is exact for the weights that its trainer saw; a step copies what others still need.
+- ``serialize``: one trainer at a time, as if they had trained one after the other.
+- ``hogwild``: nothing is copied; a gradient may be that of weights that have changed in the meantime.
+
+Run it::
 
     python examples/parameter_server.py --steps 60
 
-One worker has the model, four others train it at the same time, each on data of its own. What happens when one steps while
-another is between forward and backward is chosen when the model is made:
-
-      "snapshot"   every gradient is exact for the weights that its trainer saw; a step copies what others still need
-      "serialize"  one trainer at a time: as if they had trained one after the other
-      "hogwild"    nothing is copied; gradients may be those of weights that have changed meanwhile
-
-The program trains once with each. In the end it shows what "snapshot" means: it steps while another context is under way,
-and compares that context's gradient with the one of the weights it saw, computed in one process.
+The program trains once in each mode and prints loss and speed. Then it shows what ``snapshot`` means: it steps while
+another context is open, and compares the gradient of that context with the one computed in one process.
 """
 
 from __future__ import annotations
@@ -30,16 +34,19 @@ BATCH_SIZE = 64
 Mode = Literal["snapshot", "serialize", "hogwild"]
 MODES: tuple[Mode, ...] = ("snapshot", "serialize", "hogwild")
 
+# %%
+# The model and the data
+# ----------------------
+# Points on the two arms of a spiral; the model says which arm a point is on.
+
 
 def make_model() -> nn.Module:
-    """Two inputs, two classes; the same weights wherever it is made."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same initial weights wherever it is made
         return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
 def make_batch(seed: int, size: int = BATCH_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points on two arms of a spiral, and which arm each is on."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (size,), generator=random)
     turn = torch.rand(size, generator=random) * 5 + 1
@@ -48,75 +55,100 @@ def make_batch(seed: int, size: int = BATCH_SIZE) -> tuple[torch.Tensor, torch.T
     return torch.stack((angle.cos(), angle.sin()), dim=1) * turn[:, None] / 3 + noise, labels
 
 
-def loss_of(model: nn.Module, seed: int, size: int = BATCH_SIZE) -> torch.Tensor:
-    """Cross entropy on a batch."""
+def compute_loss(model: nn.Module, seed: int, size: int = BATCH_SIZE) -> torch.Tensor:
     points, labels = make_batch(seed, size)
     return nn.functional.cross_entropy(model(points), labels)
 
 
-def train(model: RemoteModule, trainer: int, num_steps: int) -> float:
-    """Runs on a trainer; returns its last loss."""
+# %%
+# On a trainer
+# ------------
+# A trainer is sent a handle of the model and uses it like a module of its own.
+
+
+def train(model: RemoteModule, trainer: int, num_steps: int) -> list[float]:
     optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [model], lr=0.15, momentum=0.5)
-    loss = torch.zeros(())
-    for number in range(num_steps):
+    losses = []
+    for step in range(num_steps):
         with gw.autograd.context() as ctx:
-            loss = loss_of(model, seed=1_000_000 * (trainer + 1) + number)
+            loss = compute_loss(model, seed=1_000_000 * (trainer + 1) + step)
             ctx.backward(loss)
             optimizer.step(ctx)
-    return float(loss.detach())
+        losses.append(loss.item())
+    return losses
 
 
-def train_together(cluster: gw.Cluster, mode: Mode, num_steps: int) -> tuple[float, float]:
-    """All trainers at once; returns the loss on new points, and the seconds it took."""
+# %%
+# On the driver
+# -------------
+# ``concurrency`` chooses the mode. All trainers run at once.
+
+
+def train_together(cluster: gw.Cluster, mode: Mode, num_steps: int) -> tuple[RemoteModule, list[list[float]]]:
+    """Return the model, and the losses of each trainer."""
     model = RemoteModule("server", make_model, concurrency=mode)
-    began = time.perf_counter()
-    jobs = [worker.submit(train, model, number, num_steps) for number, worker in enumerate(cluster.workers[1:])]
-    for number, job in enumerate(jobs):
-        print(f"  {mode}: trainer{number} is done, its last loss is {job.wait():.3f}")
-    seconds = time.perf_counter() - began
-    with torch.no_grad():
-        return float(loss_of(model, seed=0, size=1000)), seconds
+    futures = [worker.submit(train, model, number, num_steps) for number, worker in enumerate(cluster.workers[1:])]
+    losses = []
+    for number, future in enumerate(futures):
+        losses.append(future.wait())
+        print(f"  {mode}: trainer{number} has finished, last loss {losses[-1][-1]:.3f}")
+    return model, losses
 
 
-def gradient_error() -> float:
-    """Steps while another context is under way; how far its gradients are from those of the weights it saw."""
+# %%
+# What ``snapshot`` promises
+# --------------------------
+# One context steps the model while another is between forward and backward. The gradient of the second one is still
+# that of the weights that it saw. (With a learning rate of one, the change of a parameter is its gradient.)
+
+
+def snapshot_error() -> float:
+    """Return the largest difference from the gradient of one process."""
     model, local = RemoteModule("server", make_model), make_model()
     names = [name for name, _ in local.named_parameters()]
-    expected = torch.autograd.grad(loss_of(local, seed=1), list(local.parameters()))
+    expected = torch.autograd.grad(compute_loss(local, seed=1), list(local.parameters()))
     optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [model], lr=1.0)
     with gw.autograd.context() as slow:
-        loss = loss_of(model, seed=1)
+        loss = compute_loss(model, seed=1)
         with gw.autograd.context() as quick:
-            quick.backward(loss_of(model, seed=2))
+            quick.backward(compute_loss(model, seed=2))
             optimizer.step(quick)
         slow.backward(loss)
         before = dict(model.named_parameters())
         optimizer.step(slow)
     after = dict(model.named_parameters())
-    found = [before[name] - after[name] for name in names]  # with a rate of one, the step is the gradient
+    found = [before[name] - after[name] for name in names]
     return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
 
 
+# %%
+# Train in each mode
+# ------------------
+
+
 def main() -> None:
-    """Trains with each mode."""
-    parser = argparse.ArgumentParser(description="Several trainers, one parameter server.")
-    parser.add_argument("--steps", type=int, default=100, help="of each trainer")
+    parser = argparse.ArgumentParser(description="Train on a parameter server, in three modes.")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each trainer (default: 100)")
     num_steps = parser.parse_args().steps
     with torch.no_grad():
-        before = float(loss_of(make_model(), seed=0, size=1000))
-    print(f"{NUM_TRAINERS} trainers, {num_steps} steps each; the loss is {before:.3f} before")
+        before = float(compute_loss(make_model(), seed=0, size=1000))
+    print(f"{NUM_TRAINERS} trainers, {num_steps} steps each; loss before training: {before:.3f}")
     names = ["server", *(f"trainer{number}" for number in range(NUM_TRAINERS))]
-    losses = []
+    final = []
     with gw.Cluster.local(len(names), names=names) as cluster:
         for mode in MODES:
-            loss, seconds = train_together(cluster, mode, num_steps)
-            losses.append(loss)
+            start = time.perf_counter()
+            model, _ = train_together(cluster, mode, num_steps)
+            seconds = time.perf_counter() - start
+            with torch.no_grad():
+                final.append(float(compute_loss(model, seed=0, size=1000)))
             rate = NUM_TRAINERS * num_steps / seconds
-            print(f"{mode}: loss {loss:.3f} after {seconds:.1f} s, {rate:,.0f} steps/s")
-        error = gradient_error()
-    assert error < 1e-6, f"gradients differ by {error:.1e}"
-    print(f"a gradient computed while another trainer stepped differs from that of one process by {error:.1e}")
-    print(f"parameter_server: loss fell from {before:.2f} to {max(losses):.2f} or less, with every way to share")
+            print(f"{mode}: loss {final[-1]:.3f} on new points after {seconds:.1f} s, {rate:,.0f} steps/s")
+        error = snapshot_error()
+    if error > 1e-6:
+        raise SystemExit(f"parameter_server: the gradient differs by {error:.1e}")
+    print(f"snapshot: a gradient computed while another trainer stepped differs from one process by {error:.1e}")
+    print(f"parameter_server: the loss fell from {before:.2f} to {max(final):.2f} or less in every mode")
 
 
 if __name__ == "__main__":

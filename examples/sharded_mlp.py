@@ -1,96 +1,127 @@
-"""A model whose large layers are divided among workers learns what it learns in one process.
+"""
+Shard the large layers of a model
+=================================
+
+A planner divides the large layers of a model among three workers; the training loop stays that of a plain model. The
+program then trains the same model in one process and compares every loss.
+
+Run it::
 
     python examples/sharded_mlp.py
 
-A planner decides how: of two layers that follow each other, the first is cut by rows of its weight and the second by
-columns, so that what is between them stays where it is, and only sums come back. The program itself is the one for a plain
-model.
+The first lines show which worker has which part of each weight. Of two linear layers in a row the planner divides the
+first by rows of its weight and the second by columns: the activations between them stay on the workers, and only
+partial sums come back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-import gradwire
+import gradwire as gw
+from gradwire.shard import BalancedPlanner, ShardedTensor, shard_module
 
 NUM_WORKERS = 3
 NUM_STEPS = 30
 
+# %%
+# The model and the data
+# ----------------------
+
 
 def make_model() -> nn.Module:
-    """Always with the same values."""
-    torch.manual_seed(1)
+    torch.manual_seed(1)  # the same initial weights each time
     return nn.Sequential(nn.Linear(16, 500), nn.GELU(), nn.Linear(500, 16), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points, and what the model is to learn of them."""
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(number))
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
     return x, torch.tanh(x[:, :1] - x[:, 1:2])
 
 
-def use_one_thread() -> None:
-    """Several on every worker would get into each other's way."""
-    torch.set_num_threads(1)
+# %%
+# Divide the layers
+# -----------------
+# ``min_bytes`` keeps small parameters on the driver.
 
 
-def shard(model: nn.Module) -> None:
-    """Moves the large layers to the workers; small parameters stay here."""
-    placements = [f"worker{number}/cpu" for number in range(NUM_WORKERS)]
-    plan = gradwire.shard.BalancedPlanner(placements, min_bytes=8_000).build_plan(model)
-    gradwire.shard.shard_module(model, plan)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, gradwire.shard.ShardedTensor):
-            shards = parameter.metadata().shards_metadata
-            print(f"{name}: " + ", ".join(f"{item.shard_sizes} on {item.placement}" for item in shards))
-
-
-def train_sharded() -> list[float]:
-    """The losses of a run over the workers."""
+def make_sharded_model(workers: Sequence[str]) -> nn.Module:
     model = make_model()
-    shard(model)
-    optimizer = gradwire.optim.DistributedOptimizer(torch.optim.AdamW, list(model.parameters()), lr=0.01)
+    planner = BalancedPlanner([f"{name}/cpu" for name in workers], min_bytes=8_000)
+    shard_module(model, planner.build_plan(model))
+    return model
+
+
+def show_placement(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ShardedTensor):
+            shards = parameter.metadata().shards_metadata
+            parts = ", ".join(f"{shard.shard_sizes} on {shard.placement}" for shard in shards)
+        else:
+            parts = f"{list(parameter.shape)} on the driver"
+        print(f"  {name}: {parts}")
+
+
+# %%
+# Train
+# -----
+# The two loops differ in the context and in the optimizer, and in nothing else.
+
+
+def train_sharded(model: nn.Module) -> list[float]:
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.AdamW, list(model.parameters()), lr=0.01)
     losses = []
-    for number in range(NUM_STEPS):
-        x, y = batch(number)
-        with gradwire.autograd.context() as context:
+    for step in range(NUM_STEPS):
+        x, y = make_batch(step)
+        with gw.autograd.context() as ctx:
             loss = nn.functional.mse_loss(model(x), y)
-            context.backward(loss)
-            optimizer.step(context)
+            ctx.backward(loss)
+            optimizer.step(ctx)
         losses.append(loss.item())
+        if step % 10 == 0:
+            print(f"  step {step:2} of {NUM_STEPS}: loss {losses[-1]:.6f}")
     return losses
 
 
 def train_in_one_process() -> list[float]:
-    """The same with torch alone."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
-    for number in range(NUM_STEPS):
-        x, y = batch(number)
+    for step in range(NUM_STEPS):
+        x, y = make_batch(step)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if step % 10 == 0:
+            print(f"  step {step:2} of {NUM_STEPS}: loss {losses[-1]:.6f}")
     return losses
 
 
+# %%
+# Compare
+# -------
+# Sharded layers add up numbers in another order, so the losses are equal up to rounding, not bit for bit.
+
+
 def main() -> None:
-    """Trains both, and compares every loss."""
-    use_one_thread()
-    with gradwire.Cluster.local(NUM_WORKERS) as cluster:
-        for worker in cluster.workers:
-            worker.call(use_one_thread)
-        there = train_sharded()
-    here = train_in_one_process()
-    for number in range(0, NUM_STEPS, 10):
-        print(f"step {number:2}: loss {there[number]:.6f} on workers, {here[number]:.6f} in one process")
-    apart = max(abs(a - b) / b for a, b in zip(there, here, strict=True))
-    if apart > 1e-3:  # sums are made in another order, and training makes the difference grow
-        raise SystemExit(f"sharded_mlp: the losses are {apart:.1e} apart")
-    print(f"sharded_mlp: {NUM_STEPS} losses fell from {here[0]:.3f} to {here[-1]:.3f}, the same up to rounding")
+    torch.set_num_threads(1)  # as many as each worker has
+    with gw.Cluster.local(NUM_WORKERS) as cluster:
+        model = make_sharded_model([worker.name for worker in cluster.workers])
+        print("placement:")
+        show_placement(model)
+        print(f"sharded over {NUM_WORKERS} workers:")
+        distributed = train_sharded(model)
+    print("the same model in one process:")
+    local = train_in_one_process()
+    difference = max(abs(a - b) / b for a, b in zip(distributed, local, strict=True))
+    if difference > 1e-3:  # rounding differs in the first step, and training amplifies it
+        raise SystemExit(f"sharded_mlp: the losses differ by {difference:.1e}")
+    print(f"sharded_mlp: the loss fell from {local[0]:.3f} to {local[-1]:.3f}, as in one process up to rounding")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,17 @@
-"""Trains a model on three workers while they are killed at random, and ends with the losses of an undisturbed run.
+"""
+Train while workers are killed
+==============================
+
+Workers are killed with SIGKILL at random while they train. A lost worker is restarted under its name, ``on_restart``
+rebuilds the layer that it held from the last checkpoint, the other workers go back to that checkpoint as well, and
+the steps since then are repeated. The losses equal those of an undisturbed run, bit for bit.
+
+Run it::
 
     python examples/survives_kills.py --kills 5
 
-A worker that is lost is started again under its name. `on_restart` makes the layer that it held again, from the last
-checkpoint; then the others go back to that checkpoint, too, and the batches since then are used once more.
+Each line about an error shows where the training was and where it resumed. ``--seed`` chooses other moments for the
+kills.
 """
 
 from __future__ import annotations
@@ -20,24 +28,31 @@ from torch import nn
 
 import gradwire as gw
 
-NUM_WORKERS, SAVE_EVERY, STEPS_FOR_A_KILL = 3, 4, 8
+NUM_WORKERS, SAVE_EVERY, STEPS_PER_KILL = 3, 4, 8
+
+# %%
+# The model and the data
+# ----------------------
 
 
 def make_layer(number: int) -> nn.Module:
-    """One layer, with the same weights wherever it is made."""
     with torch.random.fork_rng():
-        torch.manual_seed(number)
+        torch.manual_seed(number)  # the same initial weights wherever it is made
         return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
 
 
-def batch(number: int) -> torch.Tensor:
-    """The data of a step."""
-    return torch.randn(32, 16, generator=torch.Generator().manual_seed(number))
+def make_batch(step: int) -> torch.Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+
+
+# %%
+# A training that can recover
+# ---------------------------
+# ``rebuild`` runs in a thread of the driver as soon as the new process serves calls. ``recover`` waits until all
+# workers are back and takes them to the same checkpoint.
 
 
 class Training:
-    """One layer on each worker, and one optimizer for all."""
-
     def __init__(self, folder: str, max_restarts: int) -> None:
         self.folder = folder
         self.cluster = gw.Cluster.local(
@@ -51,23 +66,21 @@ class Training:
         self.optimizer = gw.optim.DistributedOptimizer(torch.optim.AdamW, list(self.layers.values()), lr=0.01)
 
     def save(self, step: int) -> None:
-        gw.checkpoint.save(self.folder, {"layers": self.layers, "optim": self.optimizer, "step": step})
+        gw.checkpoint.save(self.folder, {"layers": self.layers, "optimizer": self.optimizer, "step": step})
 
     def rebuild(self, worker: gw.cluster.Worker) -> None:
-        """Make what a worker held again, as it was when it was saved last."""
         self.layers[worker.name] = worker.module(make_layer, worker.rank)
         gw.checkpoint.load(self.folder, {"layers": {worker.name: self.layers[worker.name]}})
 
     def recover(self) -> int:
-        """Wait until all workers are back, take all of them to the last checkpoint; return the step to go on with."""
+        """Return the step to resume at."""
         self.cluster.wait_for_workers()
         self.make_optimizer()
-        values = gw.checkpoint.load(self.folder, {"layers": self.layers, "optim": self.optimizer})
+        values = gw.checkpoint.load(self.folder, {"layers": self.layers, "optimizer": self.optimizer})
         return int(values["step"])
 
-    def step(self, number: int) -> float:
-        """One step; returns its loss."""
-        x = target = batch(number)
+    def run_step(self, step: int) -> float:
+        x = target = make_batch(step)
         with gw.autograd.context() as ctx:
             for layer in self.layers.values():
                 x = layer(x)
@@ -77,7 +90,7 @@ class Training:
         return loss.item()
 
     def kill_soon(self, chance: random.Random) -> threading.Timer:
-        """Kill one of the workers within the next steps, whatever it does then."""
+        """Kill one of the workers within the next steps, whatever it is doing then."""
         victim = chance.choice(self.cluster.workers)
         assert victim.pid is not None
         timer = threading.Timer(chance.uniform(0.0, 0.03), os.kill, (victim.pid, signal.SIGKILL))
@@ -85,46 +98,62 @@ class Training:
         return timer
 
 
-def train(num_steps: int, kills: int, seed: int) -> list[float]:
-    """The losses of all steps."""
+# %%
+# Train, and recover after every error
+# ------------------------------------
+# Any error of gradwire leads back to the last checkpoint. A step that is repeated must give the loss that it gave
+# before.
+
+
+def train(num_steps: int, num_kills: int, seed: int) -> list[float]:
+    """Return the losses of all steps."""
     chance = random.Random(seed)
-    kill_at = sorted(chance.sample(range(num_steps - 2), kills), reverse=True)
+    kill_at = sorted(chance.sample(range(num_steps - 2), num_kills), reverse=True)
     losses: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(folder, max_restarts=kills)
-        number, num_replayed, killer = 0, 0, None
+        training = Training(folder, max_restarts=num_kills)
+        step, num_repeated, killer = 0, 0, None
         with training.cluster:
-            while number < num_steps:
+            while step < num_steps:
                 try:
-                    if kill_at and number >= kill_at[-1] and (killer is None or not killer.is_alive()):
+                    if kill_at and step >= kill_at[-1] and (killer is None or not killer.is_alive()):
                         kill_at.pop()
                         killer = training.kill_soon(chance)
-                    if killer is not None and number == num_steps - 1:
-                        killer.join()  # the last one counts, too
-                    loss = training.step(number)
-                    num_replayed += number in losses
-                    assert losses.setdefault(number, loss) == loss, "a batch that is used again gives the same loss"
-                    number += 1
-                    if number % SAVE_EVERY == 0:
-                        training.save(number)
+                    if killer is not None and step == num_steps - 1:
+                        killer.join()  # the last kill counts, too
+                    loss = training.run_step(step)
+                    num_repeated += step in losses
+                    assert losses.setdefault(step, loss) == loss, "a repeated step gives the same loss"
+                    step += 1
+                    if step % SAVE_EVERY == 0:
+                        training.save(step)
                 except gw.errors.GradwireError as error:
-                    number = training.recover()
-                    print(f"{type(error).__name__} at step {len(losses)}: on from step {number}")
-            restarts = sum(worker.restarts for worker in training.cluster.status())
-        print(f"{num_steps} steps with {restarts} restarts: {num_replayed} batches were used again, loss {loss:.4f}")
-    return [losses[number] for number in range(num_steps)]
+                    failed, step = step, training.recover()
+                    print(f"  {type(error).__name__} at step {failed}: resumed at step {step}")
+            num_restarts = sum(worker.restarts for worker in training.cluster.status())
+        print(f"  {num_steps} steps, {num_restarts} restarts, {num_repeated} steps repeated, last loss {loss:.4f}")
+    return [losses[step] for step in range(num_steps)]
+
+
+# %%
+# Compare
+# -------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description="Train while workers are killed at random.")
+    parser.add_argument("--kills", type=int, default=5, help="how many workers to kill (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the moments and the workers (default: 0)")
     options = parser.parse_args()
-    num_steps = STEPS_FOR_A_KILL * max(options.kills, 5)
+    num_steps = STEPS_PER_KILL * max(options.kills, 5)
+    print(f"{NUM_WORKERS} workers, undisturbed:")
     undisturbed = train(num_steps, 0, options.seed)
+    print(f"{NUM_WORKERS} workers, {options.kills} kills:")
     disturbed = train(num_steps, options.kills, options.seed)
+    if disturbed != undisturbed:
+        raise SystemExit("survives_kills: the losses differ from those of the undisturbed run")
     print(
-        f"survives_kills: {options.kills} kills, {num_steps} losses are the same bit for bit: {disturbed == undisturbed}"
+        f"survives_kills: after {options.kills} kills all {num_steps} losses equal those of the undisturbed run, bit for bit"
     )
 
 

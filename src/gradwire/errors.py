@@ -52,12 +52,32 @@ Messages name the worker, the operation and the next step. Errors travel between
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
+
+DOCS_URL: Final = "https://gradwire.readthedocs.io/"
+"""Where the documentation is published. Its page ``errors`` has a section for each class of this module."""
 
 
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on its own account."""
+    """Base of every error that gradwire raises on its own account.
+
+    A printed traceback ends with a link to the section of the documentation that says what the error means and what
+    to do (from Python 3.11 on, which prints the notes of exceptions). ``str(error)`` is the message alone.
+    """
+
+    @property
+    def docs_url(self) -> str:
+        """The section on this error in the documentation."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"{DOCS_URL}errors.html#{kind.__name__.lower()}"
+
+    # Made when a traceback is printed, not when the error is: errors that are caught pay nothing for it.
+    @functools.cached_property
+    def __notes__(self) -> list[str]:
+        return [f"See {self.docs_url}"]
 
 
 class ConfigurationError(GradwireError, ValueError):

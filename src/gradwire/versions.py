@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from gradwire.types import Trust
 
-GRADWIRE_VERSION = "0.1.0.dev0"
+GRADWIRE_VERSION = "0.1.0"  # the one place: pyproject.toml reads it from here
 
 _Version = Annotated[str, Meta(max_length=64)]
 

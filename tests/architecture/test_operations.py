@@ -1,4 +1,4 @@
-"""Every operation that peers can ask for has a row in docs/trust.md: what it takes, and what is checked."""
+"""Every operation that peers can ask for has a row in docs/concepts/trust.md: what it takes, and what is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.testing import local_agents
 from gradwire.wire import plain as _registry
 from gradwire.wire.messages import MESSAGE_TYPES
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "trust.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "concepts" / "trust.md"
 SECTION = "## Operations that peers can ask for"
 SOURCES = Path(gradwire.__file__).parent
 
@@ -69,10 +69,10 @@ def documented() -> set[str]:
 
 def test_every_operation_has_a_row() -> None:
     missing = registered() - documented()
-    assert not missing, f"docs/trust.md, {SECTION!r}, has no row for: {', '.join(sorted(missing))}"
+    assert not missing, f"docs/concepts/trust.md, {SECTION!r}, has no row for: {', '.join(sorted(missing))}"
 
 
 def test_every_row_is_about_an_operation() -> None:
     messages = {kind.__name__ for kind in (*MESSAGE_TYPES.values(), *get_args(_actions.Message))}
     gone = documented() - registered() - messages
-    assert not gone, f"docs/trust.md, {SECTION!r}, has rows for what is not there: {', '.join(sorted(gone))}"
+    assert not gone, f"docs/concepts/trust.md, {SECTION!r}, has rows for what is not there: {', '.join(sorted(gone))}"

@@ -90,6 +90,24 @@ def test_stopped_with_a_gradient_that_fills_the_connection(cluster: Cluster) -> 
     check_works(cluster.workers)
 
 
+def test_graph_shows_who_does_not_answer(cluster: Cluster) -> None:
+    first, second, _ = cluster.workers
+    with gw.autograd.context() as ctx:
+        loss = first.call(tasks.through, make_input(), [second.name]).sum()
+        with stopped(second):
+            started = time.monotonic()
+            graph = ctx.graph(loss, timeout=TIMEOUT_S)
+            assert time.monotonic() - started < TIMEOUT_S + LATE_S
+        assert {item.name: item.answered for item in graph.workers} == {
+            "driver": True,
+            first.name: True,
+            second.name: False,
+        }
+        assert f"{second.name} did not answer." in graph.to_svg()
+    wait_clean(cluster.workers)
+    check_works(cluster.workers)
+
+
 def test_stopped_and_released(cluster: Cluster) -> None:
     """The end of the context is told to a worker that hears of it when it goes on."""
     first, second, third = cluster.workers

@@ -1,11 +1,12 @@
-"""Every example runs as people run it, and ends with the line it promises; so does every program in the documents.
+"""Every example runs and ends with the line that it promises; so does every program in the documents.
 
-Two run at a time: each uses one core most of the time, to import torch in one process after the other. Programs of documents
-share an interpreter.
+Most of the time of a program is spent on importing torch, so programs share interpreters (`program_runner`), two of which
+run at a time. Examples that start other processes themselves run in one of their own, as people start them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,29 +14,37 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import quick_python
+from documents import is_as_shown, shown_in
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SEVERAL = Path(__file__).with_name("several.py")
+RUNNER = Path(__file__).with_name("program_runner.py")
 LAST_LINES = {
-    "checkpoint.py": r"checkpoint: 12 losses are the same bit for bit: True",
-    "demo.py": r"demo: 9\d\.\d% of 1,000 new images are read right",
-    "embedding_table.py": r"embedding_table: 50% of new reviews were told right before, [78]\d% now",
-    "end_to_end.py": r"end_to_end: same parameters as in one process, bit for bit: True",
-    "exposed_only.py": r"exposed_only: prediction is right: True, refused: 3 of 3",
-    "on_ray.py": r"on_ray: 30 losses fell from 0\.\d+ to 0\.\d+, as in one process: True",
-    "parameter_average.py": r"parameter_average: loss fell from 0\.\d+ to 0\.0[01]\d",
-    "parameter_server.py": r"parameter_server: loss fell from 0\.67 to 0\.0\d or less, with every way to share",
-    "remote_calls.py": r"remote_calls: \d+ calls answered, no worker left behind",
-    "sharded_mlp.py": r"sharded_mlp: 30 losses fell from 0\.\d+ to 0\.\d+, the same up to rounding",
-    "split_model.py": r"split_model: 40 losses fell from 0\.976 to 0\.0\d\d, the same bit for bit",
-    "survives_kills.py": r"survives_kills: 5 kills, 40 losses are the same bit for bit: True",
-    "torch_style.py": r"torch_style: the sum is \[30\.0, 36\.0\], expected \[30\.0, 36\.0\]",
-    "under_torchrun.py": r"under_torchrun: 2 workers, loss fell from 0\.\d+ to 0\.0\d+",
-    "two_hosts_tls.py": r"two_hosts_tls: both workers ended with \[0, 0\]",
+    "checkpoint.py": r"checkpoint: all 12 losses equal those of the undisturbed run, bit for bit",
+    "demo.py": r"demo: 9\d\.\d% of 1,000 new images were classified correctly",
+    "embedding_table.py": r"embedding_table: the accuracy on new reviews rose from 50% to [78]\d%",
+    "end_to_end.py": r"end_to_end: the parameters equal those of one process, bit for bit",
+    "exposed_only.py": r"exposed_only: the prediction is correct, and 3 of 3 forbidden calls were refused",
+    "on_ray.py": r"on_ray: the loss fell from 0\.\d+ to 0\.\d+, as in one process",
+    "parameter_average.py": r"parameter_average: the loss fell from 0\.\d+ to 0\.0[01]\d",
+    "parameter_server.py": r"parameter_server: the loss fell from 0\.67 to 0\.0\d or less in every mode",
+    "pipeline.py": r"pipeline: after 3 steps with each schedule, weights differ from those of one process by \d\.\de-\d\d",
+    "reinforcement_learning.py": r"reinforcement_learning: the mean return rose from -\d\d\.\d to -\d\.\d in 60 updates",
+    "remote_calls.py": r"remote_calls: the workers served \d+ calls and have exited",
+    "sharded_mlp.py": r"sharded_mlp: the loss fell from 0\.\d+ to 0\.\d+, as in one process up to rounding",
+    "split_learning.py": (
+        r"split_learning: 40 losses fell from 0\.692 to 0\.2\d\d, as in one process: True; refused: 3 of 3"
+    ),
+    "split_model.py": r"split_model: the loss fell from 0\.976 to 0\.0\d\d, all 40 losses equal bit for bit",
+    "survives_kills.py": r"survives_kills: after 5 kills all 40 losses equal those of the undisturbed run, bit for bit",
+    "torch_style.py": r"torch_style: two ranks added up the rows of a matrix: \[30\.0, 36\.0\], as expected",
+    "two_hosts_tls.py": r"two_hosts_tls: both workers called each other over TLS and have exited",
+    "under_torchrun.py": r"under_torchrun: the loss fell from 0\.\d+ to 0\.0\d+",
 }
 MORE_LINES = {
     "demo.py": [
@@ -50,13 +59,11 @@ LOGGED = re.compile(
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
+START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
+FRESH = ("demo.py", "on_ray.py")  # in interpreters of their own from the start; all others are forks
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
-PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-DOCUMENTS = sorted(
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
-    if PROGRAM.search(path.read_text())
-)
+GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
 
 
 class Ran(NamedTuple):
@@ -68,28 +75,76 @@ class Ran(NamedTuple):
     err: str
 
 
+DOCUMENTS = sorted(
+    document
+    for document in (str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
+    if shown_in(document)
+)
+
+
 Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 
-def run(program: Path, folder: Path, *arguments: str, **environment: str) -> Ran:
-    """Runs a program in a folder of its own: it must not depend on where it is started."""
-    done = subprocess.run(
+def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> Ran:
+    """Run a program in a process of its own, and in a folder of its own: it must not depend on where it is started."""
+    fresh = program.name in FRESH
+    popen = subprocess.Popen if fresh else quick_python.Popen
+    with popen(
         [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},  # without an installed package, too
+        env={
+            **os.environ,
+            "PYTHONPATH": PYTHONPATH,  # without an installed package, too
+            **({} if fresh else {quick_python.NESTED: "1"}),
+            **environment,
+        },
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return Ran(program, done.returncode, done.stdout, done.stderr)
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return Ran(program, process.returncode, out, err)
+
+
+def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool) -> list[Ran]:
+    """Run programs one after the other in one interpreter, each in its folder and with its arguments."""
+    results = [folder / f"results{number}" for number in range(len(jobs))]
+    described = [
+        (str(program), str(place), str(result), arguments, are_ranks)
+        for (program, place, arguments), result in zip(jobs, results, strict=True)
+    ]
+    runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S)
+    return [_result(program, result, runner) for (program, _, _), result in zip(jobs, results, strict=True)]
+
+
+def _result(program: Path, result: Path, runner: Ran) -> Ran:
+    if not result.with_suffix(".code").exists():  # a program that ends the runner ends all programs after it
+        return runner._replace(program=program, err=f"the runner has ended: {runner.err}")
+    code, out, err = (result.with_suffix(suffix).read_text() for suffix in (".code", ".out", ".err"))
+    return Ran(program, int(code), out, err)
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    threads = {"OMP_NUM_THREADS": "1"} if name in LAUNCHERS else {}  # else torchrun says that it has set it
+    threads = {"OMP_NUM_THREADS": "1"} if name in LAUNCHERS else {}  # else torchrun logs that it has set it
     ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **threads)
-    assert list(folder.iterdir()) == [], "files that it has left"
-    return {name: [ran]}
+    return {name: [_without_files(ran, folder)]}
+
+
+def run_examples(names: list[str], folder: Path) -> dict[str, list[Ran]]:
+    folders = [folder / name for name in names]
+    for place in folders:
+        place.mkdir()
+    jobs = [(EXAMPLES / name, place, ARGUMENTS.get(name, [])) for name, place in zip(names, folders, strict=True)]
+    found = run_together(jobs, folder, are_ranks=False)
+    return {name: [_without_files(ran, place)] for name, ran, place in zip(names, found, folders, strict=True)}
+
+
+def _without_files(ran: Ran, folder: Path) -> Ran:
+    left = sorted(path.name for path in folder.iterdir())
+    return ran._replace(code=1, err=f"it has left files: {left}") if left else ran
 
 
 def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
@@ -98,42 +153,53 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
     for document, found in programs.items():
         place = folder / document
         place.mkdir(parents=True)
-        for number, text in enumerate(PROGRAM.findall((ROOT / document).read_text())):
-            found.append(place / f"program{number}.py")
-            found[-1].write_text(text)
-    all_of_them = [str(program) for found in programs.values() for program in found]
-    runner = run(SEVERAL, folder, *all_of_them)
-    return {document: [_result(program, runner) for program in found] for document, found in programs.items()}
+        for number, shown in enumerate(shown_in(document)):
+            found.append(place / (shown.name or f"program{number}.py"))
+            found[-1].write_text(shown.text)
+    jobs: list[tuple[Path, Path, list[str]]] = [
+        (program, program.parent, []) for found in programs.values() for program in found
+    ]
+    ran = iter(run_together(jobs, folder, are_ranks=True))
+    return {document: [next(ran) for _ in found] for document, found in programs.items()}
 
 
-def _result(program: Path, runner: Ran) -> Ran:
-    if not program.with_suffix(".code").exists():  # the end of one is that of all after it
-        return runner._replace(program=program, err=f"the runner has ended: {runner.err}")
-    code, out, err = (program.with_suffix(suffix).read_text() for suffix in (".code", ".out", ".err"))
-    return Ran(program, int(code), out, err)
+def run_notebook(name: str, folder: Path) -> dict[str, list[Ran]]:
+    return {
+        name: [
+            run(ROOT / "docs" / "scripts" / "run_tour.py", folder, str(folder / name))._replace(program=folder / name)
+        ]
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """What the tests that were asked for want to look at, in their order."""
-    wanted: dict[str, list[str]] = {"example": [], "document": []}
+    """What the tests that were asked for want to look at."""
+    wanted: dict[str, list[str]] = {"example": [], "document": [], "notebook": []}
     for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
+        if item.path == request.path and "outcomes" in item.fixturenames:
             for kind, name in item.callspec.params.items():
                 wanted[kind].append(name)
     pool = ThreadPoolExecutor(2, "runs-programs")
     found: Outcomes = {}
-    for name in wanted["example"]:
+    groups = (
+        (run_examples, [name for name in wanted["example"] if name not in START_PROCESSES]),
+        (run_documents, [name for name in wanted["document"] if not _changes_torch(name)]),
+        (run_documents, [name for name in wanted["document"] if _changes_torch(name)]),
+    )
+    for function, names in groups:  # the longest first
+        if names:
+            found |= dict.fromkeys(names, pool.submit(function, names, tmp_path_factory.mktemp("programs")))
+    for name in START_PROCESSES.intersection(wanted["example"]):
         found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
-    for documents in ([name for name in wanted["document"] if _changes_torch(name) == kind] for kind in (False, True)):
-        found |= dict.fromkeys(documents, pool.submit(run_documents, documents, tmp_path_factory.mktemp("documents")))
+    for name in wanted["notebook"]:
+        found[name] = pool.submit(run_notebook, name, tmp_path_factory.mktemp("notebook"))
     yield found
     pool.shutdown(cancel_futures=True)
 
 
 def _changes_torch(document: str) -> bool:
     """Whether its programs put gradwire in the place of parts of torch: others must not run after them."""
-    return any("gradwire.compat" in text for text in PROGRAM.findall((ROOT / document).read_text()))
+    return any("gradwire.compat" in shown.text for shown in shown_in(document))
 
 
 def test_no_example_is_left_out() -> None:
@@ -141,11 +207,23 @@ def test_no_example_is_left_out() -> None:
     assert found == set(LAST_LINES)
 
 
+@pytest.mark.parametrize("page", ["examples/README.md", "docs/examples/index.md"])
+def test_lists_of_examples_are_complete(page: str) -> None:
+    """Each has a link and a picture, which ``docs/scripts/example_pictures.py`` draws."""
+    text = (ROOT / page).read_text()
+    pictures = re.findall(r"images/examples/(\w+)\.svg", text)
+    links = re.findall(r"\((\w+)\.py\)|^:link: programs/(\w+)$", text, re.MULTILINE)
+    names = sorted(name.removesuffix(".py") for name in LAST_LINES)
+    assert sorted(pictures) == sorted("".join(link) for link in links) == names
+    assert sorted(path.stem for path in (ROOT / "docs/images/examples").iterdir()) == names
+    assert "tour.ipynb" in text
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("example", sorted(LAST_LINES))
 def test_example(example: str, outcomes: Outcomes) -> None:
-    (ran,) = outcomes[example].result(2 * DEADLINE_S)[example]
+    (ran,) = outcomes[example].result(2 * GROUP_DEADLINE_S)[example]
     assert ran.code == 0, f"{ran.out}\n{ran.err}"
     assert re.fullmatch(LAST_LINES[example], ran.out.splitlines()[-1]), ran.out
     for line in MORE_LINES.get(example, []):
@@ -155,9 +233,46 @@ def test_example(example: str, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
-    for ran in outcomes[document].result(2 * DEADLINE_S)[document]:
-        assert ran.code == 0, f"{ran.program.read_text()}\n{ran.out}\n{ran.err}"
-        assert LOGGED.fullmatch(ran.err), f"{ran.program.read_text()}\n{ran.err}"
+    programs = outcomes[document].result(2 * GROUP_DEADLINE_S)[document]
+    for shown, ran in zip(shown_in(document), programs, strict=True):
+        what = f"{shown.text}\n{ran.out}\n{ran.err}"
+        if shown.traceback is None:
+            assert ran.code == 0, what
+            assert LOGGED.fullmatch(ran.err), what
+        else:
+            assert ran.code == 1, what
+            assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
+        if shown.output is not None:
+            # blank lines at the end are not seen on a page
+            assert is_as_shown(shown.output.rstrip("\n"), ran.out.rstrip("\n"), shown.is_about), what
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
+@pytest.mark.parametrize("notebook", ["tour.ipynb"])
+def test_notebook(notebook: str, outcomes: Outcomes) -> None:
+    """It prints what is stored in it; cells with the tag ``varies`` print as much, of the same kind."""
+    (ran,) = outcomes[notebook].result(2 * GROUP_DEADLINE_S)[notebook]
+    assert ran.code == 0, f"{ran.out}\n{ran.err}"
+    stored, found = (code_cells(path) for path in (EXAMPLES / notebook, ran.program))
+    for expected, cell in zip(stored, found, strict=True):
+        varies = "varies" in cell["metadata"].get("tags", [])
+        assert printed(cell, kinds_only=varies) == printed(expected, kinds_only=varies), "".join(cell["source"])
+    assert any("worker0" in text for cell in found for _, text in printed(cell) if "status" in "".join(cell["source"]))
+
+
+def code_cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def printed(cell: dict[str, Any], *, kinds_only: bool = False) -> list[tuple[str, str]]:
+    """What a cell shows: pairs of a kind (a stream, or the formats of a value) and its text."""
+    shown = []
+    for output in cell["outputs"]:
+        kind = output.get("name") or " ".join(sorted(output["data"]))
+        text = "".join(output.get("text") or output["data"].get("text/plain", ""))
+        shown.append((kind, "" if kinds_only else text))
+    return shown

@@ -16,7 +16,7 @@ from rpc.puppets import Puppet, PuppetError
 pytestmark = pytest.mark.root
 
 PORT = 29572  # in namespaces of our own, so nobody else can have it
-NOTICED_S = 8.0  # by then, another machine that does not answer is taken for dead (docs/assumptions.md)
+NOTICED_S = 8.0  # by then, another machine that does not answer is taken for dead (docs/limits.md)
 WAYS = {"one way": [(0, 1)], "both ways": [(0, 1), (1, 0)]}
 
 SETUP = """

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, get_args
 
 import torch
@@ -35,6 +36,8 @@ from fuzz.operation_grammar import KEEPERS, Grammar, Pools, encodable
 from fuzz.operation_world import ALLOWED, VictimDied, World, last_frame, make_world
 from gradwire import rpc
 from gradwire.autograd import current_context
+from gradwire.autograd._backward_state import PassSnapshot
+from gradwire.autograd.worker_views import WorkerView
 from gradwire.errors import GradwireError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
@@ -159,12 +162,16 @@ class Attack:
         self._notes = [item.name for item in hostile.interceptors]
         self._keeper = hostile.server._keeper[0] if hostile.server._keeper is not None else ""
         hostile.interceptors[:] = [Liar(name, self.grammar) for name in self._notes]
-        for name in ("autograd.probe", "autograd.explain"):
+        for name, answer in (("autograd.probe", PassSnapshot), ("autograd.explain", WorkerView)):
             kinds = get_args(hostile.server._control_kinds[f"~{name}"])
-            hostile.server.register_control(name, lambda _, *args: self.grammar.value(), *kinds)
+            hostile.server.register_control(name, partial(self._lie, answer), *kinds)
         for name in self._notices:
             if name.startswith("autograd."):  # it does not say what has become of contexts that it made up
                 hostile.notices.register(name, lambda *_: None, Any)
+
+    def _lie(self, kind: type, *_: Any) -> Any:
+        """An answer to a question about a context or a pass: as it should be, but made up, or anything."""
+        return self.grammar.note(kind) if self._rng.random() < 0.7 else self.grammar.value()
 
     # -- the hostile worker's own things ---------------------------------------------------------------------------------
 

@@ -136,6 +136,8 @@ class Grammar:
                 return rng.random() < 0.5
             case kinds.StrType():
                 return rng.choice((*NAMES, "builtins:ValueError", "v", "h", "bfloat16", "on worker v at x.py:1"))
+            case kinds.LiteralType():
+                return rng.choice(info.values)
             case kinds.BytesType():
                 return rng.choice((b"", b"\x92\x90\x80", rng.randbytes(20)))
             case kinds.TupleType() if name in ("to", "sender", "dead", "maker") and rng.random() < 0.9:

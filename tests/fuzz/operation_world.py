@@ -102,7 +102,8 @@ def call_back(name: Any, context_id: Any = 0) -> Any:
     agent: Agent = request.source.server.agent
     context = agent.extensions["autograd"].container.find(context_id) if type(context_id) is int else None
     if context is not None:
-        agent.extensions["autograd"].prober.explain(context)
+        str(agent.extensions["autograd"].prober.explain(context))
+        agent.extensions["autograd"].prober.graph(context, (), 1.0).to_svg()
     return agent.call(request.source.info.name, str(name)[:100], (torch.ones(3, requires_grad=True),), None, 1.0)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +16,6 @@ HERE = Versions("3.11.9", "2.13.0+cpu", "0.1.0")
 
 def test_this_process_s_versions() -> None:
     assert own_versions() == Versions(platform.python_version(), str(torch.__version__), gradwire.__version__)
-
-
-def test_the_package_has_one_version() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [gradwire.__version__]
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,22 @@ from gradwire.autograd.api import (
     explain,
     get_gradients,
     grad,
+    graph,
     is_available,
 )
 from gradwire.autograd.context import AutogradStatistics, DistAutogradContext
+from gradwire.autograd.distributed_graph import DistributedGraph, GraphMessage, GraphNode, GraphWorker
 from gradwire.autograd.explanation import Explanation
 
 __all__ = [
     "AutogradStatistics",
     "ContextId",
     "DistAutogradContext",
+    "DistributedGraph",
     "Explanation",
+    "GraphMessage",
+    "GraphNode",
+    "GraphWorker",
     "_current_context",
     "_get_debug_info",
     "_get_max_id",
@@ -38,5 +44,6 @@ __all__ = [
     "explain",
     "get_gradients",
     "grad",
+    "graph",
     "is_available",
 ]

@@ -1,6 +1,6 @@
 r"""One backward pass on one worker: events in, actions out. No threads, no sockets, no tensors.
 
-The rules (``docs/autograd.md`` argues why they end):
+The rules (``docs/concepts/backward.md`` argues why they end):
 
 - A *send* is settled once, by a message that carries its gradient or says that there is none.
 - A *recv* fires once, when every source that reaches it is settled: with a gradient, or with nothing.
@@ -392,6 +392,16 @@ class BackwardState:
     @property
     def peers(self) -> tuple[int, ...]:
         return tuple(sorted((self._told | self._heard) - {self._own}))
+
+    @property
+    def shortcuts(self) -> list[tuple[int, int, int]]:
+        """Shortcuts that this worker has offered and that may be taken: a recv, the send it went on in, and the receiver."""
+        return [(origin[0], send, self._sends[send]) for send, ways in list(self._offered.items()) for origin in ways]
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Recvs that are answered by a shortcut past their sender."""
+        return tuple(self._taken)
 
     @property
     def phases(self) -> tuple[ComponentPhase, ...]:

@@ -16,12 +16,14 @@ import torch
 
 from gradwire.autograd.context import EXTENSION, DistAutogradContext
 from gradwire.autograd.current_context import current_context, current_context_id, leave
+from gradwire.autograd.distributed_graph import DistributedGraph
 from gradwire.autograd.explanation import Explanation
 from gradwire.autograd.messages import DEFAULT_OPTIONS, DEFAULT_TIMEOUT_S, PassOptions
 from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
+from gradwire.wire.plain import register_plain_number
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import FollowsBackward
@@ -59,12 +61,19 @@ class ContextId(int):
         """As `gradwire.autograd.explain` of this context."""
         return explain(self)
 
+    def graph(self, roots: Tensors = (), *, timeout: float = 2.0) -> DistributedGraph:
+        """As `gradwire.autograd.graph` of this context."""
+        return graph(self, roots, timeout=timeout)
+
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """As `gradwire.autograd.get_gradients` of this context."""
         return get_gradients(self)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+register_plain_number(ContextId)
 
 
 class context:
@@ -187,12 +196,16 @@ def _options(retain: bool, create: bool, skips_leaves: bool, mode: str, timeout:
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f'mode must be "smart" or "fast", not {mode!r}')
     if not (isinstance(timeout, int | float) and timeout > 0):
-        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        raise _wrong_timeout(timeout)
     detects_anomalies = torch.is_anomaly_enabled()
     is_special = retain or create or skips_leaves or detects_anomalies or mode != "smart"
     if timeout == DEFAULT_TIMEOUT_S and not is_special:
         return DEFAULT_OPTIONS
     return PassOptions(mode == "fast", bool(retain), bool(create), skips_leaves, detects_anomalies, float(timeout))
+
+
+def _wrong_timeout(timeout: object) -> ConfigurationError:
+    return ConfigurationError(f"timeout must be a positive number of seconds, not {timeout!r}")
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -215,6 +228,30 @@ def explain(context_id: int) -> Explanation:
     """
     engine = current_engine()
     return engine.prober.explain(engine.container.retrieve(context_id))
+
+
+def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> DistributedGraph:
+    """Return the graph that a backward pass of a context would go through, on all its workers, to look at.
+
+    Notebooks show the result as a picture; `to_svg`, `to_dot`, `to_mermaid` and `to_json` write it. May be called at any
+    time in the context, also from another thread while a backward pass is under way.
+
+    Args:
+        context_id: What `context` gave.
+        roots: Tensors on this worker from which backward would begin, usually the loss: shows what leads to them, too.
+        timeout: Seconds in which the workers have to answer. Those that do not are shown without what only they know.
+
+    Raises:
+        UnknownContext: The context was released, or this worker has no part in it.
+    """
+    tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
+        raise AutogradError("roots must be tensors that require grad, on the worker that asks for the graph")
+    limit: object = timeout
+    if not (isinstance(limit, int | float) and limit > 0):
+        raise _wrong_timeout(timeout)
+    engine = current_engine()
+    return engine.prober.graph(engine.container.retrieve(context_id), tensors, float(limit))
 
 
 # -- PyTorch's functions for looking inside -------------------------------------------------------------------------------

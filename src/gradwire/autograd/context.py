@@ -121,6 +121,23 @@ class RecordedSend:
         return self.output.grad_fn
 
     @property
+    def behind(self) -> Sequence[Any]:
+        """The nodes or leaves that its tensors come from; makes no node."""
+        output = self._output
+        if output is None or self._leaves is not None:
+            return self._leaves or ()
+        return [node for node, _ in output.grad_fn.next_functions if node is not None]  # type: ignore[union-attr]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._metadata)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that were recorded."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self._metadata)
+
+    @property
     def no_gradients(self) -> Gradients:
         return (None,) * len(self._metadata)
 

@@ -1,19 +1,34 @@
-"""Who waits for whom: the stall probe of a pass, and `explain` for people."""
+"""Asks the workers of a context: the stall probe of a pass, and `explain` and `graph` for people."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from gradwire.autograd._backward_state import PassSnapshot, WaitingSend
-from gradwire.autograd.context import DistAutogradContainer
+from gradwire.autograd._backward_state import PassSnapshot
+from gradwire.autograd._segments import find_segments
+from gradwire.autograd.context import RESULT, DistAutogradContainer, RecordedSend
+from gradwire.autograd.distributed_graph import DistributedGraph, assemble
+from gradwire.autograd.worker_views import (
+    MOST_PASSES,
+    MessageView,
+    PassView,
+    Shortcut,
+    WaitingView,
+    WorkerView,
+    find_settlers,
+    first,
+    short,
+)
 from gradwire.errors import AutogradError, UnknownWorker
-from gradwire.types import Id, Rank, WorkerInfo, creator_of
+from gradwire.types import Id, WorkerInfo, creator_of
+from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import prepare
 
 if TYPE_CHECKING:
@@ -24,33 +39,6 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 2.0
 _QUICK_S = 0.1  # for those who are asked last
-
-
-class MessageView(msgspec.Struct, frozen=True):
-    message_id: int
-    peer: str
-    function: str
-    site: str = ""
-
-
-class PassView(msgspec.Struct, frozen=True):
-    pass_id: int
-    root: str
-    mode: str
-    phase: str
-    num_running: int
-    components: tuple[str, ...]
-    waiting: tuple[WaitingSend, ...]
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    worker: str
-    known_workers: tuple[Rank, ...] = ()
-    num_gradients: int = 0
-    sends: tuple[MessageView, ...] = ()
-    recvs: tuple[MessageView, ...] = ()
-    passes: tuple[PassView, ...] = ()
-    answered: bool = True
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -69,27 +57,31 @@ class Explanation(msgspec.Struct, frozen=True):
         return json.dumps(msgspec.to_builtins(self), indent=2)
 
     def __str__(self) -> str:
+        settlers = find_settlers(self.workers)
         lines = [f"context {self.context_id}:"]
         for view in self.workers:
             if not view.answered:
                 lines.append(f"  {view.worker} does not answer")
                 continue
             lines.append(
-                f"  {view.worker}: {len(view.sends)} sends, {len(view.recvs)} recvs, "
+                f"  {view.worker}: {view.num_sends} sends, {view.num_recvs} recvs, "
                 f"gradients of {view.num_gradients} leaves, {len(view.passes) or 'no'} passes under way"
             )
             for current in view.passes:
-                lines += _describe_pass(view.worker, current)
-        return "\n".join(lines)
+                lines += _describe_pass(view.worker, current, settlers)
+        return clean("\n".join(lines))
 
 
-def _describe_pass(worker: str, current: PassView) -> list[str]:
+def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) -> list[str]:
     lines = [f"    pass {current.pass_id:#x} ({current.mode}, begun by {current.root}): {current.phase}"]
     if current.num_running:
         lines.append(f"      {worker} computes ({current.num_running} runs of the local engine)")
     for send in current.waiting:
+        settler = settlers[send.message_id]
+        way = f", which passed it on to {settler} untouched" if settler != send.peer else ""
         stands = "; a run of the local engine stands still for it" if send.is_gate else ""
-        lines.append(f"      {worker} waits for {send.peer}: {send}{stands}")
+        what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
+        lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
     return lines
 
 
@@ -131,10 +123,24 @@ class Prober:
         return msgspec.to_builtins(current.snapshot(name, self._name_of) if current is not None else PassSnapshot(name))
 
     def explain(self, context: DistAutogradContext) -> Explanation:
-        found = {self._container.worker: self._view(context)}
-        ids = (context.context_id,)
-        self._explore(found, (), "autograd.explain", ids, WorkerView, lambda item: item.known_workers)
+        found = self._views_of_all(context, (), _ANSWER_S)
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
+
+    def graph(self, context: DistAutogradContext, roots: Sequence[torch.Tensor], timeout_s: float) -> DistributedGraph:
+        found = self._views_of_all(context, roots, timeout_s)
+        own = self._container.worker
+        ranks = sorted(found, key=lambda rank: (rank != own, rank))
+        return assemble(context.context_id, [found[rank] for rank in ranks])
+
+    def _views_of_all(
+        self, context: DistAutogradContext, roots: Sequence[torch.Tensor], timeout_s: float
+    ) -> dict[int, WorkerView]:
+        found = {self._container.worker: self._view(context, roots)}
+        until = time.monotonic() + timeout_s
+        ids = (context.context_id,)
+        self._explore(found, (), "autograd.explain", ids, WorkerView, lambda item: item.known_workers, until)
+        # A worker is called what it is called here, whatever it says.
+        return {rank: msgspec.structs.replace(view, worker=self._label_of(rank)) for rank, view in found.items()}
 
     def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
         context = self._container.find(context_id)
@@ -143,29 +149,47 @@ class Prober:
         view = self._view(context) if context is not None else WorkerView(self._agent.info.name)
         return msgspec.to_builtins(view)
 
-    def _view(self, context: DistAutogradContext) -> WorkerView:
-        name = self._agent.info.name
+    def _view(self, context: DistAutogradContext, roots: Sequence[torch.Tensor] = ()) -> WorkerView:
         # Copies first: more may be recorded meanwhile.
-        sends, recvs, passes = list(context.sends.values()), list(context.recvs.values()), list(context.passes.values())
+        sends, recvs, passes = dict(context.sends), dict(context.recvs), list(context.passes.values())
+        listed = dict(first(sends.items()))
+        # What is inside is the owner's own business where workers do not share code.
+        segments = find_segments(listed, recvs, roots, has_contents=self._agent.trust == "code")
         return WorkerView(
-            name,
+            self._agent.info.name,
             tuple(sorted(context.known_workers)),
             len(context.gradients),
-            tuple(MessageView(s.message_id, self._label_of(s.peer), s.function, str(s.site)) for s in sends),
-            tuple(MessageView(r.message_id, self._label_of(r.peer), r.function) for r in recvs),
-            tuple(self._pass_view(item) for item in passes),
+            len(sends),
+            len(recvs),
+            tuple(self._send_view(item) for item in listed.values()),
+            tuple(
+                MessageView(item.message_id, self._label_of(item.peer), short(item.function), "", item.num_tensors)
+                for item in first(recvs.values())
+            ),
+            segments,
+            tuple(self._pass_view(item) for item in passes[:MOST_PASSES]),
+        )
+
+    def _send_view(self, send: RecordedSend) -> MessageView:
+        peer, is_result = self._label_of(send.peer), send.site is RESULT
+        where = short(send.site)
+        return MessageView(
+            send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result
         )
 
     def _pass_view(self, current: BackwardPass) -> PassView:
-        snapshot = current.snapshot(self._agent.info.name, self._name_of)
+        snapshot = current.snapshot(self._agent.info.name, self._label_of)
+        waiting, state = first(snapshot.waiting), current.state
         return PassView(
             current.pass_id,
             self._label_of(current.root),
             "fast" if current.options.is_fast else "smart",
             current.phase.value,
             snapshot.num_running,
-            tuple(phase.value for phase in current.state.phases),
-            snapshot.waiting,
+            tuple(phase.value for phase in first(state.phases)),
+            tuple(WaitingView(i.message_id, i.peer, short(i.function), short(i.site), i.is_gate) for i in waiting),
+            tuple(Shortcut(recv, send, self._label_of(peer)) for recv, send, peer in first(state.shortcuts)),
+            first(state.taken),
         )
 
     def _explore(
@@ -176,7 +200,7 @@ class Prober:
         ids: tuple[int, ...],
         kind: type[PassSnapshot | WorkerView],
         peers_of: Callable[[Any], Iterable[int]],
-        until: float = float("inf"),
+        until: float,
     ) -> None:
         """Ask on, from the workers that are known to those they name, until none is new."""
         todo = set(known)
@@ -190,7 +214,7 @@ class Prober:
             todo &= there or set()  # others may name ranks that no worker has
             if not todo:
                 return
-            limit_s = min(_ANSWER_S, max(_QUICK_S, until - time.monotonic()))
+            limit_s = max(_QUICK_S, until - time.monotonic())
             found.update(self._ask(todo, operation, ids, kind, limit_s))
 
     def _ask(
@@ -214,4 +238,4 @@ def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
     return text or "no worker says what it waits for"
 
 
-prepare(WorkerView, PassSnapshot)
+prepare(PassSnapshot)

@@ -32,7 +32,7 @@ keys = typer.Typer(
     no_args_is_help=True,
     context_settings=_HELP,
     help="Make, sign and look at the keys of clusters on several machines.",
-    epilog="More: docs/clusters.md. " + _EXIT_CODES,
+    epilog="More: docs/guides/clusters.md. " + _EXIT_CODES,
 )
 app.add_typer(keys, name="keys")
 

@@ -62,6 +62,8 @@ def _config(
 class Cluster:
     """Workers that this process, the driver, started.
 
+    Example::
+
         with gradwire.Cluster.local(2) as cluster:
             cluster.workers[0].call(torch.add, x, y)
 
@@ -207,7 +209,7 @@ class Cluster:
         lost_after: float | None = None,
         max_restarts: int = 10,
     ) -> Cluster:
-        """Start workers on a Ray cluster, one in each actor. ``docs/clusters.md`` says more.
+        """Start workers on a Ray cluster, one in each actor. ``docs/guides/clusters.md`` says more.
 
         Ray chooses the nodes, starts the processes and tells when one ends. Calls and tensors do not go through Ray: workers
         connect to each other with TLS, with keys that they make themselves and the driver signs.

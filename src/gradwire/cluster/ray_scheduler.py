@@ -5,8 +5,9 @@
            <-- the end of the actor's `serve` ----------
 
 An actor is a process that holds its bundle and runs `gradwire.cluster.remote_worker.RemoteWorker`. It is never restarted by
-Ray: a restart is a new actor in the same bundle, with a new incarnation. ``docs/adr/0026-the-agent-in-a-ray-actor.md`` lists
-what Ray does that one would not expect, and where that is dealt with.
+Ray: a restart is a new actor in the same bundle, with a new incarnation.
+``docs/internals/adr/0026-the-agent-in-a-ray-actor.md`` lists what Ray does that one would not expect, and where that is
+dealt with.
 """
 
 from __future__ import annotations

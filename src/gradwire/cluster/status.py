@@ -68,7 +68,7 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
         from rich.console import Console
 
         file = io.StringIO()
-        Console(file=file, width=120, color_system=None).print(self)
+        Console(file=file, width=120, color_system=None, force_jupyter=False).print(self)
         return file.getvalue().rstrip("\n")
 
     __repr__ = __str__

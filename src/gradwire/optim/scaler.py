@@ -27,11 +27,13 @@ _ByOptimizer = weakref.WeakKeyDictionary[DistributedOptimizer, T]
 class GradScaler:
     """Scales losses up, so that small gradients survive half precision, and gradients down again before a step.
 
-    scaler = GradScaler()
-    with autograd.context() as ctx:
-        ctx.backward(scaler.scale(loss))
-        scaler.step(optimizer, ctx)
-        scaler.update()
+    Example::
+
+        scaler = GradScaler()
+        with autograd.context() as ctx:
+            ctx.backward(scaler.scale(loss))
+            scaler.step(optimizer, ctx)
+            scaler.update()
 
     Args:
         init_scale: The first factor.

@@ -112,7 +112,8 @@ def find_import() -> FrameType | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
-    is_import = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+    name = frame.f_globals.get("__name__")
+    is_import = frame.f_code.co_name == "<module>" and name != "__main__" and name in sys.modules
     return frame if is_import else None
 
 

@@ -35,6 +35,8 @@ from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSp
 class ShardingPlan:
     """How `shard_module` is to shard a module.
 
+    Example::
+
         ShardingPlan(
             {"first.weight": columns, "second.weight": rows, "experts": MySharder()},
             output_plan={"experts": by_rows},
@@ -88,6 +90,8 @@ class _Unit:
 
 class BalancedPlanner(ShardingPlanner):
     """Divides large parameters so that each place gets its share of the bytes.
+
+    Example::
 
         plan = BalancedPlanner([f"rank:{rank}/cpu" for rank in range(4)]).build_plan(model)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from gradwire import _interrupts
 from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, ConnectionLost
 from gradwire.transports.shared_memory import BorrowedSlots, is_available
-from gradwire.transports.stream import Buffer, Channel, SocketListener, StreamConnection, StreamOptions
+from gradwire.transports.stream import Buffer, Channel, SocketListener, StreamConnection, StreamOptions, check_exhausted
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(64 * struct.calcsize("i"))
@@ -105,13 +105,14 @@ class UnixTransport:
         return UnixListener(self._folder / f"{safe}.sock", self._options)
 
     def connect(self, uri: str, deadline: float) -> StreamConnection:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as undo:
-            undo.callback(sock.close)
             try:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                undo.callback(sock.close)
                 _connect(sock, uri.removeprefix("unix://"), deadline)
                 uid = peer_uid(sock)
             except OSError as error:
+                check_exhausted(error)
                 raise ConnectFailed(f"no answer at {uri}: {error}") from error
             if uid != os.geteuid():
                 raise AuthenticationFailed(f"{uri} belongs to user {uid}, not to user {os.geteuid()}")

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend, DecodeError, LimitExceeded, RemoteCallFailed
+from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed
 from gradwire.types import Trust
 from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
@@ -101,7 +101,7 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
         lambda error: f"(its text cannot be shown: str() raised {type(error).__name__})",
     )
     text = _attempt(
-        lambda: "".join(traceback.format_exception(kind, exc, exc.__traceback__, chain=False)),
+        lambda: _format_traceback(exc),
         lambda error: f"(the traceback cannot be shown: {type(error).__name__})",
     )
     type_name = _attempt(
@@ -110,6 +110,14 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
     return ErrorInfo(
         type_name, message, text, worker, _attempt(lambda: _encode_details(exc, message), lambda error: b"")
     )
+
+
+def _format_traceback(exc: BaseException) -> str:
+    """Format a traceback, without the link of gradwire's own errors: the error that is rebuilt from it shows that."""
+    lines = traceback.format_exception(type(exc), exc, exc.__traceback__, chain=False)
+    if isinstance(exc, GradwireError):
+        lines = [line for line in lines if line != f"See {exc.docs_url}\n"]
+    return "".join(lines)
 
 
 def _attempt(compute: Callable[[], T], otherwise: Callable[[BaseException], T]) -> T:

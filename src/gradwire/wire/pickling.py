@@ -10,7 +10,6 @@ from __future__ import annotations
 import copyreg
 import dis
 import functools
-import importlib
 import io
 import operator
 import pickle
@@ -27,7 +26,7 @@ import torch
 
 from gradwire import _torch
 from gradwire.errors import CannotSend, DecodeError, NoSuchFunction
-from gradwire.wire.plain import BY_KIND, TensorTable, register_plain_type
+from gradwire.wire.plain import BY_KIND, TensorTable, import_module, register_plain_type
 
 _MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
 _KEEP_PICKLERS: Final = 16
@@ -118,7 +117,11 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class("__main__" if module in _MAIN_MODULES else module, name)
+        if module in _MAIN_MODULES:
+            module = "__main__"
+        elif module not in sys.modules:
+            import_module(module)
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
@@ -511,7 +514,7 @@ def _walk(module: ModuleType | None, qualname: str) -> Any:
 
 def _import(module_name: str, name: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        return import_module(module_name)
     except ModuleNotFoundError as error:
         text = f"{name!r} cannot be called on this worker: {error}; make the module importable there"
         raise ModuleNotFoundError(text, name=error.name, path=error.path) from error

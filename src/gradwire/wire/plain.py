@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -347,6 +348,11 @@ def register_plain_type(
     _register(PlainClass(cls, name, to_fields, from_fields))
 
 
+def register_plain_number(cls: type[int]) -> None:
+    """Let instances of a subclass of `int` travel as the plain number, without what the subclass adds."""
+    _ENCODERS[cls] = lambda value, table, depth: _encode_int(int(value), table, depth)
+
+
 def _type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
@@ -398,8 +404,21 @@ def import_home(name: str) -> bool:
     module = _homes.get(name) or _homes.get(name.rpartition(".")[0])
     if module is None or not name.startswith(_OWN):
         return False
-    importlib.import_module(module)
+    import_module(module)
     return True
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module, after the packages that it is in.
+
+    Python imports a submodule although another thread is still importing its package. If modules of the package import each
+    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. Importing the
+    package by its own name first waits for the other thread.
+    """
+    packages = name.split(".")[:-1]
+    for end in range(1, len(packages) + 1):
+        importlib.import_module(".".join(packages[:end]))
+    return importlib.import_module(name)
 
 
 # Bodies that would cost more than they weigh

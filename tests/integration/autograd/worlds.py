@@ -127,7 +127,7 @@ def make_values(name: str, *shape: int) -> torch.Tensor:
 def bend(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """A hook that is not linear: the sum of two halves is not what comes of the whole.
 
-    Behind a result that turned out to be unused it may see None (docs/autograd.md, "What to know").
+    Behind a result that turned out to be unused it may see None (docs/concepts/backward.md, "What to know").
     """
     return None if gradient is None else gradient + 0.1 * gradient.square()
 

@@ -56,7 +56,7 @@ def test_a_module_is_found_as_python_finds_it(tmp_path: Path) -> None:
 
 def test_init_rpc_meets_in_every_rank(tmp_path: Path) -> None:
     """The program of the documentation, with the output that is shown there."""
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "command-line.md").read_text()
     program, output = re.findall(r"^```text\n(import os\n.*?|\$ gradwire run -n 2 ring.py\n.*?)^```", page, re.M | re.S)
     done = run_command("run", "-n", "2", write_program(tmp_path, program))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(output.splitlines()[1:])), done.stderr

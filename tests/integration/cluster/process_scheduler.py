@@ -3,7 +3,7 @@
     test  --- length, message --->  worker process (`worker_program.py`)
           <--- length, message ---
 
-``prefix`` goes in front of the command, e.g. ``["ip", "netns", "exec", "gw1"]``: the process is then on another "machine".
+``prefix`` goes in front of the command: ``["ip", "netns", "exec", "gw1"]``: the process is then on another "machine".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import quick_python
 from gradwire.cluster.scheduler import RemoteProcess
 from gradwire.cluster.status import describe_exit
 from gradwire.errors import WorkerStartFailed
@@ -86,7 +87,7 @@ class ScheduledProcess:
             str(local_index),
         ]
         with theirs, open(log, "wb") as output:
-            self._process = subprocess.Popen(
+            self._process = quick_python.Popen(
                 [*command, machine.address or ""],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

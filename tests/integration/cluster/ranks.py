@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import quick_python
+
 PREFIX = """
 import os, signal, sys, time
 import torch
@@ -45,11 +47,10 @@ def program(folder: Path, block: str) -> Path:
 class Rank:
     """A process that was started as one rank."""
 
-    def __init__(self, number: int, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, number: int, command: list[str], environment: Mapping[str, str], fresh: bool) -> None:
         self.number = number
-        self.process = subprocess.Popen(
-            command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        popen = subprocess.Popen if fresh else quick_python.Popen
+        self.process = popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
         """Its exit code, and what it printed."""
@@ -64,9 +65,19 @@ def started(
     *,
     ranks: range | None = None,
     before: Mapping[int, list[str]] | None = None,
+    fresh: bool = False,
     **more: str,
 ) -> Iterator[list[Rank]]:
-    """All ranks of a program; `before` has words for the front of a rank's command, `more` goes to the environment."""
+    """All ranks of a program.
+
+    Args:
+        script: The program.
+        world_size: The number of ranks.
+        ranks: Those that are started; all of them if not given.
+        before: Words for the front of a rank's command.
+        fresh: Whether each has an interpreter of its own from the start; else it is a fork.
+        **more: For the environment.
+    """
     outside = outside_environment() | {
         "GRADWIRE_RUN_ID": secrets.token_hex(8),
         "GRADWIRE_WORLD_SIZE": str(world_size),
@@ -76,7 +87,7 @@ def started(
     try:
         for number in ranks or range(world_size):
             command = [*(before or {}).get(number, []), sys.executable, str(script)]
-            running.append(Rank(number, command, outside | {"GRADWIRE_RANK": str(number)}))
+            running.append(Rank(number, command, outside | {"GRADWIRE_RANK": str(number)}, fresh))
         yield running
     finally:
         for rank in running:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import quick_python
 from cluster.processes import processes_with
 from gradwire.testing import wait_until
 
@@ -27,10 +28,11 @@ class Script:
     Args:
         folder: Where it runs.
         text: The program; without it, an interactive interpreter is started that reads what `enter` gives it.
+        fresh: Whether it and what it starts have interpreters of their own from the start; else they are forks.
         **streams: For `subprocess.Popen`.
     """
 
-    def __init__(self, folder: Path, text: str | None = None, **streams: Any) -> None:
+    def __init__(self, folder: Path, text: str | None = None, *, fresh: bool = False, **streams: Any) -> None:
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.temp = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: sockets have short paths
         arguments = ["-i", "-q"]
@@ -40,7 +42,10 @@ class Script:
             arguments = [str(path)]
         name, value = self.mark.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp), "PYTHONPATH": _SOURCE}
-        self.process = subprocess.Popen(
+        popen: type[subprocess.Popen[Any]] = subprocess.Popen
+        if not fresh and text is not None:
+            popen, environment[quick_python.NESTED] = quick_python.Popen, "1"
+        self.process = popen(
             [sys.executable, *arguments],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
             **({"stdin": subprocess.PIPE} if text is None else {}),

@@ -17,6 +17,7 @@ import torch
 
 from cluster import tasks
 from cluster.processes import is_there
+from cluster.shown import Shown
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
@@ -207,21 +208,13 @@ def test_what_workers_print_appears_with_their_name(capsys: pytest.CaptureFixtur
     assert err == "[left] warning\n"
 
 
-def test_progress_bars_of_workers_appear_while_they_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown = ""
-    with Cluster.local(2) as cluster:
+def test_progress_bars_of_workers_appear_while_they_run(tmp_path: Path) -> None:
+    with Shown() as shown, Cluster.local(2) as cluster:
         for worker in cluster.workers:
             worker.submit(tasks.show_bar, str(tmp_path / "go on"))
-
-        def are_shown() -> bool:
-            nonlocal shown
-            shown += capsys.readouterr().err
-            return {"[worker0]  10%", "[worker1]  10%"} <= set(shown.splitlines())
-
-        wait_until(are_shown)
+        wait_until(lambda: {"[worker0]  10%", "[worker1]  10%"} <= set(shown.err.splitlines()))
         (tmp_path / "go on").touch()
-    shown += capsys.readouterr().err
-    assert sorted(shown.splitlines()) == ["[worker0]  10%", "[worker0] 100%", "[worker1]  10%", "[worker1] 100%"]
+    assert sorted(shown.err.splitlines()) == ["[worker0]  10%", "[worker0] 100%", "[worker1]  10%", "[worker1] 100%"]
 
 
 def test_a_crash_in_native_code_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +289,7 @@ def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatc
         with pytest.raises(AlreadyInitialized, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
             cluster.workers[0].call(importlib.import_module, "joining")
         with pytest.raises(
-            ConfigurationError, match=r"worker0 is a worker of a cluster: only the driver can start one$"
+            ConfigurationError, match=r"(?m)worker0 is a worker of a cluster: only the driver can start one$"
         ):
             cluster.workers[0].call(Cluster.local, 1)
 

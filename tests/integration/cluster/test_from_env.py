@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import quick_python
 from cluster.ranks import outside_environment, program, started
 from gradwire.cluster.message_auth import write_secret
 from gradwire.testing import wait_until
@@ -41,7 +42,7 @@ except gw.errors.ConfigurationError as error:
 """,
     )
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="gw") as folder:  # short: sockets go there
-        with started(script, 3, TMPDIR=folder) as ranks:
+        with started(script, 3, fresh=True, TMPDIR=folder) as ranks:
             (code, out, err), *others = [rank.end() for rank in ranks]
         assert os.listdir(folder) == [], "files that were left"
     assert code == 0, err
@@ -82,7 +83,7 @@ def test_ranks_end_when_the_driver_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     script = program(tmp_path, "pass")
-    with started(script, 4, ranks=range(2), START_S="5") as (driver, worker):
+    with started(script, 4, ranks=range(2), START_S="3") as (driver, worker):
         code, out, err = driver.end()
         assert code == 1
         assert "ranks 2, 3 never arrived" in err
@@ -125,12 +126,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "under_torchrun.py"
+PROGRAM = Path(__file__).resolve().parents[3] / "docs" / "tutorial" / "7_two_machines.py"
 
 
 @contextlib.contextmanager
 def torchrun_on_two_nodes(
-    script: Path, port: int, num_ranks: int, *options: str, **more: str
+    popen: type[subprocess.Popen[str]], script: Path, port: int, num_ranks: int, *options: str, **more: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Two agents of torchrun that meet on loopback, with so many ranks each; `more` goes to the environment."""
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-agents"]
@@ -147,7 +148,7 @@ def torchrun_on_two_nodes(
     try:
         for _ in range(2):
             agents.append(
-                subprocess.Popen(
+                popen(
                     command,
                     env=outside_environment() | {"OMP_NUM_THREADS": "1", **more},
                     stdout=subprocess.PIPE,
@@ -163,13 +164,13 @@ def torchrun_on_two_nodes(
 
 
 @pytest.mark.slow
-def test_the_example_runs_under_two_agents_of_torchrun(free_port: int) -> None:
-    with torchrun_on_two_nodes(EXAMPLE, free_port, 2) as agents:
+def test_the_program_of_the_tutorial_runs_under_two_agents_of_torchrun(free_port: int) -> None:
+    with torchrun_on_two_nodes(subprocess.Popen, PROGRAM, free_port, 2) as agents:
         ended = [agent.communicate(timeout=100) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))
     assert "3 workers on 1 host from torchrun, run id two-agents; rank 0 of 4 is the driver" in err
-    assert re.search(r"^under_torchrun: 3 workers, loss fell from 0\.\d+ to 0\.0\d+$", out, re.M), out
+    assert re.fullmatch(r"right: (9\d|100)% of new reviews\n", out), out
 
 
 @pytest.mark.slow
@@ -186,7 +187,8 @@ print("second attempt:", [worker.call(max, 1, 2) for worker in cluster.workers])
 """,
     )
     secret = {"GRADWIRE_SECRET_FILE": str(write_secret(tmp_path / "secret"))}  # so both rounds meet at torchrun's store
-    with torchrun_on_two_nodes(script, free_port, 1, "--max-restarts=1", **secret) as agents:
+    more = {**secret, quick_python.NESTED: "1"}
+    with torchrun_on_two_nodes(quick_python.Popen, script, free_port, 1, "--max-restarts=1", **more) as agents:
         ended = [agent.communicate(timeout=110) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))
@@ -258,7 +260,7 @@ print("peer", cluster.workers[0].call(gw.rpc.rpc_sync, peer, whoami) == cluster.
 @pytest.mark.root
 def test_two_hosts_without_a_proof_are_refused_before_anything_listens(hosts: list[list[str]], tmp_path: Path) -> None:
     script = program(tmp_path, "pass")
-    master = {"GRADWIRE_MASTER": f"{ADDRESSES[0]}:29577", "START_S": "4"}
+    master = {"GRADWIRE_MASTER": f"{ADDRESSES[0]}:29577", "START_S": "2"}
     with started(script, 2, before=dict(enumerate(hosts)), **master) as (driver, worker):
         code, _, err = worker.end()
         assert code == 1

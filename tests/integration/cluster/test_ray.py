@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,11 +28,15 @@ import gradwire
 from cluster import tasks
 from cluster.processes import children_of, is_there
 from cluster.ray_nodes import no_leaks, ray_nodes
+from cluster.shown import Shown
+from documents import is_as_shown, text_shown_in
 from gradwire.cluster import _ray, ray_scheduler
 from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.cluster.ray_placement import Node
 from gradwire.errors import ConfigurationError, WorkerLost, WorkerStartFailed
 from gradwire.testing import LeakCheck, wait_until
+
+ROOT = Path(__file__).resolve().parents[3]
 
 # Ray leaves files and pipes of its own processes to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWarning")
@@ -91,7 +96,8 @@ def start_local_cluster() -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """The example, in a folder of its own that workers import from: other examples have names of tests' packages."""
     folder = tmp_path_factory.mktemp("demo")
-    shutil.copy(Path(__file__).resolve().parents[3] / "examples" / "demo.py", folder)
+    shutil.copy(ROOT / "examples" / "demo.py", folder)
+    shutil.copy(ROOT / "docs" / "tutorial" / "8_ray.py", folder / "tutorial_on_ray.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield importlib.import_module("demo")
@@ -140,16 +146,11 @@ class TestWorkers:
         self, cluster: gradwire.Cluster, capfd: pytest.CaptureFixture[str]
     ) -> None:
         expected = {f"[{worker.name}] to be seen {worker.rank + 5}" for worker in cluster.workers}
-        lines: list[str] = []
-
-        def have_come() -> bool:
-            lines.extend(capfd.readouterr().out.splitlines())
-            return expected <= set(lines)
-
-        for worker in cluster.workers:  # Ray itself would show one of these, because they differ in digits alone
-            worker.call(tasks.speak, f"to be seen {worker.rank + 5}\n")
-        wait_until(have_come, 20.0)
-        assert set(lines) == expected, "not a second time by Ray"
+        with Shown() as shown:
+            for worker in cluster.workers:  # Ray itself would show one of these, because they differ in digits alone
+                worker.call(tasks.speak, f"to be seen {worker.rank + 5}\n")
+            wait_until(lambda: expected <= set(shown.out.splitlines()), 20.0)
+        assert {*shown.out.splitlines(), *capfd.readouterr().out.splitlines()} == expected, "not a second time by Ray"
 
     def test_the_model_of_the_demo_trains_across_both_nodes(self, cluster: gradwire.Cluster, demo: ModuleType) -> None:
         assert demo.gradient_difference(cluster, torch.float64) < 1e-15  # from the same step in one process
@@ -158,6 +159,11 @@ class TestWorkers:
         optimizer = gradwire.optim.DistributedOptimizer(torch.optim.Adam, list(model), lr=3e-3)
         losses = [demo.train_batch(model, optimizer, images, digits, demo.Clock()) for _ in range(30)]
         assert losses[-1] < 0.5 * losses[0]
+
+    def test_the_program_of_the_tutorial(self, cluster: gradwire.Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+        importlib.import_module("tutorial_on_ray").run(cluster)
+        sys.modules.pop("tutorial_on_ray")
+        assert re.fullmatch(r"right: (9\d|100)% of new reviews\n", capfd.readouterr().out)
 
     def test_describe_says_what_was_started(self, cluster: gradwire.Cluster) -> None:
         text = cluster.describe()
@@ -179,8 +185,10 @@ class TestPlacement:
         assert not gradwire.Cluster.current()
 
     def test_a_bundle_that_no_node_can_hold(self, nodes: RayNodes) -> None:
-        with pytest.raises(WorkerStartFailed, match="0 of 0 GPU free; the bundle can never fit there, for GPU"):
+        with pytest.raises(WorkerStartFailed) as failed:
             gradwire.Cluster.ray(1, resources={"CPU": 1, "GPU": 1})
+        shown = re.sub(r"node 10\.0\.0\.\d \(\w+\)", "node ...", text_shown_in("docs/tutorial/8-ray.md", "Ray cannot"))
+        assert is_as_shown(shown, " ".join(str(failed.value).split()))
 
     def test_what_others_hold_is_waited_for_until_the_deadline(self, nodes: RayNodes) -> None:
         held = placement_group([{"CPU": 2}] * 2)

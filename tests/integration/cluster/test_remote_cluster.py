@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import socket
@@ -19,6 +18,7 @@ import torch
 import gradwire
 from cluster import tasks
 from cluster.process_scheduler import Machine, ProcessScheduler
+from cluster.shown import Shown
 from gradwire import autograd, rpc
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.launcher import WorkerState
@@ -120,30 +120,22 @@ def test_gradients_and_an_optimizer_step_are_those_of_one_process(cluster: Clust
         torch.testing.assert_close(owner.to_here().detach(), weight.detach())
 
 
-def test_output_has_the_workers_name(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_has_the_workers_name(cluster: Cluster) -> None:
     first, second = cluster.workers
-    first.call(print, "one\ntwo")
-    second.call(tasks.print_error, "three")
-    second.call(subprocess.run, ["echo", "four"], check=True)
-    out, err = "", ""
-
-    def has_come() -> bool:
-        nonlocal out, err
-        more = capfd.readouterr()
-        out, err = out + more.out, err + more.err
-        return out.count("\n") >= 3 and err.count("\n") >= 1
-
-    wait_until(has_come, 20.0, "the output of the workers")
-    assert sorted(out.splitlines()) == ["[ps0] one", "[ps0] two", "[trainer0] four"]
-    assert err == "[trainer0] three\n"
+    with Shown() as shown:
+        first.call(print, "one\ntwo")
+        second.call(tasks.print_error, "three")
+        second.call(subprocess.run, ["echo", "four"], check=True)
+        wait_until(lambda: shown.out.count("\n") >= 3 and "\n" in shown.err, 20.0, "the output of the workers")
+    assert sorted(shown.out.splitlines()) == ["[ps0] one", "[ps0] two", "[trainer0] four"]
+    assert shown.err == "[trainer0] three\n"
 
 
 def test_much_output_comes_whole(cluster: Cluster) -> None:
-    # pytest's own captures lose what another thread prints while they are read.
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with Shown() as shown:
         cluster.workers[0].call(tasks.print_lines, 5000)
-        wait_until(lambda: shown.getvalue().count("\n") >= 5000, 30.0, "all lines")
-    assert shown.getvalue().splitlines() == [f"[ps0] line {number}" for number in range(5000)]
+        wait_until(lambda: shown.out.count("\n") >= 5000, 30.0, "all lines")
+    assert shown.out.splitlines() == [f"[ps0] line {number}" for number in range(5000)]
 
 
 def test_status_has_the_memory_that_workers_report(cluster: Cluster) -> None:
@@ -314,7 +306,7 @@ def test_a_worker_that_is_waited_for_can_be_called_after_a_cut(cluster: Cluster)
 
 
 def test_cut_connection_comes_back_and_nothing_is_lost(cluster: Cluster) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with Shown() as shown:
         launcher: Any = cluster._monitor.launcher
         worker = cluster.workers[0]
         pid = worker.call(os.getpid)
@@ -332,6 +324,4 @@ def test_cut_connection_comes_back_and_nothing_is_lost(cluster: Cluster) -> None
         assert launcher._members["ps0"].handle.state is WorkerState.RUNNING
         count = worker.call(tasks.stop_printing)
         expected = {f"[ps0] line {number}" for number in range(count)}
-        wait_until(
-            lambda: expected.issubset(shown.getvalue().splitlines()), 10.0, "every line that was printed meanwhile"
-        )
+        wait_until(lambda: expected.issubset(shown.out.splitlines()), 10.0, "every line that was printed meanwhile")

@@ -52,7 +52,7 @@ if __name__ == "__main__":
         cluster.workers[0].call(print, "hello")
 """
     )
-    with Script(tmp_path, text) as script:
+    with Script(tmp_path, text, fresh=True) as script:
         status, out, err = script.finish()
     assert (status, err) == (0, "")
     assert out.splitlines() == ["42", "[3, 6]", "true", "[worker0] hello"]
@@ -134,7 +134,7 @@ with Cluster.local(2) as cluster:
 
 def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> None:
     text = _HEAD + "show(os.getpid())\ncluster = Cluster.local(2)\n"
-    with Script(tmp_path, text) as script:
+    with Script(tmp_path, text, fresh=True) as script:
         script.line()
         wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.kill()
@@ -144,7 +144,7 @@ def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> No
 
 def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
     text = _HEAD + "show('starting')\nwith Cluster.local(2):\n    show('started')\n    threading.Event().wait(60)\n"
-    with Script(tmp_path, text) as script:
+    with Script(tmp_path, text, fresh=True) as script:
         assert script.line() == '"starting"'
         wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.send_signal(signal.SIGINT)
@@ -189,7 +189,7 @@ except KeyboardInterrupt:
     screen = _Screen(keyboard)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     try:
-        with Script(tmp_path, text, **streams, preexec_fn=_take_terminal) as script:
+        with Script(tmp_path, text, fresh=True, **streams, preexec_fn=_take_terminal) as script:
             shown = screen.read_until(", 11]")
             for _ in range(3):
                 shown += screen.read_until("working")  # what a worker prints may come after what it returns

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -189,6 +190,8 @@ def _nursery() -> None:
     import gradwire.rpc  # noqa: F401  (imported here, so that every puppet has it)
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else each puppet would look through all of torch at its end, for half a second
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how puppets ended
     for line in sys.stdin:
         if os.fork() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-import subprocess
+import os
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick_python
 from gradwire import rpc
 from gradwire.errors import ConfigurationError, NotInitialized, RpcError, RpcTimeout, UnknownWorker
 from gradwire.rpc import Agent, backend_registry
@@ -276,7 +277,7 @@ def test_workers_of_one_script_share_what_main_defines(tmp_path: Path) -> None:
     script = tmp_path / "one_file.py"
     script.write_text(SAME_SCRIPT)
     command = [sys.executable, str(script), "0", f"file://{tmp_path}/store"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = quick_python.run(command, timeout=60, env={**os.environ, quick_python.NESTED: "1"})
     assert run.stdout.strip() == "[(1, True, True), (2, True, True), (3, True, True)]", run.stderr
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import quick_python
 from gradwire.rpc import Agent
 from rpc import handlers
 from rpc.puppets import Nursery, Puppet, PuppetError, environment, is_alive, wait_until
@@ -170,8 +171,9 @@ def test_script_of_two_processes(tmp_path: Path, meeting: str, end: str) -> None
     script.write_text(SCRIPT)
     folder = tempfile.mkdtemp(prefix="gws-", dir="/tmp")
     command = [sys.executable, str(script)]
+    popen = subprocess.Popen if end == "raise" else quick_python.Popen
     processes = [
-        subprocess.Popen(
+        popen(
             [*command, str(rank), meeting, end],
             env=environment(folder),
             stdout=subprocess.PIPE,

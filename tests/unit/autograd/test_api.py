@@ -13,6 +13,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd.api import ContextId
+from gradwire.config import Limits
 from gradwire.errors import (
     AutogradError,
     BackwardFailed,
@@ -21,6 +22,8 @@ from gradwire.errors import (
     UnknownContext,
 )
 from gradwire.rpc import Agent
+from gradwire.types import Trust
+from gradwire.wire import serialization
 from unit.autograd.layers import layer
 
 
@@ -60,6 +63,16 @@ def test_id_travels_as_a_number(trio: list[Agent]) -> None:
         assert type(pickle.loads(pickle.dumps(ctx))) is int
         assert rpc.rpc_sync("b", echo, args=([ctx, {"id": ctx}],)) == ("list", [int(ctx), {"id": int(ctx)}])
         assert copy.copy(ctx) == ctx
+
+
+@pytest.mark.parametrize("trust", ["code", "data"])
+def test_the_id_travels_without_a_pickle(trust: Trust) -> None:
+    limits = Limits()
+    packed = serialization.pack(((ContextId(5),), {"other": ContextId(1 << 62)}), trust, limits)
+    assert packed.codec == serialization.PLAIN
+    ((first,), named) = serialization.unpack(packed.codec, packed.body, [], trust, limits)
+    assert (first, named) == (5, {"other": 1 << 62})
+    assert type(first) is type(named["other"]) is int
 
 
 def test_methods_of_the_id(trio: list[Agent]) -> None:

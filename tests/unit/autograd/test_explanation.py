@@ -75,8 +75,32 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
     assert mine["pass_id"] == theirs["pass_id"]
     assert mine["root"] == theirs["root"] == "a"
     (waiting,) = mine["waiting"]
-    assert (waiting["worker"], waiting["peer"], waiting["is_gate"]) == ("a", "b", is_gated)
+    assert (first["worker"], waiting["peer"], waiting["is_gate"]) == ("a", "b", is_gated)
     assert theirs["num_running"] == 1
+
+
+def test_shortcut_that_was_taken(trio: list[Agent]) -> None:
+    """a passes on to c what came from b, so that b waits for c."""
+    _, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    c.call("b", layer, (torch.ones(3),))  # shortcuts are taken to workers that are connected
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("c", held_layer, args=(rpc.rpc_sync("b", layer, args=(x,)),)).sum()
+        thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
+        thread.start()
+        assert entered.wait(10)
+        wait_until(lambda: bool(context_of(b, ctx).passes), 20.0, "that b joins")
+        assert pass_of(c, ctx).state.taken
+        text, graph = str(ctx.explain()), ctx.graph(loss)
+        gate.set()
+        thread.join(20)
+        assert x in ctx.gradients()
+    assert "b waits for c: send 0x" in text
+    assert "on worker b to a, which passed it on to c untouched" in text
+    assert {(item.waits_for, item.is_result) for item in graph.messages if item.waits_for} == {
+        ("b", False),
+        ("c", True),
+    }
 
 
 def test_worker_that_is_gone(trio: list[Agent]) -> None:

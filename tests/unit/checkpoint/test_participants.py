@@ -43,7 +43,9 @@ def test_answers_come_in_the_order_of_the_calls(workers: Workers) -> None:
 
 def test_an_error_names_the_worker_and_counts_the_others(workers: Workers) -> None:
     calls = [(name, "test_participants.fail", (False,)) for name in ("b", "c")]
-    with pytest.raises(CheckpointError, match=r"^saving to /x failed on worker b \(and on 1 more\): KeyError: 'oops'$"):
+    with pytest.raises(
+        CheckpointError, match=r"(?m)^saving to /x failed on worker b \(and on 1 more\): KeyError: 'oops'$"
+    ):
         workers.ask(calls, lambda: None)
 
 

@@ -16,7 +16,7 @@ import gradwire
 import gradwire_command
 from gradwire.cli.app import app
 
-_PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+_PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "command-line.md").read_text()
 
 
 def commands(group: Any, path: str = "gradwire") -> Iterator[tuple[str, Any]]:

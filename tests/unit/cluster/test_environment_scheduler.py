@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import gradwire
+from documents import is_as_shown, text_shown_in
 from gradwire.cluster.environment import LaunchEnvironment
 from gradwire.cluster.environment_scheduler import (
     EnvironmentScheduler,
@@ -39,6 +40,9 @@ def test_several_machines_without_a_proof_are_refused_with_both_ways() -> None:
         choose_auth(environment(1), None, {})
     for way in ("GRADWIRE_SECRET_FILE=", "GRADWIRE_KEYS=", "tls=", "gradwire keys"):
         assert way in str(caught.value)
+    shown = text_shown_in("docs/tutorial/7-two-machines.md", "GRADWIRE_SECRET_FILE")
+    shown = shown.replace("rank 2 runs on node2, and rank 0 on node1", "rank 1 runs on ..., and rank 0 on 192.0.2.7")
+    assert is_as_shown(shown, str(caught.value))
 
 
 def test_ranks_of_one_machine_need_no_proof(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_ranks_that_never_arrive_may_lack_a_proof(tmp_path: Path) -> None:
     with pytest.raises(WorkerStartFailed, match=r"ranks 1, 2 never arrived.*other machines: .*GRADWIRE_SECRET_FILE="):
         driver.launch(2, time.monotonic())
     alone = EnvironmentScheduler(environment(is_one_host=True), FolderStore(tmp_path), None)
-    with pytest.raises(WorkerStartFailed, match=r"the driver waited for 2$"):
+    with pytest.raises(WorkerStartFailed, match=r"(?m)the driver waited for 2$"):
         alone.launch(2, time.monotonic())
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick_python
 from gradwire.errors import ConnectionClosed, DecodeError
 from gradwire.transports import shared_memory
 from gradwire.transports.shared_memory import (
@@ -48,6 +49,12 @@ def num_fds() -> int:
 
 def num_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:gradwire")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_can_start() -> None:
+    """Their source has descriptors in this process, which are not those of a test."""
+    quick_python.prepare()
 
 
 @pytest.fixture(autouse=True)
@@ -628,11 +635,11 @@ while True:
 class Peer:
     """Another process that takes and gives slots as it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, popen: type[subprocess.Popen[bytes]] = quick_python.Popen) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(DEADLINE_S)
         source = Path(shared_memory.__file__).parents[2]
-        self.process = subprocess.Popen(
+        self.process = popen(
             [sys.executable, "-c", PEER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
@@ -690,6 +697,18 @@ class Peer:
 def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
+    end_peer(made)
+
+
+@pytest.fixture
+def fresh_peer() -> Iterator[Peer]:
+    """One that ends as an interpreter does, with all modules taken apart."""
+    made = Peer(subprocess.Popen)
+    yield made
+    end_peer(made)
+
+
+def end_peer(made: Peer) -> None:
     made.socket.close()
     if made.process.poll() is None:
         made.process.kill()
@@ -719,11 +738,11 @@ def test_a_slot_comes_back_when_the_other_process_drops_its_view(peer: Peer, pai
     assert pair.arena.lend(MIB) is not None
 
 
-def test_a_process_that_ends_with_borrowed_memory_is_quiet(peer: Peer, pair: Pair) -> None:
-    peer.take(peer.lend_full(pair.arena, MIB, 1), keep=True)
-    tensor = peer.give(pair.slots, MIB, 2)
-    assert peer.leave() == ""
-    assert peer.process.returncode == 0
+def test_a_process_that_ends_with_borrowed_memory_is_quiet(fresh_peer: Peer, pair: Pair) -> None:
+    fresh_peer.take(fresh_peer.lend_full(pair.arena, MIB, 1), keep=True)
+    tensor = fresh_peer.give(pair.slots, MIB, 2)
+    assert fresh_peer.leave() == ""
+    assert fresh_peer.process.returncode == 0
     assert int(tensor.sum()) == 2 * MIB
 
 

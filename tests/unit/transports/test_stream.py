@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import gradwire
+import quick_python
 from gradwire import _interrupts
 from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
 from gradwire.testing import ConnectionPair, local_agents, wait_until
@@ -335,7 +336,7 @@ def start_sender(listener: UnixListener) -> Iterator[Callable[[str], tuple[int, 
         path = listener.uri.removeprefix("unix://")
         source = str(Path(gradwire.__file__).parents[1])
         processes.append(
-            subprocess.Popen(
+            quick_python.Popen(
                 [sys.executable, "-c", SENDER, path, signal_name],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, DecodeError
+import quick_python
+from gradwire.errors import AuthenticationFailed, ConfigurationError, ConnectFailed, DecodeError, ResourceExhausted
 from gradwire.testing import ConnectionPair, wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, receive_frames, receive_tensors, send_call
 from gradwire.transports import unix
@@ -113,6 +114,16 @@ def test_the_kernel_knows_the_user(transport: UnixTransport) -> None:
 def test_nobody_listens(folder: Path, transport: UnixTransport) -> None:
     with pytest.raises(ConnectFailed, match="no answer"):
         transport.connect(f"unix://{folder}/w.sock", soon())
+
+
+def test_a_process_without_descriptors_says_so(folder: Path, transport: UnixTransport) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(ResourceExhausted, match="Too many open files"):
+            transport.connect(f"unix://{folder}/w.sock", time.monotonic() + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_socket_that_was_left_is_replaced(folder: Path, transport: UnixTransport) -> None:
@@ -239,7 +250,7 @@ def test_one_of_a_killed_process_is_removed_by_the_next() -> None:
     program = (
         "from gradwire.transports.unix import SocketFolder; f = SocketFolder(); print(f.path, flush=True); input()"
     )
-    process = subprocess.Popen(
+    process = quick_python.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

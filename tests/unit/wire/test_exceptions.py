@@ -137,6 +137,25 @@ def test_notes_travel() -> None:
     assert vars(round_trip(exc))["__notes__"] == ["see also y"]
 
 
+def test_link_to_the_documentation_is_shown_once_however_far_an_error_travels() -> None:
+    error = errors.WorkerLost("worker c is lost", "c")
+    for worker in ("b", "a"):
+        traceback.format_exception(error)  # as a log on the way does
+        arrived = round_trip(error, worker=worker)
+        assert isinstance(arrived, errors.WorkerLost)
+        assert str(arrived) == "worker c is lost"
+        assert arrived.__notes__ == [f"See {errors.DOCS_URL}errors.html#workerlost"]
+        error = arrived
+    printed = "".join(traceback.format_exception(error))
+    assert printed.count(errors.DOCS_URL) == (1 if sys.version_info >= (3, 11) else 0)
+
+
+def test_peer_cannot_choose_the_link() -> None:
+    error = errors.WorkerLost("worker c is lost", "c")
+    error.__dict__["docs_url"] = "https://example.org/"
+    assert round_trip(error).docs_url == f"{errors.DOCS_URL}errors.html#workerlost"  # type: ignore[attr-defined]
+
+
 def test_every_hop_is_shown() -> None:
     at_b = round_trip(ValueError("deep"), worker="c")
     at_a = round_trip(at_b, worker="b")

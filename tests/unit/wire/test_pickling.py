@@ -5,12 +5,16 @@ from __future__ import annotations
 import copyreg
 import functools
 import gc
+import importlib
 import math
 import operator
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fuzz import wire_samples as samples
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, GradwireError
+from gradwire.testing import wait_until
 from gradwire.types import Trust
 from gradwire.wire import pickling, serialization, tensors
 from gradwire.wire.pickling import CarriedFunction, carry
@@ -442,6 +447,55 @@ def test_functions_without_a_name() -> None:
 def test_names_that_resolve_to_nothing(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         serialization.resolve_function(name)
+
+
+CIRCLE = {
+    "__init__": "from circle import first",
+    "first": "import importing; importing.begun.set(); assert importing.go_on.wait(30); from circle.second import f",
+    "second": "from circle import first\ndef f(): return 7",
+}
+
+
+@pytest.mark.parametrize("how", ["by name", "in a pickle"])
+def test_a_module_of_a_package_that_another_thread_is_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where modules of a package import each other, to import one of them meanwhile fails in one of the threads."""
+    (tmp_path / "circle").mkdir()
+    for name, text in CIRCLE.items():
+        (tmp_path / "circle" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    importing: Any = types.ModuleType("importing")
+    importing.begun, importing.go_on = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "importing", importing)
+    identity: list[int] = []
+
+    def find() -> Any:
+        identity.append(threading.get_ident())
+        if how == "by name":
+            return serialization.resolve_function("circle.second:f")
+        return pickling.loads(b"ccircle.second\nf\n.", [])
+
+    def is_waiting() -> bool:
+        frame = sys._current_frames().get(identity[0]) if identity else None
+        return (
+            frame is not None
+            and "importlib._bootstrap" in frame.f_code.co_filename
+            and frame.f_code.co_name == "acquire"
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(importlib.import_module, "circle")
+        try:
+            assert importing.begun.wait(30)
+            found = pool.submit(find)
+            wait_until(is_waiting, 30.0, "that the second thread waits for the first")
+        finally:
+            importing.go_on.set()
+        other.result(30)
+        assert found.result(30)() == 7
+    for name in [name for name in sys.modules if name.split(".")[0] == "circle"]:
+        del sys.modules[name]
 
 
 def define(source: str, **names: Any) -> types.FunctionType:

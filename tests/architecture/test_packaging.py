@@ -1,0 +1,85 @@
+"""What the package says of itself is the same everywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+
+import gradwire
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+def table(header: str) -> str:
+    """Return the text of one table of pyproject.toml."""
+    found = re.search(rf"^\[{re.escape(header)}\]$(.*?)(?=^\[|\Z)", PROJECT, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def extras() -> dict[str, list[Requirement]]:
+    """Return the extras and what they install; extras that they name are left out."""
+    found = re.findall(r"^([a-z]+) = \[(.*?)\]$", table("project.optional-dependencies"), re.DOTALL | re.MULTILINE)
+    return {
+        name: [Requirement(line) for line in re.findall(r'"(.+?)"', lines) if not line.startswith("gradwire[")]
+        for name, lines in found
+    }
+
+
+def test_one_version() -> None:
+    assert 'dynamic = ["version"]' in PROJECT
+    pattern = re.search(r"pattern = '(.*)'", table("tool.hatch.version"))
+    source = (ROOT / "src/gradwire/versions.py").read_text()
+    assert pattern is not None
+    assert re.findall(pattern[1], source, re.MULTILINE) == [gradwire.__version__]
+
+
+def test_the_changelog_and_the_citation_are_of_this_version() -> None:
+    releases = re.findall(r"^## \[(.+?)\] - (\d{4}-\d{2}-\d{2})$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == (gradwire.__version__, CITATION["date-released"])
+    assert CITATION["version"] == gradwire.__version__
+
+
+def test_the_extras() -> None:
+    assert {"ray", "slurm", "dashboard", "trace", "all"} <= set(extras())
+
+
+def test_every_requirement_has_an_exact_version() -> None:
+    pinned = {
+        Requirement(line).name
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    direct = [Requirement(line) for line in re.findall(r'^    "(.+?[<>=].+?)",$', table("project"), re.MULTILINE)]
+    needed = {requirement.name for requirement in [*direct, *(item for items in extras().values() for item in items)]}
+    assert {"torch", "ray", "starlette", "twine"} <= needed <= pinned
+
+
+def test_types_are_shipped() -> None:
+    assert (ROOT / "src/gradwire/py.typed").read_text() == ""
+
+
+def test_one_home() -> None:
+    """The documentation's address is the same wherever one is named."""
+    (home,) = re.findall(r'^Documentation = "(.*)"$', PROJECT, re.MULTILINE)
+    folders = (ROOT, *(ROOT / name for name in ("src", "docs", "examples", ".github")))
+    paths = [
+        path for folder in folders for path in folder.glob("*.*" if folder == ROOT else "**/*.*") if path.is_file()
+    ]
+    texts = [path.read_bytes().decode(errors="replace") for path in paths]
+    assert {url for text in texts for url in re.findall(r"https?://gradwire\.[a-z.]*/?", text)} == {home}
+
+
+def test_issue_forms_ask_for_something() -> None:
+    assert len(FORMS) == 2
+    for path in FORMS:
+        form = yaml.safe_load(path.read_text())
+        assert form["name"]
+        assert form["description"]
+        assert any(item.get("validations", {}).get("required") for item in form["body"])

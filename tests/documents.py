@@ -1,0 +1,65 @@
+"""Programs in the documents, and what these say that they do.
+
+A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. What
+follows it is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb`` with the
+traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. With ``output
+about``, numbers may differ by a tenth. A file that is followed by none of these is not run here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTS_NOTES = sys.version_info >= (3, 11)  # where to read about an error is a note of the exception
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+class Shown(NamedTuple):
+    """A program in a document, and what the document says that it does."""
+
+    name: str
+    """Of its file; empty if its text is in the document."""
+    text: str
+    output: str | None = None
+    is_about: bool = False
+    traceback: str | None = None
+
+
+def shown_in(document: str) -> list[Shown]:
+    """The programs of a document that are to be run, in order."""
+    path = ROOT / document
+    found: list[Shown] = []
+    for kind, name, text in BLOCK.findall(path.read_text()):
+        if kind == "python":
+            found.append(Shown("", text))
+        elif kind == "output":
+            found[-1] = found[-1]._replace(output=text, is_about=name == "about")
+        elif kind == "pytb":
+            found[-1] = found[-1]._replace(
+                traceback=text if PRINTS_NOTES else re.sub(r"^See https.*\n", "", text, flags=re.M)
+            )
+        elif name.endswith(".py") and not (found and found[-1].name == name):
+            found.append(Shown(name, (path.parent / name).read_text()))
+    return [item for item in found if not item.name or item.output or item.traceback]
+
+
+def text_shown_in(document: str, word: str) -> str:
+    """The block marked ``text`` that has this word in it, as one line."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    (found,) = (block for block in blocks if word in block)
+    return " ".join(found.split())
+
+
+def is_as_shown(shown: str, printed: str, is_about: bool = False) -> bool:
+    """Whether a program printed what a document shows, in which ``...`` stands for any text."""
+    if is_about:
+        numbers = zip(*(map(float, NUMBER.findall(text)) for text in (shown, printed)), strict=False)
+        if not all(abs(one - other) <= 0.1 * one for one, other in numbers):
+            return False
+        shown, printed = (NUMBER.sub("0", text) for text in (shown, printed))
+    return re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL) is not None

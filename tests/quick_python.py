@@ -1,0 +1,428 @@
+"""Python programs that start in milliseconds: forks of a process that has imported torch and gradwire.
+
+    test ---- command, environment, folder, descriptors ----> source ---- fork ----> program
+         <---- its process id ----
+
+To import torch takes two seconds of a processor, and to take it apart at the end most of another: more than what most
+programs of tests do. `Popen` and `run` are those of `subprocess` for commands that begin with ``sys.executable``. A program
+is a child of the process that asked for it, so it can be waited for, signalled and killed like any other; it has its own
+environment, folder, streams, session and main module.
+
+What differs, and therefore needs a fresh interpreter: options of the interpreter (``-W``, ``-X``, ``-i``), what an import
+does, how modules are taken apart at the end, and variables that libraries read when they are loaded. Of each way to start
+a cluster, some tests stay with fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypedDict
+
+_TESTS = Path(__file__).resolve().parent
+_SOURCES = _TESTS.parent / "src"
+_NAME = "gw-forkserver-t"  # the leak check knows a process of this kind, its channel and its pipe
+_START_S = 60.0
+_MAX_BYTES = 1 << 17
+_MAX_DESCRIPTORS = 64
+NESTED = "QUICK_PYTHON"  # in the environment of a program: those that it starts are forks, too
+_ROOM = " " * 20_000  # for environments of programs, where that of their source is
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_CLONE_NEWNET = 0x40000000
+_SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+_PlainPopen = subprocess.Popen  # also where another class takes its place
+
+
+class _Request(TypedDict):
+    arguments: list[str]  # of the interpreter
+    environment: dict[str, str]
+    folder: str
+    namespace: str | None  # of the network
+    new_session: bool
+    targets: list[int]  # the numbers that the descriptors of the message have in the program
+
+
+def _prctl(option: int, value: Any) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+class _Source:
+    """A process that forks programs, as the process that asks for them sees it: its child, at the end of a channel."""
+
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        channel.settimeout(_START_S)
+        self.owner = os.getpid()
+        self._channel = channel
+        self._process = process
+
+    def fork(self, request: _Request, descriptors: Sequence[int]) -> int:
+        """The id of a new process, which is a child of this one."""
+        # The process that forks it ends at once, and the kernel gives its child to the next ancestor that asked for it.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
+            return self.answer()
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def answer(self) -> int:
+        answer = self._channel.recv(100)
+        if not answer:
+            raise RuntimeError("the process that forks programs has ended")
+        return int(answer)
+
+    def close(self) -> None:
+        self._channel.close()
+        if self._process is not None:
+            self._process.communicate(timeout=_START_S)
+
+
+def _start_source() -> _Source:
+    channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    with theirs:
+        process = _PlainPopen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env={**environment, **_SINGLE_THREADED, "ROOM": _ROOM},
+            start_new_session=True,
+        )
+    source = _Source(channel, process)
+    source.answer()  # it is ready
+    return source
+
+
+def _fork_source(path: list[str]) -> _Source:
+    """For a program that has just begun: a copy of it forks the programs that it starts."""
+    program = os.getpid()
+    channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        channel.close()
+        os.setsid()
+        _prctl(_PR_SET_NAME, _NAME.encode())
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the program may have other copies, which hold the channel
+        if os.getppid() == program:
+            _serve(theirs, path)
+        os._exit(0)
+    theirs.close()
+    return _Source(channel)
+
+
+_lock = threading.Lock()  # guards _source, and makes one request at a time
+_source: _Source | None = None
+
+
+def _own_source() -> _Source:
+    """To be called with the lock held."""
+    global _source
+    if _source is None or _source.owner != os.getpid():
+        _source = _start_source()
+    return _source
+
+
+def prepare() -> None:
+    """Start the process that forks programs, which happens with the first program otherwise."""
+    with _lock:
+        _own_source()
+
+
+def close() -> None:
+    """End the process that forks programs, if there is one; programs go on."""
+    global _source
+    with _lock:
+        source, _source = _source, None
+    if source is not None and source.owner == os.getpid():
+        source.close()
+
+
+def _strip_prefix(command: list[str], environment: dict[str, str]) -> tuple[str | None, list[str]]:
+    """Return the network's namespace and the arguments of the interpreter; add to the environment what ``env`` would."""
+    words, namespace = iter(command), None
+    for word in words:
+        if word == "ip":
+            assert (next(words), next(words)) == ("netns", "exec")
+            namespace = next(words)
+        elif "=" in word:
+            environment.update([word.split("=", 1)])
+        elif word != "env":
+            assert word == sys.executable, f"not a program for Python: {command}"
+            break
+    return namespace, list(words)
+
+
+class Popen(_PlainPopen[Any]):
+    """`subprocess.Popen` of ``[sys.executable, ...]``: a script, ``-c text`` or ``-m module``, and its arguments.
+
+    ``ip netns exec NAME`` and ``env NAME=VALUE`` may stand in front.
+    """
+
+    def _execute_child(  # type: ignore[override]
+        self,
+        args: Sequence[str],
+        executable: None,
+        preexec_fn: None,
+        close_fds: bool,
+        pass_fds: Sequence[int],
+        cwd: str | os.PathLike[str] | None,
+        env: Mapping[str, str] | None,
+        startupinfo: None,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *more: Any,
+    ) -> None:
+        _restore_signals, _gid, _gids, _uid, _umask, start_new_session, *_ = more
+        environment = dict(os.environ if env is None else env)
+        namespace, arguments = _strip_prefix([str(word) for word in args], environment)
+        assert (executable, preexec_fn, shell, close_fds) == (None, None, False, True)
+        streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        request = _Request(
+            arguments=arguments,
+            environment=environment,
+            namespace=namespace,
+            folder=os.path.abspath(cwd or "."),
+            new_session=start_new_session,
+            targets=[0, 1, 2, *pass_fds],
+        )
+        try:
+            with _lock:
+                self.pid = _own_source().fork(request, [*streams, *pass_fds])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+class PopenOfPrograms(Popen):
+    """Takes the place of `subprocess.Popen`: a fork where it can be, else a process of its own.
+
+    A program that was started with the variable `NESTED` has it.
+    """
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
+        executable, preexec_fn = rest[:2]
+        is_ours = (
+            isinstance(args, list | tuple) and args[0] == sys.executable and str(args[1]) not in ("-i", "-W", "-X")
+        )
+        if is_ours and executable is preexec_fn is None:
+            super()._execute_child(args, *rest)
+        else:
+            _PlainPopen._execute_child(self, args, *rest)  # type: ignore[attr-defined]
+
+
+def run(
+    command: Sequence[str], *, timeout: float, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` with ``capture_output=True`` and ``text=True``."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+# -- in the process that forks, and in the programs ------------------------------------------------------------------
+
+
+def _serve(channel: socket.socket, path: list[str]) -> None:
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if not message:
+            return
+        gate, opener = os.pipe()  # a program begins when it is the child of the process that asked for it
+        found, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            program = os.fork()
+            if program == 0:
+                channel.close()
+                for descriptor in (opener, found, tell):
+                    os.close(descriptor)
+                os.read(gate, 1)
+                os.close(gate)
+                _become(json.loads(message), descriptors, path)
+            os.write(tell, str(program).encode())
+            os._exit(0)
+        os.close(tell)
+        program = int(os.read(found, 20))
+        os.waitpid(between, 0)
+        channel.send(str(program).encode())
+        for descriptor in (gate, opener, found, *descriptors):
+            os.close(descriptor)
+
+
+def _become(request: _Request, descriptors: list[int], path: list[str]) -> NoReturn:
+    """Run a program; end with it."""
+    status: int | signal.Signals = 1
+    try:
+        _prctl(_PR_SET_NAME, b"python")
+        if request["new_session"]:
+            os.setsid()
+        if request["namespace"] is not None:
+            _enter_network(request["namespace"])
+        _place(descriptors, request["targets"])
+        os.chdir(request["folder"])
+        environment = request["environment"]
+        os.environ.clear()
+        os.environ.update(environment)
+        _show_environment(environment)
+        tempfile.tempdir = None
+        _open_streams(bool(environment.get("PYTHONUNBUFFERED")))
+        if environment.get(NESTED):
+            _be_quick(path)
+        before = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [*filter(None, before), *path]
+        status = _status_of(request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(status)
+
+
+def _be_quick(path: list[str]) -> None:
+    """Let the programs that this program starts be forks, too."""
+    global _source
+    _source = _fork_source(path)
+    subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
+
+
+def _place(descriptors: list[int], targets: list[int]) -> None:
+    """Give descriptors the numbers that the program expects, and close all others."""
+    above = max(targets) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor, target in zip(moved, targets, strict=True):
+        os.dup2(descriptor, target)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in targets:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(int(name))
+
+
+def _enter_network(name: str) -> None:
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network of {name}")
+    os.close(descriptor)
+
+
+def _open_streams(unbuffered: bool) -> None:
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  (they stay open)
+    for name, descriptor, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        stream = open(descriptor, "w", errors=errors, closefd=False)  # noqa: SIM115
+        stream.reconfigure(line_buffering=descriptor == 2 or stream.isatty(), write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _show_environment(environment: dict[str, str]) -> None:
+    """Write it where ``/proc`` looks for the first environment of a process: tests find processes by it."""
+    *_, begin, end, _ = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # env_start, env_end, exit_code
+    room = int(end) - int(begin)
+    block = b"".join(f"{name}={value}".encode(errors="surrogateescape") + b"\0" for name, value in environment.items())
+    ctypes.memmove(int(begin), block[:room].ljust(room, b"\0"), room)
+
+
+def _status_of(arguments: list[str]) -> int | signal.Signals:
+    """Run what the arguments of an interpreter name: how it ends."""
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        arguments = arguments[1:]
+    sys.modules["quick_python"] = sys.modules[
+        "__main__"
+    ]  # a program that imports it must not start a source of its own
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    try:
+        if arguments[0] == "-m":
+            sys.argv[:] = ["-m", *arguments[2:]]
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        elif arguments[0] == "-c":
+            sys.argv[:] = ["-c", *arguments[2:]]
+            sys.path.insert(0, "")
+            exec(compile(arguments[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+        else:
+            assert not arguments[0].startswith("-"), f"needs a fresh interpreter: {arguments}"
+            script = os.path.abspath(arguments[0])
+            sys.argv[:] = arguments
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+            main.__file__ = script
+            exec(compile(Path(script).read_text(), script, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        own = error.__traceback__  # the frame of this function
+        error.__traceback__ = own and own.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        return signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(status: int | signal.Signals) -> NoReturn:
+    """End as an interpreter does, but for taking all modules apart."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    if isinstance(status, signal.Signals):
+        signal.signal(status, signal.SIG_DFL)
+        os.kill(os.getpid(), status)
+    os._exit(int(status) & 0xFF)
+
+
+def _main() -> None:
+    import gc
+
+    path = sys.path[1:]
+    sys.path[:0] = [str(_SOURCES)]
+    import gradwire
+    import gradwire.cluster
+    import gradwire.runtime
+
+    gradwire.runtime.import_all()
+    sys.path[:] = path
+    gc.collect()
+    gc.freeze()
+    _prctl(_PR_SET_NAME, _NAME.encode())
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread alone"
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.send(b"0")
+    _serve(channel, path)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()
