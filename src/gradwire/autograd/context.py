@@ -135,7 +135,7 @@ class RecordedSend:
     @property
     def num_bytes(self) -> int:
         """Of the tensors that were recorded."""
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in self._metadata)
+        return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in self._metadata)
 
     @property
     def no_gradients(self) -> Gradients:
