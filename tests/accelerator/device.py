@@ -44,8 +44,9 @@ class Entry(NamedTuple):
     """Something that was asked of the device.
 
     Attributes:
-        what: ``record``, ``wait`` (of a stream for an event), ``synchronize_event``, ``synchronize_stream``,
-            ``synchronize_device``, ``copy``, ``record_stream``, ``pin``, ``register``, ``unregister``, ``operator``.
+        what: ``record``, ``wait`` (of a stream for an event), ``found_done`` (an event), ``synchronize_event``,
+            ``synchronize_stream``, ``synchronize_device``, ``copy``, ``record_stream``, ``pin``, ``register``,
+            ``unregister``, ``operator``.
         stream: Device and stream, such as ``0:3``; ``-`` if there is none. Stream 0 of a device is its default stream.
         event: Its number; 0 if there is none.
         more: Of a copy: direction, whether it may block, what kind of memory the host's is, and bytes.

@@ -371,7 +371,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto kept = *static_cast<EventPtr*>(event);
     queue_of(key_of(stream)).submit([kept, version = kept->last_recorded()] { kept->wait(version); });
   }
-  bool queryEvent(void* event) const override { return event == nullptr || event_of(event).is_done(); }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    const bool is_done = event_of(event).is_done();
+    if (is_done) note("found_done", "-", event_of(event).number);
+    return is_done;
+  }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     note("synchronize_event", "-", event_of(event).number);
