@@ -176,12 +176,11 @@ class StreamConnection:
             elif not (hold_back and self._hold_back(buffers)):
                 self._write(buffers, (), deadline)
         finally:
-            if copies is not None and copies.are_under_way:
-                copies.close()
+            are_slots_free = copies is None or copies.close(deadline)
             if shared is not None:
                 if is_out and not shared.is_filled:  # the receiver waits for bytes that will not come
                     self.close()
-                shared.close()
+                shared.close(are_slots_free)
 
     def _hold_back(self, buffers: list[Buffer]) -> bool:
         if not self._write_lock.acquire(False):
@@ -405,8 +404,7 @@ class _SharedParts:
         self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
         self._owners: list[torch.Tensor] = []  # keeps the memory behind the addresses alive
         self._num_bytes = 0  # of all leases
-        self._copied: list[Lease] = []  # those that `_copies` bring the bytes of
-        self._copies: HostCopies | None = None
+        self._copied: list[Lease] = []  # those that a device writes to
 
     def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor], copies: HostCopies | None) -> bool:
         """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
@@ -425,7 +423,6 @@ class _SharedParts:
         # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
         (part,) = parts
         if copies is not None:
-            self._copies = copies
             self._copied.append(lease)
             lease.place.pin()
             copies.launch(part, lease.target)
@@ -451,14 +448,16 @@ class _SharedParts:
             lease.mark_filled()
         self.is_filled = True
 
-    def close(self) -> None:
-        """Close the descriptors, of which the other side has its own now; take back what was not sent."""
+    def close(self, are_slots_free: bool) -> None:
+        """Close the descriptors, of which the other side has its own now; take back what was not sent.
+
+        A slot that a device may still write to is lost until the connection ends.
+        """
         for descriptor in self.descriptors:
             os.close(descriptor)
         if not self.is_filled:
-            is_in_use = self._copies is not None and self._copies.are_under_way  # by a device that hangs
             for lease in self._leases:
-                if not is_in_use or lease not in self._copied:
+                if are_slots_free or lease not in self._copied:
                     self._arena.cancel(lease)
 
 

@@ -55,10 +55,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}  # those with copies that were not waited for
         self._kept: list[torch.Tensor] = []  # both ends of them
-
-    @property
-    def are_under_way(self) -> bool:
-        return bool(self._streams)
+        self._has_targets = False  # memory that was given by the caller
 
     def launch(self, part: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Begin to copy a dense tensor of a device, and return the contiguous tensor of the host that it is copied to.
@@ -80,6 +77,7 @@ class HostCopies:
             made.copy_(part, non_blocking=True)
         part.record_stream(stream)
         self._kept += (part, made)
+        self._has_targets = self._has_targets or target is not None
         return made
 
     def launch_bytes(self, part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
@@ -98,10 +96,20 @@ class HostCopies:
             self._streams.clear()
             self._kept.clear()
 
-    def close(self) -> None:
-        """Let what is under way come to its end, after an error; `are_under_way` says if it did not within seconds."""
-        with contextlib.suppress(Exception):  # the error that led here is the one to tell
-            self.wait(time.monotonic() + _CLOSE_S)
+    def close(self, deadline: float | None) -> bool:
+        """Give up, after an error. Return whether targets may be used for something else.
+
+        torch keeps what it allocated until the device has done with it. Targets have to be waited for here; they are still
+        in use if the deadline has passed.
+        """
+        latest = time.monotonic() + _CLOSE_S
+        if self._has_targets:
+            with contextlib.suppress(Exception):  # the error that led here is the one to tell
+                self.wait(latest if deadline is None else min(latest, deadline))
+        is_over = not (self._has_targets and self._streams)
+        self._streams.clear()
+        self._kept.clear()
+        return is_over
 
 
 def _empty_on_host(part: torch.Tensor) -> torch.Tensor:
