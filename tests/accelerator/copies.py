@@ -22,7 +22,7 @@ import gradwire as gw
 from accelerator import device
 from accelerator.device import Entry
 from gradwire.config import KIB, TlsKeys
-from gradwire.errors import RpcTimeout
+from gradwire.errors import CannotSend, RpcTimeout
 from gradwire.testing import local_agents
 from gradwire.transports.tls import make_keys
 
@@ -356,19 +356,19 @@ def send_every_kind(transport: str) -> None:
 
 def keep_the_timeout() -> None:
     """A call does not wait longer than its time for a tensor that the device is still computing."""
-    with local_agents(2) as (a, _), device.asynchronous(1.0):
+    with local_agents(2) as (a, _), device.asynchronous(0.3):
         made, event = _write_later([torch.arange(4.0)])
         torch.accelerator.current_stream(ZERO).wait_event(event)
         begun = time.monotonic()
         with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):
-            a.call("b", _read, tuple(made), None, 0.1)
-        assert time.monotonic() - begun < 0.9
+            a.call("b", _read, tuple(made), None, 0.05)
+        assert time.monotonic() - begun < 0.5
         assert a.call("b", _read, tuple(made)) == [[0.0, 1.0, 2.0, 3.0]]
 
 
 def let_the_program_go_on() -> None:
     """While a thread waits for a copy, others send and compute."""
-    with local_agents(2) as (a, _), device.asynchronous(0.5):
+    with local_agents(2) as (a, _), device.asynchronous(0.2):
         made, event = _write_later([torch.arange(4.0)])
         torch.accelerator.current_stream(ZERO).wait_event(event)
         found: list[Any] = []
@@ -379,22 +379,55 @@ def let_the_program_go_on() -> None:
         assert found == [[[0.0, 1.0, 2.0, 3.0]]]
 
 
-# -- a device that is not there -----------------------------------------------------------------------------------------
+# -- a device that is not there, or has another name -------------------------------------------------------------------
 
 
-def _give(value: float) -> Tensor:
+def give(value: float) -> Tensor:
     return torch.full((3,), value, device=ZERO)
 
 
-def _give_inside(value: float) -> dict[str, Any]:
-    return {"list": [_give(value)], "more": (1, _give(value))}
+def give_inside(value: float) -> dict[str, Any]:
+    return {"list": [1, give(value)], "more": (2.0, give(value))}
 
 
-def rename() -> list[float]:
-    """Give the device another name, and send a tensor to a worker that has renamed it as well."""
-    torch.utils.rename_privateuse1_backend("gradacc")
+def send_to(to: str, how: str) -> None:
+    """Send a tensor to a worker without the device: as an argument, or inside of one."""
+    args, kwargs = ((give(1.0),), None) if how == "argument" else ((), {"value": {"inside": [1, (give(2.0),)]}})
+    gw.rpc.rpc_sync(to, _echo, args=args, kwargs=kwargs)
+
+
+@gw.rpc.expose
+def look_at(value: Any) -> str:
+    """Return where a tensor is; exposed, for workers that trust each other's data alone."""
+    return str(value.device)
+
+
+@gw.rpc.expose
+def give_exposed() -> Tensor:
+    return give(1.0)
+
+
+def send_what_the_map_names(trust: str) -> None:
+    """A map may name a device that the other worker lacks; the connection stays."""
+    sends, returns = {"b": {ZERO: "cuda:1", "cpu": "cpu"}}, {"a": {"cuda:1": ZERO}}
+    with local_agents(2, trust=trust, device_maps=sends | returns) as (a, b):
+        assert a.call("b", look_at, (torch.ones(1),)) == "cpu"
+        connections = a.connections()
+        with pytest.raises(CannotSend, match=r"b has no cuda:1; pass device_maps= .* or move the tensor to the CPU"):
+            a.call("b", look_at, (give(1.0),))
+        with pytest.raises(CannotSend, match="b has no cuda:1"):
+            b.call("a", give_exposed)
+        assert a.call("b", look_at, (torch.ones(1),)) == "cpu"
+        assert set(connections) <= set(a.connections())
+
+
+def rename() -> None:
+    """Load the device under another name, long after gradwire was imported, and send a tensor."""
+    device.load("gradacc")
     with local_agents(2) as (a, _):
-        sent = torch.arange(4.0).to("gradacc:1")
-        found = a.call("b", _echo, (sent,))
+        device.take_log()
+        with device.asynchronous(0.001):
+            found = a.call("b", _echo, (torch.arange(4.0).to("gradacc:1"),))
         assert str(found.device) == "gradacc:1"
-        return found.cpu().tolist()  # type: ignore[no-any-return]
+        assert found.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+        check_to_device(device.take_log(), 2, "1:0")

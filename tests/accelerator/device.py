@@ -32,12 +32,14 @@ class NoCompiler(Exception):
     """Nothing on this machine can build the device."""
 
 
-def load() -> None:
-    """Register the device in this process. May be called again."""
-    if not hasattr(torch, NAME):
+def load(name: str = NAME) -> None:
+    """Register the device in this process, by another name if one is given. May be called again."""
+    if not hasattr(torch, name):
         torch.ops.load_library(str(build()))
-        torch._C._rename_privateuse1_backend(NAME)  # its own name: this tells torch that there is such a backend
-        torch._register_device_module(NAME, _Backend)  # type: ignore[no-untyped-call]
+        torch.utils.rename_privateuse1_backend(
+            name
+        )  # to its own name, too: it tells torch that there is such a backend
+        torch._register_device_module(name, _Backend)  # type: ignore[no-untyped-call]
 
 
 class Entry(NamedTuple):
