@@ -19,6 +19,7 @@ from gradwire.cluster.api import Cluster
         copies.fetch_a_reference,
         copies.send_gradients,
         copies.send_by_shared_memory,
+        copies.send_by_socket,
     ],
     ids=lambda program: program.__name__,
 )
