@@ -15,7 +15,7 @@ from gradwire.rpc import functions
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.types import Trust, WorkerInfo
 from gradwire.wire import serialization
-from gradwire.wire.devices import DeviceNames, NoSuchDevice
+from gradwire.wire.devices import ON_HOST, DeviceNames, NoSuchDevice
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, Reply, read_note, read_plain
 from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
@@ -213,12 +213,13 @@ class Codec:
     ) -> list[torch.Tensor]:
         """Return the tensors of a message on the devices that it names, as `devices` says if they have other names here."""
         values: list[torch.Tensor] = []
-        buffers, is_on_device = iter(frame.buffers), devices is not None
+        buffers, are_placed = iter(frame.buffers), devices is not ON_HOST
+        is_on_device = are_placed and devices is not None  # whether any may be
         try:
             for meta in message.tensors:
                 values.append(rebuild(meta, buffers, devices))
                 if meta.device:
-                    is_on_device = True
+                    is_on_device = are_placed
         except NoSuchDevice as error:
             raise CannotSend(
                 f"{self._worker} has no {error.device}; pass device_maps= to say which of its devices to use, or move the "
