@@ -56,6 +56,16 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
+def devices_of(node: Any) -> list[torch.device]:
+    """Return the devices of the gradients that a node takes; the engine runs it in the thread of the first accelerator."""
+    return [metadata.device for metadata in node._input_metadata]
+
+
+def is_inside_engine() -> bool:
+    """Return whether this thread runs a node of the engine, or one of its hooks: for a device, or for its own run."""
+    return torch._C._current_graph_task_id() != -1
+
+
 hook_mixin: Any = torch.autograd.function._HookMixin
 """Its ``_register_hook`` is called for every hook that Python registers on a node of a function."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 import weakref
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from gradwire._torch import is_any_autocast_enabled
+from gradwire._torch import is_any_autocast_enabled, is_inside_engine
 from gradwire.autograd._backward_state import Action, Fail, Introduction, PassPhase, Report, RunComponent, Tell
 from gradwire.autograd.backward_pass import (
     NO_ROOTS,
@@ -54,7 +55,7 @@ from gradwire.autograd.current_context import carry_into_threads
 from gradwire.autograd.explanation import Prober
 from gradwire.autograd.functions import Gradients, is_inside_run
 from gradwire.autograd.interceptor import AutocastInterceptor, AutogradInterceptor
-from gradwire.autograd.local_engine import Found, Sources, run_component
+from gradwire.autograd.local_engine import Found, Sources, run_component, run_ready_nodes
 from gradwire.autograd.messages import (
     NO_ID,
     WHERE_CHARS,
@@ -91,6 +92,8 @@ _TELL_S = 0.2  # how long to wait for room when a worker that does not read is t
 _CONNECT_S = 10.0
 _OWE_S = 0.02  # how long a commit may wait for a message that tells of it; the clock looks as often anyway
 _NOTHING_DUE: tuple[int, frozenset[int], float] = (NO_ID, frozenset(), 0.0)
+_FIRST_SLICE_S, _LAST_SLICE_S = 50e-6, 1e-3  # how long a gate waits before it lets its thread run what is ready
+_NEVER = float("inf")
 _READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice what others do for the pass meanwhile
 
 
@@ -235,15 +238,23 @@ class DistEngine:
             if not self._agent.server.take_notices(ranks, _READ_S, lambda: current.state.is_over, is_own):
                 return
 
-    def _wait(self, current: BackwardPass, send: int | None) -> None:
-        """Wait until a send is settled, or the pass over, and look after the pass meanwhile."""
+    def _wait(self, current: BackwardPass, send: int | None, devices: Sequence[torch.device] = ()) -> None:
+        """Wait until a send is settled, or the pass over, and look after the pass meanwhile.
+
+        A run that has nodes on these devices goes on there, and has nodes for this thread from time to time.
+        """
         detector = current.detector
         if detector is None:
             detector = current.detector = StallDetector(self._agent, self.prober, current)
-        while not current.wait(send, detector.pause_s()):
+        slice_s, longest_s = (_FIRST_SLICE_S, _LAST_SLICE_S) if devices else (_NEVER, _NEVER)
+        turns = itertools.cycle(devices)
+        while not current.wait(send, min(slice_s, detector.pause_s()), stands_still=not devices):
             problem = detector.look()
             if problem is not None:
                 self.fail(current, *problem)
+            elif devices:
+                run_ready_nodes(next(turns))
+                slice_s = min(2 * slice_s, longest_s)
         if current.state.is_over:
             current.detector = None  # it holds the pass: the two would stay until the garbage collector comes
 
@@ -274,7 +285,8 @@ class DistEngine:
                     run = _Run(self, current, runs[0])
                     found = run.run()
                     following += run.following
-                    following += current.finish(runs[0].index, found)
+                    if found is not None:
+                        following += current.finish(runs[0].index, found)
                 actions = following
         except PassDropped:
             pass
@@ -689,7 +701,7 @@ class DistEngine:
 class _Run:
     """A run of the local engine through one component, and what the nodes of messages do in it."""
 
-    __slots__ = ("_action", "_engine", "_pass", "ambient_id", "following", "thread")
+    __slots__ = ("_action", "_devices", "_engine", "_pass", "ambient_id", "following", "thread")
 
     def __init__(self, engine: DistEngine, current: BackwardPass, action: RunComponent) -> None:
         self._engine = engine
@@ -697,9 +709,10 @@ class _Run:
         self._action = action  # the component, and the sends that may have a gradient
         self.following: list[Action] = []  # what is to be done when it has ended, apart from that it has ended
         self.thread = self.ambient_id = 0
+        self._devices: Sequence[torch.device] = ()  # those of a run that has gates
 
-    def run(self) -> Found:
-        """Run the component; return the gradients of its leaves."""
+    def run(self) -> Found | None:
+        """Run the component; return the gradients of its leaves, or None if it is left to another thread."""
         current, index, sends = self._pass, self._action.index, self._action.sends
         direct = current.graph.direct[index]
         if direct is not None and current.roots.inputs is None:  # those may be what passes through
@@ -711,6 +724,10 @@ class _Run:
             if not current.state.is_settled(send):
                 waiting.append((send, current.sends[send].output))
         if waiting:
+            if is_inside_engine():  # in the thread of a device, or of another run: a gate would hold that up
+                self._engine._perform_soon(current, [self._action])
+                return None
+            self._devices = current.graph.devices_in(index)
             current.graph.make_room_below()
             unsettled = {send for send, _ in waiting}
             sources.add_gated([current.sends[send].output for send in sends if send not in unsettled], waiting)
@@ -800,6 +817,6 @@ class _Run:
         current = self._pass
         if not current.state.is_settled(message_id):
             with while_waiting():
-                self._engine._wait(current, message_id)
+                self._engine._wait(current, message_id, self._devices)
         if current.state.is_over:
             raise PassDropped
