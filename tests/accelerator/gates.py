@@ -198,24 +198,27 @@ def _clear() -> None:
     _open.clear()
 
 
-def run_gated_pass_in_hook(on: str) -> None:
-    """A hook runs a pass that has to wait at a gate; the hook is in the thread of a device, or in that of its run."""
+def run_gated_pass_in_hook(on: str, inner: str) -> None:
+    """A hook runs a pass that needs the device whose thread the hook is in, and that has to wait in the middle."""
     found: list[Tensor] = []
     y = _input()
 
+    def loss_of(call: Any, y: Tensor) -> Tensor:
+        hidden = call(0, _layer, y.to(inner) * 0.5) * 2
+        return (call(1, _to_cpu, hidden).to(inner) * hidden).sum().cpu()
+
     def run_another(_: Tensor) -> None:
         with torch.enable_grad(), gw.autograd.context() as other:
-            hidden = y * 2
-            other.backward((call(1, _layer, hidden) * hidden).sum(), timeout=TIMEOUT_S)
+            other.backward(loss_of(call, y), timeout=TIMEOUT_S)
             found.append(other.gradients()[y])
 
     x = _input()
     with gw.autograd.context() as ctx:
         hidden = call(0, _layer, x).to(on) * 2
-        hidden.register_hook(run_another)
-        ctx.backward((call(1, _to_cpu, hidden) * hidden.cpu()).sum(), timeout=TIMEOUT_S)
+        back = call(1, _to_cpu, hidden).to(on)
+        back.register_hook(run_another)
+        ctx.backward((back * hidden).sum().cpu(), timeout=TIMEOUT_S)
     alone = _input()
-    hidden = alone * 2
-    (_layer(hidden) * hidden).sum().backward()  # type: ignore[no-untyped-call]
+    loss_of(_here, alone).backward()  # type: ignore[no-untyped-call]
     assert alone.grad is not None
     assert torch.allclose(found[0], alone.grad, rtol=1e-12)

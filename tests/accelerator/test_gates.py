@@ -30,6 +30,6 @@ def test_other_passes_end_while_a_gate_waits(cluster: Cluster) -> None:
     assert cluster.workers[0].call(gates.count_passes_beside_a_gate, 6) == 6
 
 
-@pytest.mark.parametrize("on", [ZERO, "cpu"])
-def test_gates_of_a_pass_in_a_hook_wait_elsewhere(cluster: Cluster, on: str) -> None:
-    cluster.workers[0].call(gates.run_gated_pass_in_hook, on)
+@pytest.mark.parametrize(("on", "inner"), [(ZERO, ZERO), (ZERO, ONE), (ZERO, "cpu"), ("cpu", ZERO)])
+def test_hook_runs_a_pass_that_needs_its_thread(cluster: Cluster, on: str, inner: str) -> None:
+    cluster.workers[0].call(gates.run_gated_pass_in_hook, on, inner)

@@ -143,6 +143,10 @@ class BackwardPass:
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
+        # On the root, if a hook called backward: the thread that has to run all components, 0 for any that is not in a run
+        # of the engine; and the components that wait for that thread.
+        self.runs_in: int | None = None
+        self.errands: list[Action] = []
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -379,6 +383,8 @@ class BackwardPass:
         """Wait until a send is settled, or the pass over; False if it is neither after so long: then wait again."""
         with self._lock:
             if not self._may_go_on(send):
+                if self.errands and send is None:
+                    return False
                 self._moved = self._moved or threading.Condition(self._lock)
                 if send is not None:
                     self._gates[send] = stands_still
@@ -388,6 +394,17 @@ class BackwardPass:
                 if send is not None:
                     self._gates.pop(send, None)
             return True
+
+    def leave_errand(self, action: Action) -> None:
+        """Leave a component to the thread that called backward."""
+        with self._lock:
+            self.errands.append(action)
+            self._wake()
+
+    def take_errands(self) -> list[Action]:
+        with self._lock:
+            errands, self.errands = self.errands, []
+            return errands
 
     def _may_go_on(self, send: int | None) -> bool:
         return self.state.is_over or (send is not None and self.state.is_settled(send))

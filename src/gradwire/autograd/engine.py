@@ -51,9 +51,9 @@ from gradwire.autograd.context import (
     RecordedRecv,
     find_call_site,
 )
-from gradwire.autograd.current_context import carry_into_threads
+from gradwire.autograd.current_context import carry_into_threads, current_run
 from gradwire.autograd.explanation import Prober
-from gradwire.autograd.functions import Gradients, is_inside_run
+from gradwire.autograd.functions import Gradients
 from gradwire.autograd.interceptor import AutocastInterceptor, AutogradInterceptor
 from gradwire.autograd.local_engine import Found, Sources, run_component, run_ready_nodes
 from gradwire.autograd.messages import (
@@ -194,6 +194,8 @@ class DistEngine:
         if current is None:
             raise UnknownContext(f"context {context_id} was released while backward began")
         self.num_passes += 1
+        if is_inside_engine():  # in a hook
+            current.runs_in = self._choose_runner()
         has_returned = False
         try:
             actions, current.begun = current.begun, []
@@ -215,6 +217,17 @@ class DistEngine:
                 del failure  # its traceback holds this frame, and with it all that the pass recorded
         return current.gradients
 
+    @staticmethod
+    def _choose_runner() -> int:
+        """Return the thread that is to run components of a pass that a hook has begun; 0 for any that is not in a run.
+
+        Other threads cannot run nodes of a device whose thread is in the hook. The thread that began a run of ours must not:
+        while it waits for nodes on devices, it may come upon a gate of that run, and not get out before the hook has ended.
+        """
+        run = current_run.get()
+        here = threading.get_ident()
+        return 0 if run is not None and run.thread == here else here
+
     def _leave(self, current: BackwardPass) -> None:
         """Backward ends by Ctrl-C: the others must not wait for this worker."""
         if not current.state.is_over:
@@ -225,7 +238,7 @@ class DistEngine:
         with while_waiting():
             # This thread takes part if torch is set up in it as in those that run passes otherwise.
             is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
-            if is_plain and not is_inside_run():
+            if is_plain and current.runs_in is None:
                 self._read_along(current)
             if not current.state.is_over:
                 self._wait(current, None)
@@ -252,6 +265,8 @@ class DistEngine:
             problem = detector.look()
             if problem is not None:
                 self.fail(current, *problem)
+            elif send is None and current.errands:
+                self._perform(current, current.take_errands())
             elif devices:
                 run_ready_nodes(next(turns))
                 slice_s = min(2 * slice_s, longest_s)
@@ -271,7 +286,8 @@ class DistEngine:
                 for action in actions:
                     kind = type(action)
                     if kind is RunComponent:
-                        runs.append(action)  # type: ignore[arg-type]
+                        if current.runs_in is None or self._runs_here(current, action):
+                            runs.append(action)  # type: ignore[arg-type]
                     elif kind is Report:
                         operation = "reporting to the root"
                         following += self._report(current, action)  # type: ignore[arg-type]
@@ -285,8 +301,7 @@ class DistEngine:
                     run = _Run(self, current, runs[0])
                     found = run.run()
                     following += run.following
-                    if found is not None:
-                        following += current.finish(runs[0].index, found)
+                    following += current.finish(runs[0].index, found)
                 actions = following
         except PassDropped:
             pass
@@ -295,6 +310,17 @@ class DistEngine:
             # In a service thread it comes from code of the user, and would end the reading of a connection.
             if isinstance(error, KeyboardInterrupt) and not self._agent.reactor.is_service_thread():
                 raise
+
+    def _runs_here(self, current: BackwardPass, action: Action) -> bool:
+        """Whether this thread is to run a component of a pass that a hook has begun; if not, leave it to another one."""
+        if current.runs_in == 0:
+            if is_inside_engine():
+                self._perform_soon(current, [action])
+                return False
+        elif current.runs_in != threading.get_ident():
+            current.leave_errand(action)
+            return False
+        return True
 
     def _perform_soon(self, current: BackwardPass, actions: Sequence[Action]) -> None:
         self._agent.reactor.run_soon(functools.partial(self._perform, current, actions))
@@ -711,8 +737,8 @@ class _Run:
         self.thread = self.ambient_id = 0
         self._devices: Sequence[torch.device] = ()  # those of a run that has gates
 
-    def run(self) -> Found | None:
-        """Run the component; return the gradients of its leaves, or None if it is left to another thread."""
+    def run(self) -> Found:
+        """Run the component; return the gradients of its leaves."""
         current, index, sends = self._pass, self._action.index, self._action.sends
         direct = current.graph.direct[index]
         if direct is not None and current.roots.inputs is None:  # those may be what passes through
@@ -724,9 +750,6 @@ class _Run:
             if not current.state.is_settled(send):
                 waiting.append((send, current.sends[send].output))
         if waiting:
-            if is_inside_engine():  # in the thread of a device, or of another run: a gate would hold that up
-                self._engine._perform_soon(current, [self._action])
-                return None
             self._devices = current.graph.devices_in(index)
             current.graph.make_room_below()
             unsettled = {send for send, _ in waiting}

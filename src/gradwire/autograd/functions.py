@@ -12,7 +12,6 @@ decided by the run of the engine that has reached them (`current_context.LocalRu
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,30 +24,9 @@ from gradwire.errors import AutogradError
 Gradients = Sequence[torch.Tensor | None]
 
 
-class _Local(threading.local):
-    # Not carried into other threads: process groups copy that, and drop it in threads that may be waited for with the GIL.
-    runs_hooks = False
-
-
-_local = _Local()
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
-
-
-class hooks_running:
-    """Surrounds a run of the engine that reaches no messages, but hooks of leaves."""
-
-    def __enter__(self) -> None:
-        self._outer, _local.runs_hooks = _local.runs_hooks, True
-
-    def __exit__(self, *_: object) -> None:
-        _local.runs_hooks = self._outer
-
-
-def is_inside_run() -> bool:
-    """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return current_run.get() is not None or _local.runs_hooks
 
 
 class SendFunction(torch.autograd.Function):

@@ -23,7 +23,7 @@ from gradwire._interrupts import interruptible
 from gradwire._torch import hook_mixin, leaf_hooks, post_accumulate_hooks, run_backward
 from gradwire.autograd import anomaly_mode
 from gradwire.autograd.current_context import LocalRun, begin_run, current_run
-from gradwire.autograd.functions import ANCHOR, Gradients, hooks_running, make_detour, make_gates
+from gradwire.autograd.functions import ANCHOR, Gradients, make_detour, make_gates
 from gradwire.autograd.messages import PassOptions
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim, GradientTable, keep_apart
@@ -246,8 +246,7 @@ def run_accumulators(
                 hook.seen = table[leaf]
             if is_recorded:
                 _silence_cycle_warning()
-            with hooks_running():
-                _accumulate(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded)
+            _accumulate(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded)
             after = [leaf.grad for leaf in leaves]
         finally:
             for hook, _ in quiet:
