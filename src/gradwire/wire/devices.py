@@ -9,7 +9,7 @@ translated. They go to the device of the tensor that they belong to, which its s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -101,7 +101,7 @@ def check_name(name: str) -> None:
 
 
 def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -> torch.Tensor:
-    """Return a tensor that arrived on the device that its sender named.
+    """Return a tensor that arrived on the device that its sender named; see `device_copies.launch_to_device`.
 
     Raises:
         NoSuchDevice: This process has no such device.
@@ -116,21 +116,15 @@ def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -
                 f"a result came on {source}, which the device map for its sender does not have; add it with set_device_map, "
                 f"or return a tensor on the CPU (Response device mapping is not available for destination)"
             )
-    return tensor if not name or name == _CPU else to_device(tensor, name)
+    if not name or name == _CPU:
+        return tensor
+    from gradwire.wire import device_copies
+
+    return device_copies.launch_to_device(tensor, name)
 
 
-def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, the CPU included; itself, if it is there."""
-    return tensor.to(device)
+def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Return tensors on devices, the CPU included; those that are there as they are."""
+    from gradwire.wire import device_copies
 
-
-def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a copy of a tensor of the CPU on a device.
-
-    Raises:
-        NoSuchDevice: This process has no such device.
-    """
-    try:
-        return tensor.to(device)
-    except Exception as error:  # each backend has its own way to say that it is missing
-        raise NoSuchDevice(device) from error
+    return device_copies.move(tensors, devices)
