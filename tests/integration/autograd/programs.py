@@ -270,6 +270,8 @@ class _Generator:
         ways: tuple[Way, ...] = ("sync", "async", "then", "relay", "no_grad", "fail", "cancel", "remote")
         way = self._dice.choices(ways, (45, 20, 8, 8, 5, 5, 3, 10 * self._has_devices))[0]
         to, via = self._dice.choice(self._setting.workers), self._dice.choice(self._setting.workers)
+        if way == "remote" and to == drawing.worker:  # what it fetches from itself is not a copy
+            way = "sync"
         args = tuple(self._pick(drawing) for _ in range(self._dice.choice((1, 1, 2, 3))))
         records = drawing.records and way != "no_grad"
         inner = _Drawing(to, _received(drawing.values, args, records), drawing.depth + 1, records)
