@@ -61,9 +61,9 @@ def devices_of(node: Any) -> list[torch.device]:
     return [metadata.device for metadata in node._input_metadata]
 
 
-def is_inside_engine() -> bool:
-    """Return whether this thread runs a node of the engine, or one of its hooks: for a device, or for its own run."""
-    return torch._C._current_graph_task_id() != -1
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The run of the engine whose node, or whose hook, this thread is in: `NO_GRAPH_TASK` if it is in none."""
+NO_GRAPH_TASK = -1
 
 
 hook_mixin: Any = torch.autograd.function._HookMixin

@@ -472,13 +472,13 @@ def test_devices_of() -> None:
     assert _torch.devices_of((torch.ones(2, requires_grad=True) * other).grad_fn) == [torch.device("cpu")]
 
 
-def test_is_inside_engine() -> None:
+def test_current_graph_task_id() -> None:
     x = torch.ones(2, requires_grad=True)
     seen = []
-    x.register_hook(lambda _: seen.append(_torch.is_inside_engine()))  # type: ignore[no-untyped-call]
+    x.register_hook(lambda _: seen.append(_torch.current_graph_task_id()))  # type: ignore[no-untyped-call]
     x.sum().backward()  # type: ignore[no-untyped-call]
-    assert seen == [True]
-    assert not _torch.is_inside_engine()
+    assert seen != [_torch.NO_GRAPH_TASK]
+    assert _torch.current_graph_task_id() == _torch.NO_GRAPH_TASK
 
 
 def test_hook_mixin() -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from gradwire._torch import is_any_autocast_enabled, is_inside_engine
+from gradwire._torch import NO_GRAPH_TASK, current_graph_task_id, is_any_autocast_enabled
 from gradwire.autograd._backward_state import Action, Fail, Introduction, PassPhase, Report, RunComponent, Tell
 from gradwire.autograd.backward_pass import (
     NO_ROOTS,
@@ -194,7 +194,7 @@ class DistEngine:
         if current is None:
             raise UnknownContext(f"context {context_id} was released while backward began")
         self.num_passes += 1
-        if is_inside_engine():  # in a hook
+        if current_graph_task_id() != NO_GRAPH_TASK:  # in a hook
             current.runs_in = self._choose_runner()
         has_returned = False
         try:
@@ -314,7 +314,7 @@ class DistEngine:
     def _runs_here(self, current: BackwardPass, action: Action) -> bool:
         """Whether this thread is to run a component of a pass that a hook has begun; if not, leave it to another one."""
         if current.runs_in == 0:
-            if is_inside_engine():
+            if current_graph_task_id() != NO_GRAPH_TASK:
                 self._perform_soon(current, [action])
                 return False
         elif current.runs_in != threading.get_ident():
