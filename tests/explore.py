@@ -79,6 +79,12 @@ def programs(seed: int) -> Command:
     return Command(("-m", "autograd.soak", "--programs", "300", "--seed", str(seed)), {"PYTHONPATH": path})
 
 
+def devices(seed: int) -> Command:
+    """Random programs with autograd on the CPU and two stand-in devices, on workers and in one process."""
+    path = "tests:tests/integration"
+    return Command(("-m", "accelerator.soak", "--programs", "300", "--seed", str(seed)), {"PYTHONPATH": path})
+
+
 def training(seed: int) -> Command:
     """Random training programs with optimizers, on workers and in one process."""
     return _pytest(["tests/integration/optim/test_random_programs.py"], GRADWIRE_TRAINING_SEEDS=f"{seed}-{seed + 11}")
@@ -89,7 +95,7 @@ def wire(seed: int) -> Command:
     return Command(("tests/fuzz/fuzz_wire.py", "--seconds", "20", "--seed", str(seed)))
 
 
-KINDS: tuple[Kind, ...] = (ownership, properties, simulation, programs, training, wire)
+KINDS: tuple[Kind, ...] = (ownership, properties, simulation, programs, devices, training, wire)
 
 
 def _pytest(arguments: Sequence[str], **environment: str) -> Command:

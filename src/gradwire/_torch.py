@@ -56,6 +56,16 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
+def devices_of(node: Any) -> list[torch.device]:
+    """Return the devices of the gradients that a node takes; the engine runs it in the thread of the first accelerator."""
+    return [metadata.device for metadata in node._input_metadata]
+
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The run of the engine whose node, or whose hook, this thread is in: `NO_GRAPH_TASK` if it is in none."""
+NO_GRAPH_TASK = -1
+
+
 hook_mixin: Any = torch.autograd.function._HookMixin
 """Its ``_register_hook`` is called for every hook that Python registers on a node of a function."""
 

@@ -466,6 +466,21 @@ def test_sequence_number() -> None:
     assert _torch.sequence_number(node) == 7
 
 
+def test_devices_of() -> None:
+    one, other = torch.ones(2, requires_grad=True).unbind()
+    assert _torch.devices_of(one.grad_fn) == [torch.device("cpu")] * 2
+    assert _torch.devices_of((torch.ones(2, requires_grad=True) * other).grad_fn) == [torch.device("cpu")]
+
+
+def test_current_graph_task_id() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    x.register_hook(lambda _: seen.append(_torch.current_graph_task_id()))  # type: ignore[no-untyped-call]
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert seen != [_torch.NO_GRAPH_TASK]
+    assert _torch.current_graph_task_id() == _torch.NO_GRAPH_TASK
+
+
 def test_hook_mixin() -> None:
     noted: list[Any] = []
     before = _torch.hook_mixin._register_hook

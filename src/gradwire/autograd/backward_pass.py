@@ -138,10 +138,15 @@ class BackwardPass:
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
-        self._gates: set[int] = set()  # sends that a run stands still for
+        # Sends that a run waits for at a gate, and whether all of the run stands still: devices may go on computing.
+        self._gates: dict[int, bool] = {}
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
+        # On the root, if a hook called backward: the thread that has to run all components, 0 for any that is not in a run
+        # of the engine; and the components that wait for that thread.
+        self.runs_in: int | None = None
+        self.errands: list[Action] = []
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -374,19 +379,32 @@ class BackwardPass:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait(self, send: int | None, seconds: float) -> bool:
+    def wait(self, send: int | None, seconds: float, *, stands_still: bool = True) -> bool:
         """Wait until a send is settled, or the pass over; False if it is neither after so long: then wait again."""
         with self._lock:
             if not self._may_go_on(send):
+                if self.errands and send is None:
+                    return False
                 self._moved = self._moved or threading.Condition(self._lock)
                 if send is not None:
-                    self._gates.add(send)
+                    self._gates[send] = stands_still
                 _interrupts.wait(self._moved, seconds)
                 if not self._may_go_on(send):
                     return False
                 if send is not None:
-                    self._gates.discard(send)
+                    self._gates.pop(send, None)
             return True
+
+    def leave_errand(self, action: Action) -> None:
+        """Leave a component to the thread that called backward."""
+        with self._lock:
+            self.errands.append(action)
+            self._wake()
+
+    def take_errands(self) -> list[Action]:
+        with self._lock:
+            errands, self.errands = self.errands, []
+            return errands
 
     def _may_go_on(self, send: int | None) -> bool:
         return self.state.is_over or (send is not None and self.state.is_settled(send))
@@ -406,7 +424,7 @@ class BackwardPass:
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
             # A run that has not begun yet, or whose gate is open, waits only for its thread.
-            num_standing = sum(not self.state.is_settled(gate) for gate in self._gates)
+            num_standing = sum(is_still and not self.state.is_settled(gate) for gate, is_still in self._gates.items())
             return PassSnapshot(
                 worker,
                 not self.state.is_over,

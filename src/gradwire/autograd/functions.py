@@ -11,7 +11,7 @@ decided by the run of the engine that has reached them (`current_context.LocalRu
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,30 +24,9 @@ from gradwire.errors import AutogradError
 Gradients = Sequence[torch.Tensor | None]
 
 
-class _Local(threading.local):
-    # Not carried into other threads: process groups copy that, and drop it in threads that may be waited for with the GIL.
-    runs_hooks = False
-
-
-_local = _Local()
 ANCHOR = torch.zeros((), requires_grad=True)
 """Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
 _anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
-
-
-class hooks_running:
-    """Surrounds a run of the engine that reaches no messages, but hooks of leaves."""
-
-    def __enter__(self) -> None:
-        self._outer, _local.runs_hooks = _local.runs_hooks, True
-
-    def __exit__(self, *_: object) -> None:
-        _local.runs_hooks = self._outer
-
-
-def is_inside_run() -> bool:
-    """Whether the local engine runs in this thread: another run inside would mix the work of the two."""
-    return current_run.get() is not None or _local.runs_hooks
 
 
 class SendFunction(torch.autograd.Function):
@@ -101,6 +80,19 @@ class Gate(torch.autograd.Function):
         run.wait_settled(ctx.message_id)
         nothing: tuple[None, ...] = (None,) * (ctx.num_behind + 1)
         return nothing
+
+
+class Detour(torch.autograd.Function):
+    """Takes a run through the thread of a device, and does nothing there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, None]:
+        return None, None
 
 
 class _RecvNode:
@@ -182,6 +174,13 @@ def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
             set_sequence_number(gate.grad_fn, 0)
             chain = [gate]
     return chain[0]
+
+
+@functools.cache
+def make_detour(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where a run through the thread of a device begins, and its gradient; it ends at the anchor."""
+    with torch.enable_grad():
+        return function_apply(Detour)(ANCHOR, device), torch.empty(0, device=device)
 
 
 def _kinds() -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from gradwire._interrupts import interruptible
 from gradwire._torch import hook_mixin, leaf_hooks, post_accumulate_hooks, run_backward
 from gradwire.autograd import anomaly_mode
 from gradwire.autograd.current_context import LocalRun, begin_run, current_run
-from gradwire.autograd.functions import ANCHOR, Gradients, hooks_running, make_gates
+from gradwire.autograd.functions import ANCHOR, Gradients, make_detour, make_gates
 from gradwire.autograd.messages import PassOptions
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim, GradientTable, keep_apart
@@ -112,6 +112,17 @@ def _run_user_code(
         allow_unreachable=True,
         accumulate_grad=False,
     )
+
+
+@interruptible  # it may run hooks and functions of the user
+def run_ready_nodes(device: torch.device) -> None:
+    """Run nodes that wait for this thread, which is inside of a node of the engine itself, if there are any.
+
+    The engine gives nodes of the CPU to the thread that called it, when that is done with the node that it has. A run inside
+    of a run shares the queue. While it is away in the thread of a device, this thread takes whatever else is there.
+    """
+    handle, gradient = make_detour(device)
+    run_backward((handle,), (gradient,), True, False, (ANCHOR,), allow_unreachable=True, accumulate_grad=False)
 
 
 _WAIT_S = 60.0
@@ -235,8 +246,7 @@ def run_accumulators(
                 hook.seen = table[leaf]
             if is_recorded:
                 _silence_cycle_warning()
-            with hooks_running():
-                _accumulate(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded)
+            _accumulate(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded)
             after = [leaf.grad for leaf in leaves]
         finally:
             for hook, _ in quiet:

@@ -22,7 +22,7 @@ _KEYS = ("a", "b", "hooked")
 _MAX_DEPTH = 3
 _MAX_CALLS = 12
 
-Way = Literal["sync", "async", "then", "relay", "no_grad", "fail", "cancel"]
+Way = Literal["sync", "async", "then", "relay", "no_grad", "fail", "cancel", "remote"]
 Plan = Literal["once", "twice", "at once", "grad", "second order"]
 
 _BINARY = ("add", "mul", "mix")
@@ -54,6 +54,14 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A copy of a value in another place: see `autograd.worlds.device_at`."""
+
+    source: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Changes a value in place."""
 
@@ -82,7 +90,8 @@ class Call:
     """Runs a body on a worker.
 
     Attributes:
-        way: ``sync``, ``relay`` (through `via`, with async_execution) and ``no_grad`` add the results to the values;
+        way: ``sync``, ``remote`` (through a reference), ``relay`` (through `via`, with async_execution) and ``no_grad`` add
+            the results to the values;
             ``async`` and ``then`` add nothing before `Wait`; ``fail`` and ``cancel`` never do.
     """
 
@@ -100,7 +109,26 @@ class Wait:
     number: int
 
 
-Statement = Compute | Take | Detach | Change | Hook | Call | Wait
+Statement = Compute | Take | Detach | Move | Change | Hook | Call | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where programs run.
+
+    Attributes:
+        workers: Those that run bodies.
+        runners: Those that make the context, drawn from.
+        num_places: Devices of each worker, the CPU included; with several, values move between them, and some calls go
+            through references.
+    """
+
+    workers: tuple[str, ...]
+    runners: tuple[str, ...]
+    num_places: int = 1
+
+
+ON_CPU = Setting(WORKERS, ("driver", "driver", *WORKERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +143,10 @@ class Program:
             and of values in between, which the context does not keep; or the gradients of the inputs' gradients.
         targets: Values that ``grad`` asks for, beside the inputs.
         waits: Whether results that nobody took are waited for before the context ends.
+        places: Where the inputs are.
     """
 
+    setting: Setting
     seed: int
     runner: str
     size: int
@@ -125,6 +155,7 @@ class Program:
     plan: Plan
     targets: tuple[int, ...]
     waits: bool
+    places: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -156,15 +187,17 @@ class _Drawing:
 
 
 class _Generator:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, setting: Setting) -> None:
         self._dice = random.Random(seed)
+        self._setting = setting
+        self._has_devices = setting.num_places > 1
         self._num_calls = 0
 
     def body(self, drawing: _Drawing, num_statements: int) -> None:
         for _ in range(num_statements):
             draw = self._dice.choices(
-                (self._compute, self._call, self._wait, self._change, self._detach, self._hook, self._take),
-                (30, 34, 10, 10, 6, 5, 5),
+                (self._compute, self._call, self._wait, self._change, self._detach, self._hook, self._take, self._move),
+                (30, 34, 10, 10, 6, 5, 5, 25 * self._has_devices),
             )[0]
             draw(drawing)
 
@@ -194,6 +227,14 @@ class _Generator:
         drawing.values[source].is_saved = True  # both share their memory
         drawing.values.append(_Value(False, is_saved=True))
         drawing.statements.append(Detach(source))
+
+    def _move(self, drawing: _Drawing) -> None:
+        source = self._pick(drawing)
+        drawing.values.append(_Value(drawing.records and drawing.values[source].needs_grad))
+        drawing.statements.append(Move(source, self._place()))
+
+    def _place(self) -> int:
+        return self._dice.randrange(self._setting.num_places)
 
     def _change(self, drawing: _Drawing) -> None:
         kind = self._dice.choice(("scale", "add", "mul", "tanh"))
@@ -226,9 +267,11 @@ class _Generator:
         if drawing.depth == _MAX_DEPTH or self._num_calls >= _MAX_CALLS:
             return self._compute(drawing)
         self._num_calls += 1
-        ways: tuple[Way, ...] = ("sync", "async", "then", "relay", "no_grad", "fail", "cancel")
-        way = self._dice.choices(ways, (45, 20, 8, 8, 5, 5, 3))[0]
-        to, via = self._dice.choice(WORKERS), self._dice.choice(WORKERS)
+        ways: tuple[Way, ...] = ("sync", "async", "then", "relay", "no_grad", "fail", "cancel", "remote")
+        way = self._dice.choices(ways, (45, 20, 8, 8, 5, 5, 3, 10 * self._has_devices))[0]
+        to, via = self._dice.choice(self._setting.workers), self._dice.choice(self._setting.workers)
+        if way == "remote" and to == drawing.worker:  # what it fetches from itself is not a copy
+            way = "sync"
         args = tuple(self._pick(drawing) for _ in range(self._dice.choice((1, 1, 2, 3))))
         records = drawing.records and way != "no_grad"
         inner = _Drawing(to, _received(drawing.values, args, records), drawing.depth + 1, records)
@@ -242,14 +285,14 @@ class _Generator:
         if way in ("async", "then"):
             drawing.not_waited.append(len(drawing.started))
             drawing.started.append(came)
-        elif way in ("sync", "relay", "no_grad"):
+        elif way in ("sync", "relay", "no_grad", "remote"):
             drawing.values += came
         return None
 
     # -- the whole -----------------------------------------------------------------------------------------------
 
     def program(self, seed: int) -> Program:
-        runner = self._dice.choice(("driver", "driver", *WORKERS))
+        runner = self._dice.choice(self._setting.runners)
         drawing = _Drawing(runner, [_Value(True, is_leaf=True) for _ in range(NUM_INPUTS)], depth=0)
         self.body(drawing, self._dice.randint(6, 16))
         for _ in drawing.not_waited[1:]:  # most results are taken, some never
@@ -258,6 +301,7 @@ class _Generator:
         plan = self._dice.choices(plans, (50, 15, 10, 10, 15))[0]
         num_roots = 2 if plan in ("twice", "at once") else self._dice.choice((1, 1, 2))
         return Program(
+            setting=self._setting,
             seed=seed,
             runner=runner,
             size=self._dice.choice((3, 3, 3, 3, 3, 3, 3, 10_000)),
@@ -266,6 +310,7 @@ class _Generator:
             plan=plan,
             targets=self._targets(drawing),
             waits=self._dice.random() < 0.5,
+            places=tuple(self._place() for _ in range(NUM_INPUTS)) if self._has_devices else (0,) * NUM_INPUTS,
         )
 
     def _root(self, drawing: _Drawing) -> tuple[int, ...]:
@@ -287,6 +332,6 @@ def _received(values: Sequence[_Value], numbers: Sequence[int], records: bool) -
     return [memo[id(values[number])] for number in numbers]
 
 
-def make_program(seed: int) -> Program:
+def make_program(seed: int, setting: Setting = ON_CPU) -> Program:
     """The program of that seed."""
-    return _Generator(seed).program(seed)
+    return _Generator(seed, setting).program(seed)

@@ -15,14 +15,16 @@ import gradwire as gw
 from autograd import worlds
 from autograd.listing import describe
 from autograd.programs import (
-    NUM_INPUTS,
+    ON_CPU,
     Body,
     Call,
     Change,
     Compute,
     Detach,
     Hook,
+    Move,
     Program,
+    Setting,
     Take,
     Wait,
     make_program,
@@ -84,6 +86,9 @@ class Frame:
     def detach(self, item: Detach) -> None:
         self.values.append(self.values[item.source].detach())
 
+    def move(self, item: Move) -> None:
+        self.values.append(self.values[item.source].to(worlds.device_at(item.place), copy=True))
+
     def change(self, item: Change) -> None:
         target = self.values[item.target]
         _CHANGE[item.kind](target, *([_fit(self.values[item.source], target)] if item.source >= 0 else []))
@@ -98,6 +103,8 @@ class Frame:
         args = [self.values[number] for number in item.args]
         if item.way == "sync":
             self.values += worlds.call(item.to, serve, item.body, *args)
+        elif item.way == "remote":
+            self.values += worlds.call_by_reference(item.to, serve, item.body, *args)
         elif item.way == "relay":
             self.values += worlds.call(item.via, serve_elsewhere, item.to, item.body, *args)
         elif item.way == "no_grad":
@@ -126,10 +133,12 @@ def _bend_results(done: Any) -> Tensors:
 
 def _fit(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Weights have three elements, whatever the size of a program's values."""
+    value = value.to(other.device)
     return value if value.shape == other.shape or value.dim() == 0 else value.mean()
 
 
 def _affine(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.to(value.device)
     return value * weight[0] + weight[1:].sum() * 0.5
 
 
@@ -156,6 +165,7 @@ _STEPS: dict[type, Callable[[Frame, Any], None]] = {
     Compute: Frame.compute,
     Take: Frame.take,
     Detach: Frame.detach,
+    Move: Frame.move,
     Change: Frame.change,
     Hook: Frame.hook,
     Wait: Frame.wait,
@@ -168,7 +178,8 @@ _STEPS: dict[type, Callable[[Frame, Any], None]] = {
 
 def _make_inputs(program: Program) -> Tensors:
     return [
-        worlds.make_values(f"{program.seed}/{number}", program.size).requires_grad_() for number in range(NUM_INPUTS)
+        worlds.make_values(f"{program.seed}/{number}", program.size).to(worlds.device_at(place)).requires_grad_()
+        for number, place in enumerate(program.places)
     ]
 
 
@@ -177,10 +188,11 @@ def _make_roots(program: Program, values: Tensors) -> tuple[Tensors, Tensors]:
     roots = [
         values[root[0]] * 2
         if len(root) == 1
-        else torch.stack([values[number].mean() * (place + 3) for place, number in enumerate(root)]).sum()
+        else torch.stack([values[number].mean().cpu() * (place + 3) for place, number in enumerate(root)]).sum()
         for root in program.roots
     ]
-    return roots, [worlds.make_values(f"root {number}", *root.shape) for number, root in enumerate(roots)]
+    seeds = [worlds.make_values(f"root {number}", *root.shape).to(root.device) for number, root in enumerate(roots)]
+    return roots, seeds
 
 
 class _Differentiator:
@@ -237,16 +249,16 @@ def _carry_out(program: Program, inputs: Tensors, values: Tensors, by: _Differen
         targets = inputs + [values[number] for number in program.targets if program.plan == "grad"]
         results = by.grad(roots, seeds, targets, program.plan == "second order")
         found.update({f"target {number}": item for number, item in enumerate(results) if item is not None})
-        terms = [item.square().mean() for item in results if item is not None and item.requires_grad]
+        terms = [item.square().mean().cpu() for item in results if item is not None and item.requires_grad]
         if terms and program.plan == "second order":
             by.backward([torch.stack(terms).sum()], [torch.ones((), dtype=torch.float64)])
-    return {name: item.detach() for name, item in found.items()}
+    return {name: item.detach().cpu() for name, item in found.items()}
 
 
 def run_in_one_process(program: Program) -> worlds.Gradients:
     """The oracle: torch's own gradients, by name, and the roots' values."""
-    inputs = _make_inputs(program)
     with worlds.OneProcess(program.runner) as world:
+        inputs = _make_inputs(program)
         frame = Frame(inputs)
         frame.run(program.body)
     found = _carry_out(program, inputs, frame.values, _Differentiator())
@@ -262,24 +274,25 @@ def run_distributed(program: Program, mode: str) -> worlds.Gradients:
         frame.run(program.body)
         found = _carry_out(program, inputs, frame.values, _Distributed(ctx, mode))
         kept = ctx.gradients()
-        own = {f"input {number}": kept[item].detach() for number, item in enumerate(inputs) if item in kept}
-        gathered = worlds.gather_gradients(ctx)
+        own = {f"input {number}": kept[item].detach().cpu() for number, item in enumerate(inputs) if item in kept}
+        gathered = worlds.gather_gradients(ctx, program.setting.workers)
         if program.waits:
             frame.wait_started()
     return {**found, **own, **gathered}
 
 
-def check_program(seed: int, mode: str = "smart") -> str:
+def check_program(seed: int, mode: str = "smart", setting: Setting = ON_CPU) -> str:
     """Runs a program both ways.
 
     Args:
         seed: Of the program.
+        setting: Where it runs.
         mode: With ``fast``, the pass may also end in `UnsettledSend`: some result may be unused.
 
     Returns:
         What is wrong, or nothing.
     """
-    program = make_program(seed)
+    program = make_program(seed, setting)
     try:
         actual = rpc.rpc_sync(program.runner, run_distributed, args=(program, mode))
         problem = worlds.difference(actual, run_in_one_process(program))
@@ -289,5 +302,6 @@ def check_program(seed: int, mode: str = "smart") -> str:
         problem = traceback.format_exc()
     if not problem:
         return ""
-    again = f"PYTHONPATH=tests:tests/integration .venv/bin/python -m autograd.soak --only {seed} --mode {mode}"
+    soak = "autograd.soak" if setting == ON_CPU else "accelerator.soak"
+    again = f"PYTHONPATH=tests:tests/integration .venv/bin/python -m {soak} --only {seed} --mode {mode}"
     return f"seed {seed}, mode {mode}: {problem}\nagain: {again}\n{describe(program)}\n"

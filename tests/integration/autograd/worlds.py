@@ -24,6 +24,9 @@ WORKERS = ("driver", "worker0", "worker1", "worker2")
 Gradients = dict[str, torch.Tensor]
 """By ``worker/weight``; what has no gradient is not there."""
 
+DEVICES = ["cpu"]
+"""Of this process, for the places of programs; whoever has others adds them. Weights are spread over all of them."""
+
 _weights: dict[str, torch.nn.Parameter] = {}  # of this worker; never taken by the oracle
 _lock = threading.Lock()  # guards making weights
 _oracle: contextvars.ContextVar[OneProcess | None] = contextvars.ContextVar("oracle", default=None)
@@ -85,6 +88,12 @@ def call(to: str, function: Callable[..., Any], *args: Any) -> Any:
     return rpc.rpc_sync(to, function, args=args) if world is None else world.call(to, function, args)
 
 
+def call_by_reference(to: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function on a worker, which keeps the result, and fetches that."""
+    world = _oracle.get()
+    return rpc.remote(to, function, args=args).to_here() if world is None else world.call(to, function, args)
+
+
 def submit(to: str, function: Callable[..., Any], *args: Any) -> Any:
     """Starts a function on a worker; the oracle's futures are completed already."""
     world = _oracle.get()
@@ -96,6 +105,11 @@ def submit(to: str, function: Callable[..., Any], *args: Any) -> Any:
 def is_oracle() -> bool:
     """Whether everything runs in this process."""
     return _oracle.get() is not None
+
+
+def device_at(place: int) -> str:
+    """The device of this worker for a place; in the oracle everything is on the CPU."""
+    return "cpu" if is_oracle() else DEVICES[place]
 
 
 def weight(key: str, *shape: int) -> torch.nn.Parameter:
@@ -112,7 +126,8 @@ def weight(key: str, *shape: int) -> torch.nn.Parameter:
 
 
 def _make_weight(name: str, shape: tuple[int, ...]) -> torch.nn.Parameter:
-    made = torch.nn.Parameter(make_values(name, *shape))
+    place = zlib.crc32(name.encode()) % len(DEVICES)
+    made = torch.nn.Parameter(make_values(name, *shape).to(device_at(place)))
     if "hooked" in name:
         made.register_hook(bend)
     return made
@@ -135,13 +150,13 @@ def bend(gradient: torch.Tensor | None) -> torch.Tensor | None:
 def read_gradients(context_id: int) -> Gradients:
     """What a context holds for the weights of this worker."""
     found = gw.autograd.get_gradients(context_id)
-    return {name: found[weight].detach() for name, weight in list(_weights.items()) if weight in found}
+    return {name: found[weight].detach().cpu() for name, weight in list(_weights.items()) if weight in found}
 
 
-def gather_gradients(context_id: int) -> Gradients:
+def gather_gradients(context_id: int, workers: Iterable[str] = WORKERS) -> Gradients:
     """What a context holds for the weights of all workers."""
     gathered: Gradients = {}
-    for worker in WORKERS:
+    for worker in workers:
         if worker == here():
             gathered.update(read_gradients(context_id))
         else:
