@@ -325,7 +325,8 @@ class TensorReader:
         is_plain = _is_plain(target, dtype)
         if is_plain:
             torch.autograd.graph.increment_version(target)  # torch does not see that others write into its memory
-        for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
+        is_copied_by_torch = not is_plain and target.is_cpu
+        for box in _spans(region, strides, _STAGED_ELEMENTS if is_copied_by_torch else _PIECE // dtype.itemsize):
             part = target[box.slices_in(region)]
             num_elements = _span(box.sizes, strides)
             is_direct = is_plain and num_elements == box.num_elements
@@ -355,7 +356,7 @@ class TensorReader:
     def _staged(self, num_bytes: int) -> memoryview:
         """Return memory that is used again and again: memory that was never touched is slow."""
         if len(self._staging) < num_bytes:
-            self._staging = bytearray(_STAGED_ELEMENTS * _LARGEST_ITEM)
+            self._staging = bytearray(max(_PIECE, _STAGED_ELEMENTS * _LARGEST_ITEM))
         return memoryview(self._staging)[:num_bytes]
 
 

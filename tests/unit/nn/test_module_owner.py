@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from gradwire.errors import ConfigurationError
-from gradwire.nn.module_owner import on_device, parse_placement
+from gradwire.nn.module_owner import parse_placement
 from gradwire.types import WorkerInfo
 
 
@@ -39,12 +38,3 @@ def test_what_is_none(where: str) -> None:
 def test_devices_are_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"Expected one of .+ device type at start of device string"):
         parse_placement("ps/foo")
-
-
-def test_values_are_moved_wherever_tensors_are() -> None:
-    value = (torch.ones(2), [torch.ones(1), 3], {"a": (torch.zeros(1), "text")})
-    moved = on_device(value, torch.device("meta"))
-    assert [moved[0].device.type, moved[1][0].device.type, moved[2]["a"][0].device.type] == ["meta"] * 3
-    assert (moved[1][1], moved[2]["a"][1]) == (3, "text")
-    same = torch.ones(2)
-    assert on_device(same, torch.device("cpu")) is same
