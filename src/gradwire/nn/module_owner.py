@@ -55,9 +55,9 @@ _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDi
 
 
 def parse_placement(where: To) -> tuple[To, str]:
-    """Return the worker, by name or rank, and the device there; ``cpu`` if `where` is not one of the forms of text."""
+    """Return the worker, by name or rank, and the device there; no name of one if `where` does not have it."""
     if not isinstance(where, str):
-        return where, "cpu"
+        return where, ""
     worker, slash, device = where.partition("/")
     if not worker or (slash and not device) or "/" in device:
         raise ConfigurationError(f"Could not parse remote_device: {where}. The valid format is {_FORMS}")
@@ -65,7 +65,7 @@ def parse_placement(where: To) -> tuple[To, str]:
         raise ConfigurationError(f"{where!r} names a device and no worker. The valid format is {_FORMS}")
     kind, _, number = worker.partition(":")
     to: To = int(number) if kind == "rank" and number.isdecimal() else worker
-    return to, str(torch.device(device or "cpu"))
+    return to, str(torch.device(device)) if device else ""
 
 
 def _is_device(text: str) -> bool:
@@ -167,8 +167,9 @@ def make(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but {module_cls!r} made a {type(module).__name__}"
         )
-    module.to(device)
-    _note_device(module, torch.device(device))
+    if device:  # otherwise it stays where it was made, which may be on several of them
+        module.to(device)
+    _note_device(module, torch.device(device or "cpu"))
     _guard(module, mode)
     return module
 

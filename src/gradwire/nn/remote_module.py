@@ -60,7 +60,10 @@ class RemoteModule(nn.Module):
     """A module that is made on a worker and stays there; calling it here runs it there.
 
     Args:
-        remote_device: Where: ``"worker"``, ``"worker/cpu"``, ``"rank:1"`` or ``"rank:1/cpu"``; a rank or `WorkerInfo`, too.
+        remote_device: Where: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"`` or ``"rank:1/cpu"``; a rank or `WorkerInfo`, too.
+            The module is moved to the device; without one it stays where `module_cls` makes it. Tensors in arguments are
+            moved to its device. Those in results come back by the caller's device map for that worker, or to the CPU if there
+            is none.
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -69,7 +72,8 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.
-        device: The device there.
+        device: The device there, as it was given; ``cpu`` if it was not.
+        is_device_map_set: Whether this worker has a device map for the owner.
         module_rref: The reference to the module.
 
     Raises:
@@ -107,7 +111,7 @@ class RemoteModule(nn.Module):
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
         super().__init__()
         self.on = to if isinstance(to, str | int) else rref.owner_name()
-        self.device = device
+        self.device = device or "cpu"
         self.module_rref = rref
         self.is_device_map_set = rref.owner_name() in rref_context.here().agent.device_maps
         self._label = label

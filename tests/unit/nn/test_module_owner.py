@@ -14,15 +14,15 @@ from gradwire.types import WorkerInfo
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("ps", ("ps", "cpu")),
+        ("ps", ("ps", "")),
         ("ps/cpu", ("ps", "cpu")),
         ("ps/cuda:1", ("ps", "cuda:1")),
-        ("rank:3", (3, "cpu")),
+        ("rank:3", (3, "")),
         ("rank:3/meta", (3, "meta")),
-        ("rank:x", ("rank:x", "cpu")),  # a worker may have such a name
+        ("rank:x", ("rank:x", "")),  # a worker may have such a name
         ("host-1.net:4/cpu", ("host-1.net:4", "cpu")),
-        (2, (2, "cpu")),
-        (WorkerInfo("ps", 1), (WorkerInfo("ps", 1), "cpu")),
+        (2, (2, "")),
+        (WorkerInfo("ps", 1), (WorkerInfo("ps", 1), "")),
     ],
 )
 def test_forms(where: Any, expected: Any) -> None:
