@@ -6,14 +6,16 @@ and from then on the process has an accelerator. So tests leave it to workers: `
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import cpp_extension
@@ -37,6 +39,39 @@ def load() -> None:
         torch.ops.load_library(str(build()))
         torch._C._rename_privateuse1_backend(NAME)  # its own name: this tells torch that there is such a backend
         torch._register_device_module(NAME, _Backend)  # type: ignore[no-untyped-call]
+
+
+class Entry(NamedTuple):
+    """Something that was asked of the device.
+
+    Attributes:
+        what: ``record``, ``wait`` (of a stream for an event), ``synchronize_event``, ``synchronize_stream``,
+            ``synchronize_device``, ``copy``, ``record_stream``, ``pin``, ``register``, ``unregister``, ``operator``.
+        stream: Device and stream, such as ``0:3``; ``-`` if there is none. Stream 0 of a device is its default stream.
+        event: Its number; 0 if there is none.
+        more: Of a copy: direction, whether it may block, what kind of memory the host's is, and bytes.
+    """
+
+    what: str
+    stream: str
+    event: int
+    more: tuple[str, ...]
+
+
+def take_log() -> list[Entry]:
+    """Return what was asked of the device since the last call."""
+    split = [line.split(" ") for line in torch.ops.stand_in.take_log()]
+    return [Entry(what, stream, int(event), tuple(more)) for what, stream, event, *more in split]
+
+
+@contextlib.contextmanager
+def asynchronous(delay_s: float = 0.01) -> Iterator[None]:
+    """Run copies of this process that may be run later, by threads of their streams, each after that time."""
+    torch.ops.stand_in.set_asynchronous(True, delay_s)
+    try:
+        yield
+    finally:
+        torch.ops.stand_in.set_asynchronous(False, 0.0)
 
 
 def build() -> Path:
@@ -93,7 +128,16 @@ class _Backend:
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
-        """Everything is done when it is called."""
+        torch.accelerator.synchronize(device)
+
+    @staticmethod
+    def memory_allocated(device: Any = 0) -> int:
+        return int(torch.ops.stand_in.memory_allocated(torch.device(device).index or 0))
+
+    @staticmethod
+    def cudart() -> Any:
+        """The part of CUDA's runtime that makes memory known to a device."""
+        return _Runtime
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -117,3 +161,15 @@ class _Backend:
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = 0) -> None:
         torch.set_rng_state(state)
+
+
+class _Runtime:
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        torch.ops.stand_in.register_memory(address, num_bytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        torch.ops.stand_in.unregister_memory(address)
+        return 0
