@@ -121,5 +121,58 @@ def draw() -> list[float]:
     return [float(item) for item in torch.rand(4, device=ZERO).cpu()]
 
 
+class Large(nn.Module):
+    """Has several parameters of some sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.rand(size) for size in sizes])
+
+    def forward(self) -> Tensor:
+        return torch.stack([item.sum() for item in self.params]).sum()
+
+
 def make_large(sizes: Sequence[int]) -> nn.Module:
-    return nn.ParameterList([torch.rand(size, device=ZERO) for size in sizes])
+    return Large(sizes)
+
+
+def make_layer(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(4, 4, dtype=torch.float64)
+
+
+def overflow(parameter: gw.rpc.RRef[Tensor]) -> Tensor:
+    """Return something whose gradient by the parameter is infinite."""
+    return (parameter.local_value() * float("inf")).sum().cpu()
+
+
+def device_of_value(rref: gw.rpc.RRef[Tensor]) -> str:
+    return str(rref.local_value().device)
+
+
+# -- sharded tensors: the program runs on worker0, which has the device ---------------------------------------------------
+
+
+def shard_over_devices() -> None:
+    """Compares a matrix in parts on devices of two workers with one in a single process."""
+    torch.manual_seed(0)
+    full = torch.rand(6, 4, dtype=torch.float64)
+    spec = gw.shard.ChunkShardingSpec(0, [f"worker1/{ZERO}", f"worker2/{ONE}", f"worker1/{ONE}"])
+    made = gw.shard._shard_tensor(full.to(ZERO), spec)
+    where = [str(shard.placement) for shard in made.metadata().shards_metadata]
+    assert where == [f"worker1/{ZERO}", f"worker2/{ONE}", f"worker1/{ONE}"]
+    assert torch.equal(made.full_tensor().cpu(), full)
+
+
+def read_peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def reset_peak() -> int:
+    """Forget the peak, and return the memory of now."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return read_peak_bytes()

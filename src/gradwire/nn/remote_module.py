@@ -60,10 +60,10 @@ class RemoteModule(nn.Module):
     """A module that is made on a worker and stays there; calling it here runs it there.
 
     Args:
-        remote_device: Where: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"`` or ``"rank:1/cpu"``; a rank or `WorkerInfo`, too.
+        remote_device: Where: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"`` or ``"rank:1/cpu"``; or a rank or `WorkerInfo`.
             The module is moved to the device; without one it stays where `module_cls` makes it. Tensors in arguments are
-            moved to its device. Those in results come back by the caller's device map for that worker, or to the CPU if there
-            is none.
+            moved to its device. Those in results come back by the caller's device map for that worker, or to the CPU where
+            there is none.
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
         args: Its arguments.
         kwargs: Its keyword arguments.
