@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import hashlib
 import os
 import shutil
@@ -142,13 +141,6 @@ class _Backend:
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
-
-    @staticmethod
-    def memory_allocated(device: Any = 0) -> int:
-        """Return the bytes of the tensors that Python knows on a device."""
-        found = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
-        there = [item.untyped_storage() for item in found if item.device == torch.device(NAME, device)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:

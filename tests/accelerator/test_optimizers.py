@@ -76,7 +76,7 @@ def test_steps_and_state_are_those_of_one_process(cluster: Cluster, kind: str, t
     assert {item.device.type for state in saved["state"].values() for item in state.values()} == {"cpu"}
     gw.checkpoint.save(tmp_path, {"model": remote, "optimizer": ours}, progress=False)
 
-    other, fresh = _split()
+    other, _ = _split()
     again = gw.optim.DistributedOptimizer(torch.optim.Adam, other, lr=0.05, **_OPTIONS[kind])
     again.load_state_dict(copy.deepcopy(saved))
     assert _states(again) == before
@@ -175,5 +175,10 @@ def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Clus
 # -- sharded tensors ------------------------------------------------------------------------------------------------------
 
 
-def test_shards_live_on_the_devices_of_their_placements(cluster: Cluster) -> None:
-    cluster.workers[0].call(training.shard_over_devices)
+_SHARDS = [f"worker1/{training.ZERO}", f"worker2/{training.ONE}", f"worker1/{training.ONE}", "worker2/cpu"]
+
+
+@pytest.mark.parametrize("program", training.SHARD_PROGRAMS, ids=lambda program: program.__name__)
+def test_shards_on_devices_compute_as_in_one_process(cluster: Cluster, program: Any) -> None:
+    cluster.workers[0].call(program, _SHARDS, training.ZERO)
+    program(_SHARDS[:2], "cpu")  # this process has no device: whole tensors come to the CPU

@@ -151,20 +151,6 @@ def device_of_value(rref: gw.rpc.RRef[Tensor]) -> str:
     return str(rref.local_value().device)
 
 
-# -- sharded tensors: the program runs on worker0, which has the device ---------------------------------------------------
-
-
-def shard_over_devices() -> None:
-    """Compares a matrix in parts on devices of two workers with one in a single process."""
-    torch.manual_seed(0)
-    full = torch.rand(6, 4, dtype=torch.float64)
-    spec = gw.shard.ChunkShardingSpec(0, [f"worker1/{ZERO}", f"worker2/{ONE}", f"worker1/{ONE}"])
-    made = gw.shard._shard_tensor(full.to(ZERO), spec)
-    where = [str(shard.placement) for shard in made.metadata().shards_metadata]
-    assert where == [f"worker1/{ZERO}", f"worker2/{ONE}", f"worker1/{ONE}"]
-    assert torch.equal(made.full_tensor().cpu(), full)
-
-
 def read_peak_bytes() -> int:
     """Return the most memory that this process has had."""
     with open("/proc/self/status", encoding="ascii") as file:
@@ -176,3 +162,87 @@ def reset_peak() -> int:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     return read_peak_bytes()
+
+
+# -- sharded tensors: the program runs on a worker, or in the driver, and compares with one process ------------------------
+
+
+def _matrix() -> Tensor:
+    return torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).reshape(6, 4)
+
+
+def _devices(tensor: gw.shard.ShardedTensor) -> list[str]:
+    return [str(shard.placement) for shard in tensor.metadata().shards_metadata]
+
+
+def _make_shards(places: list[str], on: str) -> gw.shard.ShardedTensor:
+    made = gw.shard.ChunkShardingSpec(0, places).shard(_matrix().to(on))
+    made.requires_grad_()
+    return made
+
+
+def compute_with_shards(places: list[str], on: str) -> None:
+    """Elementwise operations, reductions, the whole, and another division."""
+    full, sharded = _matrix(), _make_shards(places, on)
+    assert _devices(sharded) == places
+    with torch.no_grad():
+        for function in (torch.sum, torch.amax, torch.linalg.vector_norm):
+            found = function(sharded)
+            assert str(found.device) == on
+            assert torch.allclose(found.cpu(), function(full))
+        tripled = sharded * 2 + sharded
+        assert _devices(tripled) == places
+        assert torch.allclose(tripled.full_tensor().cpu(), full * 3)
+        assert torch.equal(sharded.cpu().full_tensor().cpu(), full)
+        again = sharded.redistribute(gw.shard.ChunkShardingSpec(1, places))
+        assert _devices(again) == places
+        assert torch.equal(again.full_tensor().cpu(), full)
+        for sharded_one in (tripled, again):
+            remote = [item for items in sharded_one.remote_shards().values() for item in items]
+            where = [gw.rpc.rpc_sync(item.owner(), _where_shard_is, (item,)) for item in remote]
+            assert sorted(where) == sorted(places)
+
+
+def _where_shard_is(shard: Any) -> str:
+    return f"{gw.rpc.get_worker_info().name}/{shard.local_value().tensor.device}"
+
+
+def differentiate_shards(places: list[str], on: str) -> None:
+    """Gradients through a product and a lookup."""
+    x, ids = values()[:, :1].detach() * torch.ones(4, dtype=torch.float64), torch.tensor([0, 5, 3, 3])
+    own, full = x.clone().to(on).requires_grad_(), _matrix().requires_grad_()
+    sharded, alone = _make_shards(places, on), x.clone().requires_grad_()
+    with gw.autograd.context() as ctx:
+        product: Any = nn.functional.linear(own, sharded)
+        rows = nn.functional.embedding(ids.to(on), sharded)
+        assert str(rows.device) == on
+        ctx.backward(product.full_tensor().square().sum() + rows.square().sum())
+        found = ctx.gradients()[own]
+    assert str(found.device) == on
+    torch.autograd.backward(
+        nn.functional.linear(alone, full).square().sum() + nn.functional.embedding(ids, full).square().sum()
+    )
+    assert alone.grad is not None
+    assert torch.allclose(found.cpu(), alone.grad)
+
+
+def step_shards(places: list[str], on: str) -> None:
+    """Steps of an optimizer, and its state."""
+    full, sharded = _matrix().requires_grad_(), _make_shards(places, on)
+    ours = gw.optim.DistributedOptimizer(torch.optim.Adam, [sharded], lr=0.1)
+    theirs = torch.optim.Adam([full], lr=0.1)
+    for _ in range(2):
+        with gw.autograd.context() as ctx:
+            ctx.backward((sharded * sharded).sum())
+            ours.step(ctx)
+        theirs.zero_grad()
+        torch.autograd.backward((full * full).sum())
+        theirs.step()
+    with torch.no_grad():
+        assert torch.allclose(sharded.full_tensor().cpu(), full)
+    state = ours.state_dict()["state"][0]
+    assert torch.allclose(state["exp_avg"].cpu(), theirs.state_dict()["state"][0]["exp_avg"])
+    ours.load_state_dict(ours.state_dict())
+
+
+SHARD_PROGRAMS = (compute_with_shards, differentiate_shards, step_shards)

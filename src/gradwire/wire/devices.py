@@ -130,6 +130,16 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def is_here(device: torch.device) -> bool:
+    """Return whether this process has a device."""
+    if device.type in (_CPU, "meta"):
+        return True
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != device.type:
+        return False
+    return bool((device.index or 0) < torch.get_device_module(found.type).device_count())
+
+
 def move_all(value: Any, device: torch.device) -> Any:
     """Return the value with all its tensors on a device; look into tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
