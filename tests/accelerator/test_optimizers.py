@@ -13,6 +13,7 @@ from torch import nn
 import gradwire as gw
 from accelerator import device, training
 from gradwire.cluster.api import Cluster
+from gradwire.testing import wait_until
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True},
@@ -163,13 +164,18 @@ def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Clus
         ctx.backward(module())
         optimizer.step(ctx)
     objects = {"model": module, "optimizer": optimizer}
+    expected = 3 * num_tensors * largest + (1 << 20)
+    wait_until(lambda: worker.call(training.device_bytes) < expected, 10.0, "that gradients of the context are gone")
     # The stand-in's memory is the host's. A load makes new state of the optimizer on the device, and then drops the old one.
     new_state = 2 * num_tensors * largest
     for work, on_device in ((gw.checkpoint.save, 0), (gw.checkpoint.load, new_state)):
-        before = worker.call(training.reset_peak)
-        work(tmp_path, objects, progress=False)
-        on_host = worker.call(training.read_peak_bytes) - before - on_device
-        assert on_host < 8 * largest, f"{work.__name__}: {on_host >> 20} MiB"
+        found = []
+        for _ in range(4):  # what the allocator has kept of earlier work counts in the first ones
+            before = worker.call(training.reset_peak)
+            work(tmp_path, objects, progress=False)
+            found.append(worker.call(training.read_peak_bytes) - before - on_device)
+        on_host = min(found)
+        assert on_host < 4 * largest, f"{work.__name__}: {on_host >> 20} MiB"
 
 
 # -- sharded tensors ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,14 +152,24 @@ def device_of_value(rref: gw.rpc.RRef[Tensor]) -> str:
     return str(rref.local_value().device)
 
 
+def device_bytes() -> int:
+    return int(torch.get_device_module(device.NAME).memory_allocated(0))
+
+
 def read_peak_bytes() -> int:
     """Return the most memory that this process has had."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 
+_M_MMAP_THRESHOLD = -3
+
+
 def reset_peak() -> int:
-    """Forget the peak, and return the memory of now."""
+    """Forget the peak, and return the memory of now. Memory of tensors that are freed is given back at once from here on."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    libc.malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     return read_peak_bytes()
