@@ -32,20 +32,23 @@ class NoCompiler(Exception):
     """Nothing on this machine can build the device."""
 
 
-def load() -> None:
-    """Register the device in this process. May be called again."""
-    if not hasattr(torch, NAME):
+def load(name: str = NAME) -> None:
+    """Register the device in this process, by another name if one is given. May be called again."""
+    if not hasattr(torch, name):
         torch.ops.load_library(str(build()))
-        torch._C._rename_privateuse1_backend(NAME)  # its own name: this tells torch that there is such a backend
-        torch._register_device_module(NAME, _Backend)  # type: ignore[no-untyped-call]
+        torch.utils.rename_privateuse1_backend(
+            name
+        )  # to its own name, too: it tells torch that there is such a backend
+        torch._register_device_module(name, _Backend)  # type: ignore[no-untyped-call]
 
 
 class Entry(NamedTuple):
     """Something that was asked of the device.
 
     Attributes:
-        what: ``record``, ``wait`` (of a stream for an event), ``synchronize_event``, ``synchronize_stream``,
-            ``synchronize_device``, ``copy``, ``record_stream``, ``pin``, ``register``, ``unregister``, ``operator``.
+        what: ``record``, ``wait`` (of a stream for an event), ``found_done`` (an event), ``synchronize_event``,
+            ``synchronize_stream``, ``synchronize_device``, ``copy``, ``record_stream``, ``pin``, ``register``,
+            ``unregister``, ``operator``.
         stream: Device and stream, such as ``0:3``; ``-`` if there is none. Stream 0 of a device is its default stream.
         event: Its number; 0 if there is none.
         more: Of a copy: direction, whether it may block, what kind of memory the host's is, and bytes.

@@ -25,6 +25,8 @@
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -371,7 +373,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto kept = *static_cast<EventPtr*>(event);
     queue_of(key_of(stream)).submit([kept, version = kept->last_recorded()] { kept->wait(version); });
   }
-  bool queryEvent(void* event) const override { return event == nullptr || event_of(event).is_done(); }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    const bool is_done = event_of(event).is_done();
+    if (is_done) note("found_done", "-", event_of(event).number);
+    return is_done;
+  }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     note("synchronize_event", "-", event_of(event).number);
@@ -432,7 +439,10 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 // The same memory, as a tensor of the CPU that does not keep it.
 at::Tensor on_cpu(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU).requires_grad(false);
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  auto made = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
 }
 
 void drain_current_streams() {
@@ -489,6 +499,14 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   add_user(tensor.storage().data(), key_of(stream));
 }
 
+at::Tensor make_sparse(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef size, const at::Tensor& indices,
+                       const at::Tensor& values, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                       std::optional<at::Device> device, std::optional<bool> pinned, std::optional<bool> is_coalesced) {
+  const c10::DeviceGuard guard(values.device());
+  return at::native::new_with_dims_and_tensor_sparse_symint(sparse_dim, dense_dim, size, indices, values, dtype, layout,
+                                                            device, pinned, is_coalesced);
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain_current_streams();
   note("operator", name_of(current_stream(current_device)), 0, op.schema().name());
@@ -524,12 +542,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   // These change metadata alone.
   library.impl("as_strided", &as_strided);
   library.impl("view", TORCH_FN(at::native::view));
+  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("resize_", TORCH_FN(at::native::resize_));
 }
 
+// Copies know the conj and neg bits: without them, torch resolves these by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {  // to make and to take apart
-  library.impl("_sparse_coo_tensor_with_dims_and_tensors", TORCH_FN(at::native::new_with_dims_and_tensor_sparse_symint));
+  library.impl("_sparse_coo_tensor_with_dims_and_tensors", &make_sparse);
   library.impl("_indices", TORCH_FN(at::native::_indices_sparse));
   library.impl("_values", TORCH_FN(at::native::_values_sparse));
   library.impl("_nnz", TORCH_FN(at::native::_nnz_sparse));

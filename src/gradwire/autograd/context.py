@@ -144,8 +144,7 @@ class RecordedSend:
     def place(self, defined: Sequence[bool], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients, of those tensors that have one, on the devices of the tensors."""
         devices = [device for is_defined, device in zip(defined, self.devices, strict=False) if is_defined]
-        # `check` sees to it that there are as many.
-        return [move(gradient, device) for gradient, device in zip(gradients, devices, strict=False)]
+        return move(gradients, devices[: len(gradients)]) + gradients[len(devices) :]  # `check` compares the numbers
 
     @property
     def devices(self) -> list[torch.device]:

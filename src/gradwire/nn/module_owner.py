@@ -24,7 +24,7 @@ from gradwire.rref import RRef
 from gradwire.rref import context as rref_context
 from gradwire.rref import owner as rref_owner
 from gradwire.rref.owner import find_value
-from gradwire.wire.devices import CPU, move, move_all
+from gradwire.wire.devices import CPU, move_all
 
 PREFIX: Final = "gradwire.nn."
 """What the names of all operations begin with; the rest is the name of the function here."""
@@ -297,7 +297,7 @@ def values(module: nn.Module, kind: str, recurse: bool) -> list[tuple[str, torch
 
 def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that any worker can receive: one in the CPU's memory of what is on a device."""
-    return tensor.clone() if tensor.device.type in ("cpu", "meta") else move(tensor, CPU)
+    return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
 @_operation

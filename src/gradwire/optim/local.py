@@ -41,7 +41,7 @@ from gradwire.shard.torch_optimizer import (
     quick_step,
     state_problem,
 )
-from gradwire.wire.devices import CPU, move, move_all
+from gradwire.wire.devices import CPU, move_all
 from gradwire.wire.messages import read_plain
 
 MAKE: Final = "gradwire.optim.make"
@@ -239,7 +239,7 @@ class LocalOptimizer:
                 names, norms = found.setdefault((norm.dtype, norm.device), ([], []))
                 names.append(self._names[leaf])
                 norms.append(norm)
-            return [(names, move(torch.stack(norms), CPU)) for names, norms in found.values()]
+            return [(names, torch.stack(norms).cpu()) for names, norms in found.values()]
 
     def is_finite(self, context_ids: ContextIds, edits: Edits) -> bool:
         """Return whether all gradients are finite."""

@@ -222,7 +222,8 @@ class Client:
                 assert connection.peer is not None
                 self.finish(call, None, connection.peer.lost(str(error), call))
         except TimeoutError as error:
-            raise RpcTimeout(call.timeout_text("send", time.monotonic()), call.worker, "send") from error
+            text = call.timeout_text("send", time.monotonic())
+            raise RpcTimeout(f"{text} ({error})", call.worker, "send") from error
         finally:
             if not is_sent:
                 calls.pop(call.call_id, None)

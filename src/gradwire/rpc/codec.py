@@ -213,15 +213,20 @@ class Codec:
     ) -> list[torch.Tensor]:
         """Return the tensors of a message on the devices that it names, as `devices` says if they have other names here."""
         values: list[torch.Tensor] = []
-        buffers = iter(frame.buffers)
+        buffers, is_on_device = iter(frame.buffers), devices is not None
         try:
             for meta in message.tensors:
                 values.append(rebuild(meta, buffers, devices))
+                if meta.device:
+                    is_on_device = True
         except NoSuchDevice as error:
             raise CannotSend(
                 f"{self._worker} has no {error.device}; pass device_maps= to say which of its devices to use, or move the "
                 f"tensor to the CPU"
             ) from error
+        finally:  # after an error, too: the buffers are free then
+            if is_on_device:
+                _wait_arrived(values)
         return values
 
     def attach_to_reply(
@@ -239,6 +244,12 @@ class Codec:
                 note = notes[interceptor.name] = read_note(notes[interceptor.name], interceptor.note_type)
                 values = list(interceptor.incoming(envelope, note, values))
         return values
+
+
+def _wait_arrived(values: list[torch.Tensor]) -> None:
+    from gradwire.wire import device_copies
+
+    device_copies.wait_arrived(values)
 
 
 def attach(notes: dict[str, Any], interceptor: Interceptor, envelope: Envelope, packed: Packed) -> None:

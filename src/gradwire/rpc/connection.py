@@ -39,7 +39,7 @@ from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
 from gradwire.rpc.reader import Reader, Until, current, release_hold
 from gradwire.transports.handshake import LISTENER_ACCEPTS, ListenerHandshake
-from gradwire.transports.stream import StreamConnection
+from gradwire.transports.stream import StreamConnection, start_copies
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import exceptions, tensors
 from gradwire.wire.devices import DeviceMap, DeviceNames
@@ -508,13 +508,19 @@ class LoopbackStream:
         buffers: list[bytearray] = []
         if values:
             assert not isinstance(message, Failure)
-            metas = []
+            metas, views, copies = [], [], None  # each view with the tensor that keeps its memory alive
             for value in values:
                 meta, parts = tensors.describe(value, self._agent.config.limits, devices)
                 metas.append(meta)
                 for part in parts:
-                    view, _owner = tensors.as_bytes(part)  # the owner keeps the memory alive while it is copied
-                    buffers.append(bytearray(view))
+                    if part.is_cpu:
+                        views.append(tensors.as_bytes(part))
+                    else:
+                        copies = copies or start_copies()
+                        views.append(copies.launch_bytes(part))
+            if copies is not None:
+                copies.wait(deadline)
+            buffers = [bytearray(view) for view, _ in views]
             message.tensors = tuple(metas)
         frame = Frame(message, body, buffers)
         if isinstance(message, Call):

@@ -23,7 +23,6 @@ from gradwire._torch import is_view
 from gradwire.rref import RRef, remote
 from gradwire.shard.backend import Answerer, Backend, Part, Question, Request
 from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves, whole
-from gradwire.wire.devices import CPU, move
 
 Range = tuple[int, int]  # start and end
 Piece = tuple[Part, list[Range] | None, list[Range]]
@@ -125,7 +124,7 @@ class WorkerBackend(Backend):
                 answers[number] = answer(*_call(question, parts, number))
         for number, future in waiting.items():
             answers[number] = future.wait()
-        return [move(answers[number], question.like.device) for number in range(len(parts))]
+        return [answers[number].to(question.like.device) for number in range(len(parts))]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)]
@@ -160,7 +159,7 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], constants: dict
     values = [value_of(item) for item in arguments]
     if len({item.device for item in values if isinstance(item, torch.Tensor)}) > 1:
         device = _device_for(arguments, values)
-        values = [move(item, device) if isinstance(item, torch.Tensor) else item for item in values]
+        values = [item.to(device) if isinstance(item, torch.Tensor) else item for item in values]
     return function(*values, **constants)
 
 
@@ -174,7 +173,7 @@ def _device_for(arguments: Sequence[Any], values: Sequence[Any]) -> torch.device
 def on_host(value: Any) -> Any:
     """Return a tensor in the host's memory, so that it can go to a worker without its device; anything else as it is."""
     is_on_device = isinstance(value, torch.Tensor) and not (value.is_cpu or value.is_meta)
-    return move(value, CPU) if is_on_device else value
+    return value.cpu() if is_on_device else value
 
 
 def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answerer, Part, Request, Any]:
@@ -183,7 +182,7 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
     own = value_of(part)
-    return function(own, tuple(move(item, own.device) for item in request), setting)
+    return function(own, tuple(item.to(own.device) for item in request), setting)
 
 
 def answer_to_host(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
@@ -214,7 +213,7 @@ def assemble(
         if isinstance(part, RRef) and not part.is_owner()
     }
     values = [
-        move(futures[number].wait() if number in futures else take(part, source), torch.device(device))
+        (futures[number].wait() if number in futures else take(part, source)).to(device)
         for number, (part, source, _) in enumerate(pieces)
     ]
     if len(values) == 1 and list(values[0].size()) == list(sizes):

@@ -66,6 +66,17 @@ class BufferPool:
         self._loans[id(loan)] = loan
         return buffer
 
+    def allocate_pinned(self, num_bytes: int) -> Any:
+        """Return a buffer for a tensor that goes on to a device: pinned, where this process has an accelerator."""
+        from gradwire.wire import device_copies
+
+        memory = device_copies.allocate_pinned(num_bytes)
+        if memory is None:
+            return self.allocate(num_bytes)
+        buffer = bytes_type(num_bytes).from_address(memory.data_ptr())
+        buffer._memory = memory  # goes back to torch's allocator with the buffer
+        return buffer
+
     def close(self) -> None:
         """Give idle memory back, and from now on all that is freed. Buffers in use stay valid. Idempotent."""
         with self._lock:

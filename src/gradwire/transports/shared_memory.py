@@ -315,6 +315,14 @@ class BorrowedSlots:
                 self.unfilled.append(slot)
             return slot.borrow(num_bytes)
 
+    def map_pinned_slot(self, ref: SlotRef, num_bytes: int) -> Any:
+        """As `map_slot`, for a tensor that goes on to a device."""
+        buffer = self.map_slot(ref, num_bytes)
+        slot = self._slots.get(ref.slot_id)
+        if slot is not None:  # else the connection was closed meanwhile
+            slot.pin()
+        return buffer
+
     def are_filled(self) -> bool:
         """Return whether the bytes of all slots that were mapped so far are there."""
         unfilled = self.unfilled
@@ -395,11 +403,24 @@ def is_available() -> bool:
 class Slot:
     """One mapped memfd. The mapping ends with the last tensor or buffer that refers to `memory`."""
 
-    __slots__ = ("address", "capacity", "last_lent", "loan", "memory", "num_touched", "process_id", "slot_id", "state")
+    __slots__ = (
+        "_is_pinned",
+        "_mapping",
+        "address",
+        "capacity",
+        "last_lent",
+        "loan",
+        "memory",
+        "num_touched",
+        "process_id",
+        "slot_id",
+        "state",
+    )
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
-        self.memory = _map_shared(fd, PAGE + capacity)
+        self._mapping, self.memory = _map_shared(fd, PAGE + capacity)
+        self._is_pinned = False
         self.address = self.memory.data_ptr() + PAGE
         self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
@@ -421,6 +442,14 @@ class Slot:
         if code in (errno.ENOMEM, errno.EFAULT):  # anything else: a kernel before 5.14, pages come as they are touched
             raise OSError(code, os.strerror(code))
         self.num_touched = num_bytes
+
+    def pin(self) -> None:
+        """Let devices copy to and from the slot by themselves, if they can, until it is unmapped."""
+        if not self._is_pinned:
+            from gradwire.wire import device_copies
+
+            self._is_pinned = True
+            device_copies.pin(self._mapping, self.address, self.capacity)
 
     def retire(self) -> None:
         """Free the pages and tell the receiver that the slot will not be lent again."""
@@ -501,7 +530,8 @@ def check_memfd(fd: int) -> tuple[int, int]:
     return slot_id, capacity
 
 
-def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
+def _map_shared(fd: int, num_bytes: int) -> tuple[Any, torch.Tensor]:
+    """Return a mapping, which lives as long as the object, and the tensor of its bytes, which keeps that."""
     # Unlike `mmap.mmap`, this keeps no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
@@ -511,7 +541,7 @@ def _map_shared(fd: int, num_bytes: int) -> torch.Tensor:
     buffer = bytes_type(num_bytes).from_address(address)
     weakref.finalize(buffer, _libc().munmap, address, num_bytes).atexit = False  # tensors may be used to the very end
     with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return buffer, torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> int:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -39,6 +39,9 @@ from gradwire.wire.devices import DeviceNames
 from gradwire.wire.framing import Frame, FrameDecoder, encode
 from gradwire.wire.messages import Message, TensorMeta
 from gradwire.wire.tensors import SHAREABLE_DTYPES, address_of, as_bytes, copy_into, describe
+
+if TYPE_CHECKING:
+    from gradwire.wire.device_copies import HostCopies
 
 Buffer = Any
 """An object with the buffer protocol (Python 3.10 and 3.11 have no type for it)."""
@@ -85,7 +88,9 @@ class StreamConnection:
             limits,
             accept=frozenset(),
             allocate=options.pool.allocate,
+            allocate_pinned=options.pool.allocate_pinned,
             map_slot=slots.map_slot if slots is not None else None,
+            map_pinned_slot=slots.map_pinned_slot if slots is not None else None,
             shared_dtypes=options.shared_dtypes,
         )
         self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
@@ -125,7 +130,7 @@ class StreamConnection:
             ConnectionLost: The other side is gone.
             ConnectionClosed: This side had closed the connection.
         """
-        limits, shared, is_out = self._limits, None, False
+        limits, shared, copies, is_out = self._limits, None, None, False
         buffers: list[Buffer] = [body]
         num_bytes = len(body)
         try:
@@ -139,14 +144,17 @@ class StreamConnection:
                 for value in values:
                     meta, parts = describe(value, limits, devices)
                     metas.append(meta)
+                    is_on_device = (meta.device or devices is not None) and bool(parts) and not parts[0].is_cpu
+                    if is_on_device and copies is None:
+                        copies = start_copies()
                     # Sparse tensors have no bytes of their own, and so stay out of shared memory.
                     if meta.num_bytes >= self._shared_from and meta.dtype in self._shared_dtypes:
                         assert self.arena is not None
                         shared = shared or _SharedParts(self.arena)
-                        if shared.place(meta, parts):
+                        if shared.place(meta, parts, copies if is_on_device else None):
                             continue
                     for part in parts:
-                        view, owner = as_bytes(part)
+                        view, owner = copies.launch_bytes(part) if is_on_device else as_bytes(part)  # type: ignore[union-attr]
                         buffers.append(view)
                         owners.append(owner)
                         num_bytes += len(view)
@@ -156,6 +164,8 @@ class StreamConnection:
                     f"a message of {num_bytes:,} bytes exceeds Limits.frame_bytes ({limits.frame_bytes:,}); send it in "
                     f"pieces or raise the limit on both workers"
                 )
+            if copies is not None:
+                copies.wait(deadline)
             buffers.insert(0, encode(message, num_bytes))
             if num_bytes < _JOIN_BELOW:
                 buffers = [b"".join(buffers)]
@@ -166,10 +176,11 @@ class StreamConnection:
             elif not (hold_back and self._hold_back(buffers)):
                 self._write(buffers, (), deadline)
         finally:
+            are_slots_free = copies is None or copies.close(deadline)
             if shared is not None:
                 if is_out and not shared.is_filled:  # the receiver waits for bytes that will not come
                     self.close()
-                shared.close()
+                shared.close(are_slots_free)
 
     def _hold_back(self, buffers: list[Buffer]) -> bool:
         if not self._write_lock.acquire(False):
@@ -360,6 +371,13 @@ class StreamConnection:
             self._slots.close()
 
 
+def start_copies() -> HostCopies:
+    """Make ready for the tensors of a message that are on devices; most programs have none, and never import this."""
+    from gradwire.wire import device_copies
+
+    return device_copies.HostCopies()
+
+
 _COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
 _MAX_LEASES = 64
 _MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
@@ -386,9 +404,14 @@ class _SharedParts:
         self._unfilled: list[tuple[Lease, int]] = []  # announced, with the address of the bytes to be copied
         self._owners: list[torch.Tensor] = []  # keeps the memory behind the addresses alive
         self._num_bytes = 0  # of all leases
+        self._copied: list[Lease] = []  # those that a device writes to
 
-    def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor]) -> bool:
-        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it."""
+    def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor], copies: HostCopies | None) -> bool:
+        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
+
+        Args:
+            copies: For a tensor on a device. It is in its slot when they have been waited for.
+        """
         lease = self._arena.lend(meta.num_bytes) if len(self._leases) < _MAX_LEASES else None
         if lease is None:
             descriptor = self._arena.offer(meta.num_bytes) if len(self.descriptors) < _MAX_DESCRIPTORS else None
@@ -399,6 +422,12 @@ class _SharedParts:
         self._num_bytes += lease.num_bytes
         # Everything that may fail is done here, so that a frame that has left can be followed by its bytes.
         (part,) = parts
+        if copies is not None:
+            self._copied.append(lease)
+            lease.place.pin()
+            copies.launch(part, lease.target)
+            msgspec.structs.force_setattr(meta, "slot", lease.slot)
+            return True
         is_simple = lease.num_bytes < _COPY_IN_PARALLEL_FROM and part.is_contiguous()
         address = address_of(part) if is_simple else 0
         if not address:
@@ -415,15 +444,21 @@ class _SharedParts:
     def fill(self) -> None:
         for lease, address in self._unfilled:
             lease.fill(address)
+        for lease in self._copied:
+            lease.mark_filled()
         self.is_filled = True
 
-    def close(self) -> None:
-        """Close the descriptors, of which the other side has its own now; take back what was not sent."""
+    def close(self, are_slots_free: bool) -> None:
+        """Close the descriptors, of which the other side has its own now; take back what was not sent.
+
+        A slot that a device may still write to is lost until the connection ends.
+        """
         for descriptor in self.descriptors:
             os.close(descriptor)
         if not self.is_filled:
             for lease in self._leases:
-                self._arena.cancel(lease)
+                if are_slots_free or lease not in self._copied:
+                    self._arena.cancel(lease)
 
 
 _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call

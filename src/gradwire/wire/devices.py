@@ -9,7 +9,7 @@ translated. They go to the device of the tensor that they belong to, which its s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -107,7 +107,7 @@ def check_name(name: str) -> None:
 
 
 def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -> torch.Tensor:
-    """Return a tensor that arrived on the device that its sender named.
+    """Return a tensor that arrived on the device that its sender named; see `device_copies.launch_to_device`.
 
     Raises:
         NoSuchDevice: This process has no such device.
@@ -122,12 +122,18 @@ def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -
                 f"a result came on {source}, which the device map for its sender does not have; add it with set_device_map, "
                 f"or return a tensor on the CPU (Response device mapping is not available for destination)"
             )
-    return tensor if not name or name == _CPU else to_device(tensor, name)
+    if not name or name == _CPU:
+        return tensor
+    from gradwire.wire import device_copies
+
+    return device_copies.launch_to_device(tensor, name)
 
 
-def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, the CPU included; itself, if it is there."""
-    return tensor.to(device)
+def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Return tensors on devices, the CPU included; those that are there as they are."""
+    from gradwire.wire import device_copies
+
+    return device_copies.move(tensors, devices)
 
 
 def is_here(device: torch.device) -> bool:
@@ -141,23 +147,11 @@ def is_here(device: torch.device) -> bool:
 
 
 def move_all(value: Any, device: torch.device) -> Any:
-    """Return the value with all its tensors on a device; look into tuples, lists and dicts."""
+    """Return the value with all its tensors on a device; look into tuples, lists and dicts. Autograd records it."""
     if isinstance(value, torch.Tensor):
-        return move(value, device)
+        return value.to(device)
     if type(value) in (tuple, list):
         return type(value)(move_all(item, device) for item in value)
     if type(value) is dict:
         return {key: move_all(item, device) for key, item in value.items()}
     return value
-
-
-def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a copy of a tensor of the CPU on a device.
-
-    Raises:
-        NoSuchDevice: This process has no such device.
-    """
-    try:
-        return tensor.to(device)
-    except Exception as error:  # each backend has its own way to say that it is missing
-        raise NoSuchDevice(device) from error

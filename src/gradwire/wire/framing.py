@@ -98,19 +98,24 @@ class FrameDecoder:
         *,
         accept: frozenset[type],
         allocate: Allocate = bytearray,
+        allocate_pinned: Allocate | None = None,
         map_slot: MapSlot | None = None,
+        map_pinned_slot: MapSlot | None = None,
         shared_dtypes: Container[int] = SHAREABLE_DTYPES["data"],
     ) -> None:
         """Make a decoder at the start of a connection.
 
         `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
-        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts.
+        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts. The pinned ones are for
+        tensors that go on to a device; without them, they are treated like the others.
         """
         self.accept = accept  # the driver replaces it when the handshake is over
         self.payload: IncomingPayload | None = None  # of the frame whose header is complete, to be looked at only
         self._limits = limits
         self._allocate = allocate
+        self._allocate_pinned = allocate_pinned or allocate
         self._map_slot = map_slot
+        self._map_pinned_slot = map_pinned_slot or map_slot
         self._shared_dtypes: Container[int] = shared_dtypes if map_slot is not None else ()
         self._known_names: set[str] = set()  # of functions and notes that were checked; a few, whatever the peer sends
         self._head = bytearray()  # a prefix and header that are not complete yet
@@ -217,7 +222,7 @@ class FrameDecoder:
         if expected != payload_bytes:
             raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
         if payload_bytes >= _SMALL_BYTES or end < after + payload_bytes:
-            self.payload = IncomingPayload(message, self._allocate, self._map_slot)
+            self.payload = IncomingPayload(message, self)
             return after
         offset, after = after, after + message.body_bytes
         body = bytes(data[offset:after]) if message.body_bytes else b""
@@ -225,7 +230,8 @@ class FrameDecoder:
         for meta in message.tensors:
             for part in iter_parts(meta) if meta.layout or meta.device else (meta,):
                 if part.slot is not None:
-                    buffers.append(self._map_slot(part.slot, part.num_bytes))  # type: ignore[misc]
+                    map_slot = self._map_pinned_slot if part.device else self._map_slot
+                    buffers.append(map_slot(part.slot, part.num_bytes))  # type: ignore[misc]
                 else:
                     buffers.append(bytearray(data[after : after + part.num_bytes]))
                     after += part.num_bytes
@@ -240,13 +246,12 @@ class IncomingPayload:
     that the sender waits for nothing: it has written the whole frame.
     """
 
-    __slots__ = ("_allocate", "_buffers", "_map_slot", "_message", "_num_skipped", "_parts", "_shortage", "target")
+    __slots__ = ("_buffers", "_decoder", "_message", "_num_skipped", "_parts", "_shortage", "target")
 
-    def __init__(self, message: Call | Reply, allocate: Allocate, map_slot: MapSlot | None) -> None:
+    def __init__(self, message: Call | Reply, decoder: FrameDecoder) -> None:
         self.target: memoryview | None = None  # the rest of the buffer that is being filled; None between segments
         self._message = message
-        self._allocate = allocate
-        self._map_slot = map_slot
+        self._decoder = decoder  # knows where buffers come from
         self._parts: list[TensorMeta | None] = [None]  # the body, then the dense parts of the tensors
         self._parts += [part for meta in message.tensors for part in iter_parts(meta)]
         self._buffers: list[Any] = []  # of the parts that have begun
@@ -284,7 +289,12 @@ class IncomingPayload:
         if not has_bytes:
             return False
         try:
-            buffer = bytearray(num_bytes) if part is None else self._allocate(num_bytes)
+            if part is None:
+                buffer = bytearray(num_bytes)
+            elif part.device:
+                buffer = self._decoder._allocate_pinned(num_bytes)
+            else:
+                buffer = self._decoder._allocate(num_bytes)
         except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection can go on
             later = self._parts[len(self._buffers) + 1 :]
             self._num_skipped = num_bytes + sum(part.num_bytes for part in later if part and part.slot is None)
@@ -298,8 +308,9 @@ class IncomingPayload:
     def _make_frame(self) -> Frame:
         for index, part in enumerate(self._parts):
             if part is not None and part.slot is not None:  # in a frame that was skipped, too: it has to be given back
-                assert self._map_slot is not None
-                self._buffers[index] = self._map_slot(part.slot, part.num_bytes)
+                map_slot = self._decoder._map_pinned_slot if part.device else self._decoder._map_slot
+                assert map_slot is not None
+                self._buffers[index] = map_slot(part.slot, part.num_bytes)
         return Frame(self._message, self._buffers[0], self._buffers[1:], self._shortage)
 
 

@@ -6,7 +6,7 @@ the tensor shows are sent, in row-major order: strides and memory format are not
 a large matrix costs a row. Names of dimensions, hooks and Python attributes are not sent.
 
     describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
-    as_bytes(part)   -> bytes            sender; or copy_into(part, target), for shared memory
+    as_bytes(part)   -> bytes            sender; or copy_into(part, target), for shared memory; or `device_copies`
     validate(meta)   -> payload bytes    receiver, before it allocates anything
     rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
 
@@ -76,13 +76,13 @@ that takes integers may check them first and use them as indices later, so a sen
 def describe(
     tensor: torch.Tensor, limits: Limits, devices: DeviceNames | None = None
 ) -> tuple[TensorMeta, list[torch.Tensor]]:
-    """Return a tensor's metadata, and the dense CPU tensors whose bytes it is made of.
+    """Return a tensor's metadata, and the dense tensors whose bytes it is made of.
 
     `devices` names the receiver's device for each device here; without it they have the same names.
 
-    These are depth first, detached, without conj and neg bits, not necessarily contiguous, and share memory with `tensor`
-    where that is on the CPU. A tensor on ``meta`` has none. The limit on dims is checked here, so that a tensor that every
-    worker refuses is refused where it is made.
+    These are depth first, detached, without conj and neg bits, not necessarily contiguous, on the device of `tensor`, and
+    share its memory; `gradwire.wire.device_copies` reads those that are not on the CPU. A tensor on ``meta`` has none. The
+    limit on dims is checked here, so that a tensor that every worker refuses is refused where it is made.
     """
     index = _DTYPE_INDEX.get(tensor.dtype)
     if (
@@ -112,19 +112,24 @@ def _describe_any(
     if tensor.requires_grad:
         flags |= FLAG_REQUIRES_GRAD
     device = name_of(tensor.device, devices)
-    plain, dtype, shape = tensor.detach(), _DTYPE_INDEX[tensor.dtype], tuple(tensor.shape)
+    plain = tensor.detach()
     if plain.layout is not _STRIDED:
-        described = [describe(part.cpu(), limits) for part in _sparse_parts(plain)]
+        described = [_describe_dense(part, 0, "") for part in sparse_parts(plain)]
         metas, parts = tuple(meta for meta, _ in described), [part for _, parts in described for part in parts]
         flags |= FLAG_COALESCED if plain.layout is torch.sparse_coo and plain.is_coalesced() else 0
-        return TensorMeta(dtype, shape, 0, flags, LAYOUTS.index(plain.layout), device, metas), parts
+        dtype, layout = _DTYPE_INDEX[plain.dtype], LAYOUTS.index(plain.layout)
+        return TensorMeta(dtype, tuple(plain.shape), 0, flags, layout, device, metas), parts
+    return _describe_dense(plain, flags, device)
+
+
+def _describe_dense(plain: torch.Tensor, flags: int, device: str) -> tuple[TensorMeta, list[torch.Tensor]]:
+    dtype, shape = _DTYPE_INDEX[plain.dtype], tuple(plain.shape)
     if plain.is_conj():
         plain, flags = plain.conj(), flags | FLAG_CONJ
     if plain.is_neg():
         plain, flags = _torch.neg_view(plain), flags | FLAG_NEG
     if plain.is_meta:
         return TensorMeta(dtype, shape, 0, flags, 0, device), []
-    plain = plain.cpu()
     return TensorMeta(dtype, shape, plain.nbytes, flags, 0, device), [plain]
 
 
@@ -151,7 +156,8 @@ def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
         raise CannotSend(f"this tensor cannot be sent: {reason}")
 
 
-def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a sparse one is made of."""
     if tensor.layout is torch.sparse_coo:
         return _torch.coo_indices(tensor), _torch.coo_values(tensor)
     if tensor.layout in _BY_ROWS:
@@ -188,6 +194,11 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
     if num_bytes <= _COPY_UP_TO:
         return _copy_at(address, num_bytes), owner
     return _memory_at(address, num_bytes, _PyBUF_READ), owner
+
+
+def view_bytes(owner: torch.Tensor) -> memoryview | bytes:
+    """Return the bytes of a contiguous tensor of the CPU, not copied; keep it alive while they are used."""
+    return _memory_at(owner.data_ptr(), owner.nbytes, _PyBUF_READ) if owner.nbytes else b""
 
 
 def address_of(part: torch.Tensor) -> int:
@@ -311,7 +322,8 @@ def _fits_compressed(
 def rebuild(meta: TensorMeta, buffers: Iterator[Any], devices: DeviceNames | None = None) -> torch.Tensor:
     """Make the tensor that `meta`, checked by `validate`, describes; it keeps the buffers, one for each dense part.
 
-    `devices` names the device here for each device of the sender; without it they have the same names.
+    `devices` names the device here for each device of the sender; without it they have the same names. A tensor on a device
+    may still be on its way there, from the buffers: see `device_copies.wait_arrived`.
 
     Raises:
         NoSuchDevice: This process has no such device.

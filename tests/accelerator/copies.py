@@ -1,0 +1,433 @@
+"""Programs that look at how tensors get off a device and onto one: the order of events, waits and copies, and the values.
+
+They run on the first worker of a cluster. Copies are asynchronous meanwhile, there and on the worker that is called, so that
+a wait that is missing gives wrong numbers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from accelerator import device
+from accelerator.device import Entry
+from gradwire.config import KIB, TlsKeys
+from gradwire.errors import CannotSend, RpcTimeout
+from gradwire.testing import local_agents
+from gradwire.transports.tls import make_keys
+
+Tensor = torch.Tensor
+
+ZERO, ONE = f"{device.NAME}:0", f"{device.NAME}:1"
+PEER = "worker1"
+DELAY_S = 0.005
+
+_switch: list[contextlib.ExitStack] = []
+
+
+def switch(on: bool) -> None:
+    """Make this worker's copies asynchronous, or synchronous again; clear the log."""
+    if on:
+        _switch.append(contextlib.ExitStack())
+        _switch[-1].enter_context(device.asynchronous(DELAY_S))
+    else:
+        _switch.pop().close()
+    device.take_log()
+
+
+@contextlib.contextmanager
+def later() -> Iterator[None]:
+    """Copies are asynchronous here and on the peer."""
+    switch(True)
+    gw.rpc.rpc_sync(PEER, switch, args=(True,))
+    try:
+        yield
+    finally:
+        gw.rpc.rpc_sync(PEER, switch, args=(False,))
+        switch(False)
+
+
+def log_of_peer() -> list[Entry]:
+    return [Entry(*entry) for entry in gw.rpc.rpc_sync(PEER, device.take_log)]
+
+
+# -- the order ----------------------------------------------------------------------------------------------------------
+
+
+def check_to_host(log: Sequence[Entry], num_copies: int, stream: str = "0:0") -> None:
+    """The program's stream: event; ours: wait for it, copy everything, event; the host waits for that one."""
+    ours, first, last = _find_copies(log, "to_host", num_copies)
+    assert ours != stream
+    waits = [number for number, entry in enumerate(log[:first]) if entry.what == "wait" and entry.stream == ours]
+    assert waits, "our stream does not wait for the program's"
+    assert Entry("record", stream, log[waits[-1]].event, ()) in log[: waits[-1]]
+    _find_host_wait(log, ours, last)
+    assert log.count(Entry("record_stream", ours, 0, ())) == num_copies
+
+
+def check_to_device(log: Sequence[Entry], num_copies: int, stream: str = "0:0") -> None:
+    """Ours: copy everything, event; the host waits for that; the stream of the program is recorded."""
+    ours, first, last = _find_copies(log, "to_device", num_copies)
+    assert ours != stream
+    assert not [entry for entry in log if entry.what == "wait" and entry.stream == ours], "it waits for the program"
+    done = _find_host_wait(log, ours, last)
+    assert not [entry for entry in log[first:done] if entry.what == "operator"], "used before it is there"
+    assert log.count(Entry("record_stream", stream, 0, ())) == num_copies
+
+
+def _find_copies(log: Sequence[Entry], direction: str, num_copies: int) -> tuple[str, int, int]:
+    """Return the stream of the copies, and where the first and the last of them are."""
+    assert not [entry for entry in log if entry.what.startswith("synchronize")], "more is waited for than the copies"
+    found = [number for number, entry in enumerate(log) if entry.more[:2] == (direction, "non_blocking")]
+    assert len(found) == num_copies, log
+    (stream,) = {log[number].stream for number in found}
+    assert all(log[number].more[2] == "pinned" or int(log[number].more[3]) < 16 * KIB for number in found)
+    return stream, found[0], found[-1]
+
+
+def _find_host_wait(log: Sequence[Entry], stream: str, last: int) -> int:
+    """Return where the host has waited for the first event after the last copy."""
+    rest = list(log[last:])
+    events = [entry.event for entry in rest if entry.what == "record" and entry.stream == stream]
+    assert events, "there is no event after the last copy"
+    done = rest.index(Entry("found_done", "-", events[0], ()))
+    assert done > rest.index(Entry("record", stream, events[0], ()))
+    return last + done
+
+
+# -- what is called on the peer -----------------------------------------------------------------------------------------
+
+
+def _read(*tensors: Tensor, **more: Any) -> list[list[float]]:
+    """Return the numbers of tensors on a device."""
+    assert all(tensor.device.type == device.NAME for tensor in tensors)
+    return [tensor.mul(1).cpu().reshape(-1).tolist() for tensor in (*tensors, *more.get("others", ()))]
+
+
+def _make(value: float, *sizes: int) -> Any:
+    """Return tensors that are being written on a stream of the program when this returns."""
+    made, event = _write_later([torch.full((size,), value) for size in sizes])
+    torch.accelerator.current_stream(ZERO).wait_event(event)
+    return made[0] if len(made) == 1 else made
+
+
+def _write_later(values: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
+    program = torch.Stream(device=ZERO)
+    with program:
+        made = [torch.empty(value.shape, device=ZERO).copy_(value.pin_memory(), non_blocking=True) for value in values]
+    return made, program.record_event()
+
+
+# -- programs -----------------------------------------------------------------------------------------------------------
+
+
+def send_arguments() -> None:
+    """Arguments that a stream of the program is still writing, several of them, also in a container."""
+    values = [torch.arange(3.0), torch.arange(2000.0), torch.ones(2, 2)]
+    with later():
+        made, event = _write_later(values)
+        torch.accelerator.current_stream(ZERO).wait_event(event)
+        device.take_log()
+        found = gw.rpc.rpc_sync(PEER, _read, args=tuple(made[:2]), kwargs={"others": [made[2]]})
+        here = device.take_log()
+        check_to_host(here, 3)
+        assert not [entry for entry in here if "blocking" in entry.more]
+        check_to_device(log_of_peer(), 3)
+    assert found == [value.reshape(-1).tolist() for value in values]
+
+
+def send_from_a_stream() -> None:
+    """What the current stream of the calling thread is writing is waited for."""
+    with later():
+        program, host = torch.Stream(device=ZERO), torch.arange(4.0).pin_memory()
+        with program:
+            made = torch.empty(4, device=ZERO).copy_(host, non_blocking=True)
+            device.take_log()
+            found = gw.rpc.rpc_sync(PEER, _read, args=(made,))
+        check_to_host(device.take_log(), 1, f"0:{program.stream_id}")
+    assert found == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def fetch_results() -> None:
+    """A result, and two of one call."""
+    with later():
+        for sizes in ((5,), (3, 4000)):
+            log_of_peer()
+            device.take_log()
+            found = gw.rpc.rpc_sync(PEER, _make, args=(float(len(sizes)), *sizes))
+            check_to_device(device.take_log(), len(sizes))
+            check_to_host(log_of_peer(), len(sizes))
+            for item, size in zip(found if len(sizes) > 1 else [found], sizes, strict=True):
+                assert item.device == torch.device(ZERO)
+                assert torch.equal(item.cpu(), torch.full((size,), float(len(sizes))))
+
+
+def fetch_a_reference() -> None:
+    """The value of a reference."""
+    with later():
+        rref = gw.rpc.remote(PEER, _make, args=(7.0, 6))
+        rref.to_here()
+        log_of_peer()
+        device.take_log()
+        found = rref.to_here()
+        check_to_device(device.take_log(), 1)
+        check_to_host(log_of_peer(), 1)
+        assert torch.equal(found.cpu(), torch.full((6,), 7.0))
+
+
+def _triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def send_gradients() -> None:
+    """A gradient leaves a device and arrives on one, twice."""
+    with later():
+        x = torch.arange(5.0, device=ZERO).requires_grad_()
+        with gw.autograd.context() as ctx:
+            loss = gw.rpc.rpc_sync(PEER, _triple, args=(x,)).square().sum()
+            log_of_peer()
+            device.take_log()
+            ctx.backward(loss)
+            for log in (device.take_log(), log_of_peer()):
+                check_to_host(log, 1)
+                check_to_device(log, 1)
+            assert torch.equal(ctx.gradients()[x].cpu(), torch.arange(5.0) * 18)
+
+
+def send_sparse_gradients() -> None:
+    """A sparse gradient has two parts, which arrive on the device together."""
+    rows = torch.tensor([1, 3])
+    with later():
+        weight = torch.zeros(5, 2, device=ZERO).requires_grad_()
+        gradient = torch.sparse_coo_tensor(
+            rows[None].to(ZERO), torch.ones(2, 2, device=ZERO), (5, 2), is_coalesced=True
+        )
+        with gw.autograd.context() as ctx:
+            loss = gw.rpc.rpc_sync(PEER, _with_gradient, args=(weight, gradient)).sum()
+            ctx.backward(loss)
+            found = ctx.gradients()[weight]
+        assert found.device == torch.device(ZERO)
+        assert found.is_sparse
+        assert found._indices().cpu().tolist() == [[1, 3]]
+        assert found._values().cpu().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.gradient, None
+
+
+def _with_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    return _WithGradient.apply(x, gradient)  # type: ignore[no-any-return]
+
+
+def send_by_shared_memory() -> None:
+    """Large tensors are copied straight into slots of shared memory and out of them, which are pinned once."""
+    size = 64 * KIB
+    with later():
+        logs: list[tuple[list[Entry], list[Entry]]] = []
+        for number in range(5):
+            device.take_log()
+            log_of_peer()
+            found = gw.rpc.rpc_sync(PEER, _sum, args=(_make(float(number), size),))
+            assert found == number * size
+            logs.append((device.take_log(), log_of_peer()))
+        here, there = logs[-1]
+        check_to_host(here[_last_pin(here) :], 1)
+        assert [entry for entry in here if entry.what == "pin"] == [
+            Entry("pin", "-", 0, (str(4 * size),))
+        ]  # by `_make`
+        check_to_device(there, 1)
+        assert not [entry for entry in there if entry.what == "pin"]
+    for log in ([entry for here, _ in logs for entry in here], [entry for _, there in logs for entry in there]):
+        assert sum(entry.what == "register" for entry in log) == 1
+
+
+def _last_pin(log: Sequence[Entry]) -> int:
+    return max(number for number, entry in enumerate(log) if entry.what == "pin")
+
+
+def _sum(x: Tensor) -> float:
+    return float(x.sum().item())
+
+
+def unregister_slots() -> None:
+    """Slots are made unknown to the device before they are unmapped."""
+    device.take_log()
+    with local_agents(2) as (a, _):
+        for number in range(4):
+            assert a.call("b", _sum, (torch.full((64 * KIB,), float(number), device=ZERO),)) == number * 64 * KIB
+    gc.collect()
+    log = device.take_log()
+    num_registered = sum(entry.what == "register" for entry in log)
+    assert num_registered == 2  # the two ends
+    assert sum(entry.what == "unregister" for entry in log) == num_registered
+
+
+# -- kinds of tensors, ways to travel -----------------------------------------------------------------------------------
+
+
+def _tensors() -> dict[str, Tensor]:
+    values = torch.arange(24.0).reshape(4, 6)
+    numbers = torch.view_as_complex(values.reshape(3, 4, 2).contiguous())
+    return {
+        "plain": values.to(ZERO),
+        "on the other device": values.to(ONE),
+        "transposed": values.to(ZERO).t(),
+        "column": values.to(ZERO)[:, 2],
+        "stepped": values.to(ZERO)[::2, ::3],
+        "expanded": values[0].to(ZERO).expand(3, 6),
+        "of no dims": torch.tensor(3.5).to(ZERO),
+        "empty": torch.empty(0, 3, device=ZERO),
+        "bool": (values > 7).to(ZERO),
+        "int": values.to(torch.int64).to(ZERO),
+        "bfloat16": values.to(torch.bfloat16).to(ZERO),
+        "complex": numbers.to(ZERO),
+        "conj": numbers.to(ZERO).conj(),
+        "neg": numbers.to(ZERO).conj().imag,
+        "large": torch.arange(100_000.0).to(ZERO),
+        "large and transposed": torch.arange(200_000.0).reshape(400, 500).to(ZERO).t(),
+        "sparse": torch.sparse_coo_tensor(
+            torch.tensor([[0, 2]], device=ZERO), torch.tensor([1.0, 2.0], device=ZERO), (4,), is_coalesced=True
+        ),
+        "sparse, not coalesced": torch.sparse_coo_tensor(
+            torch.tensor([[1, 1]], device=ONE), torch.tensor([1.0, 2.0], device=ONE), (4,)
+        ),
+        "parameter": torch.nn.Parameter(values.to(ZERO)),
+    }
+
+
+def _echo(value: Any) -> Any:
+    return value
+
+
+def _check_equal(found: Tensor, expected: Tensor) -> None:
+    assert type(found) is type(expected)
+    assert found.device == expected.device
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    if expected.is_sparse:
+        assert found.is_coalesced() == expected.is_coalesced()
+        _check_equal(found._indices(), expected._indices())
+        _check_equal(found._values(), expected._values())
+    else:
+        assert found.is_conj() == expected.is_conj()
+        assert found.is_neg() == expected.is_neg()
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
+def send_every_kind(transport: str) -> None:
+    """Every kind of tensor comes back as it was, alone and together with others of the CPU."""
+    with contextlib.ExitStack() as stack:
+        if transport == "tls":
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            make_keys(folder / "keys")
+            keys = TlsKeys.in_folder(folder / "keys")
+            a, _ = stack.enter_context(local_agents(2, "tcp", tls=keys, trust="code"))
+        else:
+            a, _ = stack.enter_context(local_agents(2, "unix" if transport == "loopback" else transport))
+        to = "a" if transport == "loopback" else "b"
+        stack.enter_context(device.asynchronous(0.001))
+        for name, expected in _tensors().items():
+            try:
+                _check_equal(a.call(to, _echo, (expected,)), expected)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+        everything = {"cpu": torch.arange(3.0), **_tensors()}
+        for name, found in a.call(to, _echo, (everything,)).items():
+            _check_equal(found, everything[name])
+
+
+def keep_the_timeout() -> None:
+    """A call does not wait longer than its time for a tensor that the device is still computing."""
+    with local_agents(2) as (a, _), device.asynchronous(0.3):
+        made, event = _write_later([torch.arange(4.0)])
+        torch.accelerator.current_stream(ZERO).wait_event(event)
+        begun = time.monotonic()
+        with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):
+            a.call("b", _read, tuple(made), None, 0.05)
+        assert time.monotonic() - begun < 0.5
+        assert a.call("b", _read, tuple(made)) == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def let_the_program_go_on() -> None:
+    """While a thread waits for a copy, others send and compute."""
+    with local_agents(2) as (a, _), device.asynchronous(0.2):
+        made, event = _write_later([torch.arange(4.0)])
+        torch.accelerator.current_stream(ZERO).wait_event(event)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(a.call("b", _read, tuple(made))))
+        thread.start()
+        while thread.is_alive():
+            assert a.call("b", _echo, (1,)) == 1
+        assert found == [[[0.0, 1.0, 2.0, 3.0]]]
+
+
+# -- a device that is not there, or has another name -------------------------------------------------------------------
+
+
+def give(value: float) -> Tensor:
+    return torch.full((3,), value, device=ZERO)
+
+
+def give_inside(value: float) -> dict[str, Any]:
+    return {"list": [1, give(value)], "more": (2.0, give(value))}
+
+
+def send_to(to: str, how: str) -> None:
+    """Send a tensor to a worker without the device: as an argument, or inside of one."""
+    args, kwargs = ((give(1.0),), None) if how == "argument" else ((), {"value": {"inside": [1, (give(2.0),)]}})
+    gw.rpc.rpc_sync(to, _echo, args=args, kwargs=kwargs)
+
+
+@gw.rpc.expose
+def look_at(value: Any) -> str:
+    """Return where a tensor is; exposed, for workers that trust each other's data alone."""
+    return str(value.device)
+
+
+@gw.rpc.expose
+def give_exposed() -> Tensor:
+    return give(1.0)
+
+
+def send_what_the_map_names(trust: str) -> None:
+    """A map may name a device that the other worker lacks; the connection stays."""
+    sends, returns = {"b": {ZERO: "cuda:1", "cpu": "cpu"}}, {"a": {"cuda:1": ZERO}}
+    with local_agents(2, trust=trust, device_maps=sends | returns) as (a, b):
+        assert a.call("b", look_at, (torch.ones(1),)) == "cpu"
+        connections = a.connections()
+        with pytest.raises(CannotSend, match=r"b has no cuda:1; pass device_maps= .* or move the tensor to the CPU"):
+            a.call("b", look_at, (give(1.0),))
+        with pytest.raises(CannotSend, match="b has no cuda:1"):
+            b.call("a", give_exposed)
+        assert a.call("b", look_at, (torch.ones(1),)) == "cpu"
+        assert set(connections) <= set(a.connections())
+
+
+def rename() -> None:
+    """Load the device under another name, long after gradwire was imported, and send a tensor."""
+    device.load("gradacc")
+    with local_agents(2) as (a, _):
+        device.take_log()
+        with device.asynchronous(0.001):
+            found = a.call("b", _echo, (torch.arange(4.0).to("gradacc:1"),))
+        assert str(found.device) == "gradacc:1"
+        assert found.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+        check_to_device(device.take_log(), 2, "1:0")

@@ -1,0 +1,47 @@
+"""Tensors on their way off a device and onto one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from accelerator import copies
+from gradwire.cluster.api import Cluster
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        copies.send_arguments,
+        copies.send_from_a_stream,
+        copies.fetch_results,
+        copies.fetch_a_reference,
+        copies.send_gradients,
+        copies.send_by_shared_memory,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_copies_are_in_order(cluster: Cluster, program: Callable[[], None]) -> None:
+    cluster.workers[0].call(program)
+
+
+def test_sparse_gradients_arrive_on_the_device(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.send_sparse_gradients)
+
+
+def test_slots_of_shared_memory_are_unregistered(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.unregister_slots)
+
+
+@pytest.mark.parametrize("transport", ["unix", "inproc", "tcp", "tls", "loopback"])
+def test_every_kind_of_tensor_arrives_as_it_was(cluster: Cluster, transport: str) -> None:
+    cluster.workers[0].call(copies.send_every_kind, transport)
+
+
+def test_a_call_does_not_wait_longer_for_a_device_than_its_timeout(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.keep_the_timeout)
+
+
+def test_other_threads_go_on_while_one_waits_for_a_copy(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.let_the_program_go_on)
