@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from accelerator import device, mapped
+from accelerator import mapped
 from gradwire.cluster.api import Cluster
 from gradwire.errors import CannotSend, ConfigurationError
-from gradwire.testing import LeakCheck
 
 
 @pytest.fixture(scope="module")
-def cluster(leak_check: LeakCheck) -> Iterator[Cluster]:
-    """Three workers that have the device, and maps."""
-    device.build()
-    with Cluster.local(3, device_maps=mapped.MAPS) as cluster:
-        for worker in cluster.workers:
-            worker.call(device.load)
-        yield cluster
+def device_maps() -> dict[str, dict[str, str]]:
+    return mapped.MAPS
 
 
 @pytest.mark.parametrize(
@@ -40,7 +34,7 @@ def test_gradients_come_back_through_maps(cluster: Cluster, worker: str, here: s
 
 
 def test_a_caller_without_the_device_is_told_what_to_do(cluster: Cluster) -> None:
-    with pytest.raises(CannotSend, match=r"driver has no privateuseone:1; pass device_maps="):
+    with pytest.raises(CannotSend, match=rf"driver has no {mapped.ONE}; pass device_maps="):
         cluster.workers[1].call(torch.ones, 2, device=mapped.ZERO)
 
 

@@ -77,8 +77,8 @@ def test_a_module_without_parameters_computes_where_it_was_placed(cluster: Clust
 
 
 def test_a_missing_device_is_an_error_that_names_it(cluster: Cluster) -> None:
-    with pytest.raises(Exception, match=r"(?i)xpu"):
-        gw.nn.RemoteModule("worker1/xpu:0", nn.Linear, (3, 2))
+    with pytest.raises(Exception, match=r"(?i)hpu"):
+        gw.nn.RemoteModule("worker1/hpu:0", nn.Linear, (3, 2))
 
 
 @pytest.mark.slow

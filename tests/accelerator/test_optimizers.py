@@ -155,7 +155,7 @@ def test_a_checkpoint_moves_between_devices_and_the_cpu(cluster: Cluster, tmp_pa
 
 
 def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Cluster, tmp_path: Path) -> None:
-    largest, num_tensors = 4 << 20, 24  # bytes, of float32
+    largest, num_tensors = 4 << 20, 12  # bytes, of float32
     worker = cluster.workers[2]
     place = f"worker2/{training.ZERO}"
     module = gw.nn.RemoteModule(place, training.make_large, ([largest // 4] * num_tensors,))
@@ -167,10 +167,10 @@ def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Clus
     expected = 3 * num_tensors * largest + (1 << 20)
     wait_until(lambda: worker.call(training.device_bytes) < expected, 10.0, "that gradients of the context are gone")
     # The stand-in's memory is the host's. A load makes new state of the optimizer on the device, and then drops the old one.
-    new_state = 2 * num_tensors * largest
+    new_state = 2 * num_tensors * largest if device.NAME == device.STAND_IN else 0
     for work, on_device in ((gw.checkpoint.save, 0), (gw.checkpoint.load, new_state)):
         found = []
-        for _ in range(4):  # what the allocator has kept of earlier work counts in the first ones
+        for _ in range(3):  # what the allocator has kept of earlier work counts in the first ones
             before = worker.call(training.reset_peak)
             work(tmp_path, objects, progress=False)
             found.append(worker.call(training.read_peak_bytes) - before - on_device)

@@ -68,11 +68,11 @@ def make_dropped() -> Dropped:
 
 
 def run_dropped() -> tuple[Tensor, Tensor]:
-    """Return the result and the gradient of such a module in one process, on the CPU."""
-    alone, x = make_dropped(), values()
-    out = alone(x)
+    """Return the result and the gradient of such a module in one process."""
+    alone, x = make_dropped().to(ONE), values()
+    out = alone(x.to(ONE))
     (gradient,) = torch.autograd.grad(out.sum(), [x])
-    return out.detach(), gradient
+    return out.detach().cpu(), gradient
 
 
 def make_compiled(backend: str) -> nn.Module:
