@@ -155,8 +155,9 @@ def test_a_checkpoint_moves_between_devices_and_the_cpu(cluster: Cluster, tmp_pa
 
 
 def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Cluster, tmp_path: Path) -> None:
-    largest, num_tensors = 4 << 20, 12  # bytes, of float32
+    largest, num_tensors = 4 << 20, 24  # bytes, of float32
     worker = cluster.workers[2]
+    worker.call(training.reset_peak)
     place = f"worker2/{training.ZERO}"
     module = gw.nn.RemoteModule(place, training.make_large, ([largest // 4] * num_tensors,))
     optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, [module], lr=0.1)
@@ -175,7 +176,7 @@ def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Clus
             work(tmp_path, objects, progress=False)
             found.append(worker.call(training.read_peak_bytes) - before - on_device)
         on_host = min(found)
-        assert on_host < 4 * largest, f"{work.__name__}: {on_host >> 20} MiB"
+        assert on_host < 8 * largest, f"{work.__name__}: {on_host >> 20} MiB"
 
 
 # -- sharded tensors ------------------------------------------------------------------------------------------------------
