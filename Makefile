@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint check docs docs-links docs-examples dist dist-check search explore conformance bench bench-peers \
+.PHONY: help demo test lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
+        bench-peers \
         fuzz soak kills clean
 .DEFAULT_GOAL := help
 
@@ -20,6 +21,7 @@ help:
 	@echo "make explore the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
 	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
 	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
+	@echo "make accelerator-check   the tests of accelerators on the first two devices of DEVICE (cuda), not on the stand-in"
 	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make bench-peers   gradwire, torch, Ray and Monarch in turns, in an environment of its own, .venv-peers"
 	@echo "make fuzz    the wire decoder against bad bytes, and every operation of a worker against bad data, for FUZZ_SECONDS (60)"
@@ -70,6 +72,10 @@ explore: $(STAMP)
 
 conformance: $(STAMP)
 	PYTHONPATH=tests:tests/integration $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)
+
+DEVICE ?= cuda
+accelerator-check: $(STAMP)
+	GRADWIRE_ACCELERATOR=$(DEVICE) $(BIN)/python -m pytest tests/accelerator
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

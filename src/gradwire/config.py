@@ -117,6 +117,7 @@ class WorkerConfig:
         shared_memory_from: Tensors of at least so many bytes go through shared memory on one machine.
         device_maps: By worker, its device for each device here that tensors are sent from; both by name. Without a map,
             tensors arrive on the device of the same name.
+        devices: The devices that maps may name; any if there are none.
     """
 
     num_worker_threads: int = 16
@@ -131,6 +132,7 @@ class WorkerConfig:
     limits: Limits = Limits()
     shared_memory_from: int = 64 * KIB
     device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _is_number(self.num_worker_threads) or not self.num_worker_threads >= 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,31 @@ from per_file import leak_check, template_ends_with_the_session, template_is_pre
 
 __all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
+_WORKER_ENVIRONMENT = device.hide_from_driver()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except device.NeedsStandIn as reason:
+        pytest.skip(str(reason))
+
 
 @pytest.fixture(scope="module")
-def cluster(leak_check: LeakCheck) -> Iterator[Cluster]:
+def device_maps() -> dict[str, dict[str, str]]:
+    """Those of the cluster; files that need some have a fixture of this name."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def cluster(leak_check: LeakCheck, device_maps: dict[str, dict[str, str]]) -> Iterator[Cluster]:
     """Three workers that have the device, and a driver that has none."""
     try:
-        device.build()
+        device.prepare()
     except device.NoCompiler as reason:
         pytest.skip(str(reason))
-    with Cluster.local(3) as cluster:
+    with Cluster.local(3, env=_WORKER_ENVIRONMENT, device_maps=device_maps) as cluster:
         for worker in cluster.workers:
             worker.call(device.load)
         yield cluster

@@ -2,6 +2,9 @@
 
 torch starts its threads for devices with the first backward of a process, so whoever wants the device must `load` it before;
 and from then on the process has an accelerator. So tests leave it to workers: ``worker.call(device.load)``.
+
+``make accelerator-check DEVICE=cuda`` names another device in ``GRADWIRE_ACCELERATOR``. The tests then run on the first two
+devices of that kind; those that look into the stand-in are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import cpp_extension
 
-NAME = "privateuseone"
+STAND_IN = "privateuseone"
+NAME = os.environ.get("GRADWIRE_ACCELERATOR", STAND_IN)
 NUM_DEVICES = 2
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _SOURCE = Path(__file__).with_name("stand_in.cpp")
 _CACHE = Path(__file__).parents[2] / "build" / "accelerator"
@@ -32,9 +37,27 @@ class NoCompiler(Exception):
     """Nothing on this machine can build the device."""
 
 
+class NeedsStandIn(Exception):
+    """The test looks into the stand-in, and runs on another device."""
+
+
+def hide_from_driver() -> dict[str, str]:
+    """Let this process have no device, as it has no stand-in; return the environment in which workers have two."""
+    if NAME != "cuda":
+        return {}
+    seen = os.environ.get(_VISIBLE) or "0,1"
+    os.environ[_VISIBLE] = ""
+    return {_VISIBLE: seen}
+
+
 def load(name: str = NAME) -> None:
     """Register the device in this process, by another name if one is given. May be called again."""
-    if not hasattr(torch, name):
+    if NAME != STAND_IN:
+        if name != NAME:
+            check_stand_in()
+        found = torch.get_device_module(NAME).device_count()
+        assert found >= NUM_DEVICES, f"there are {found} devices of {NAME}; the tests need {NUM_DEVICES}"
+    elif not hasattr(torch, name):
         torch.ops.load_library(str(build()))
         torch.utils.rename_privateuse1_backend(
             name
@@ -62,6 +85,7 @@ class Entry(NamedTuple):
 
 def take_log() -> list[Entry]:
     """Return what was asked of the device since the last call."""
+    check_stand_in()
     split = [line.split(" ") for line in torch.ops.stand_in.take_log()]
     return [Entry(what, stream, int(event), tuple(more)) for what, stream, event, *more in split]
 
@@ -69,11 +93,28 @@ def take_log() -> list[Entry]:
 @contextlib.contextmanager
 def asynchronous(delay_s: float = 0.01) -> Iterator[None]:
     """Run copies of this process that may be run later, by threads of their streams, each after that time."""
+    check_stand_in()
     torch.ops.stand_in.set_asynchronous(True, delay_s)
     try:
         yield
     finally:
         torch.ops.stand_in.set_asynchronous(False, 0.0)
+
+
+def check_stand_in() -> None:
+    """Raise `NeedsStandIn`, for which a test is skipped, on another device."""
+    if NAME != STAND_IN:
+        raise NeedsStandIn(f"needs the log of the stand-in accelerator, which {NAME} does not have")
+
+
+def prepare() -> None:
+    """Build the stand-in if that is the device.
+
+    Raises:
+        NoCompiler: It is not built, and there is no C++ compiler.
+    """
+    if NAME == STAND_IN:
+        build()
 
 
 def build() -> Path:
@@ -140,6 +181,10 @@ class _Backend:
     def cudart() -> Any:
         """The part of CUDA's runtime that makes memory known to a device."""
         return _Runtime
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:

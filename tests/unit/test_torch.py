@@ -423,6 +423,12 @@ def test_run_backward() -> None:
     assert x.grad is None
 
 
+def test_private_backend_name() -> None:
+    name = _torch.private_backend_name()
+    assert torch.device(f"{name}:1").type == name
+    assert not torch.is_autocast_enabled(name)  # a type that autocast knows, although no such backend is there
+
+
 def test_is_any_autocast_enabled() -> None:
     assert not _torch.is_any_autocast_enabled()
     with torch.autocast("cpu", torch.bfloat16):

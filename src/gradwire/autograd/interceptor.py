@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from gradwire._interrupts import interruptible
-from gradwire._torch import is_any_autocast_enabled
+from gradwire._torch import is_any_autocast_enabled, private_backend_name
 from gradwire.autograd import anomaly_mode
 from gradwire.autograd.context import MESSAGE_BYTES, RESULT
 from gradwire.autograd.current_context import current_context, current_context_id
@@ -162,8 +162,21 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 NOTE: Final = "autocast"
 
-_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla")  # torch's own; `_device_types` has one more
 _DTYPES: Final = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+def _device_types() -> tuple[str, ...]:
+    """Return all types of devices that autocast knows; a backend from outside of torch may get its name late."""
+    return (*_DEVICES, private_backend_name())
+
+
+def _can_autocast(device: str) -> bool:
+    """Whether this process has that type of device; if not, nothing runs on it here."""
+    if device == "cpu":
+        return True
+    backend = getattr(torch, device, None)
+    return backend is not None and bool(backend.is_available())
 
 
 class Autocast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -187,21 +200,22 @@ class AutocastInterceptor(Interceptor):
             return None
         dtypes = {
             device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-            for device in _DEVICES
+            for device in _device_types()
             if torch.is_autocast_enabled(device)
         }
         return Autocast(dtypes, torch.is_autocast_cache_enabled())
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         message: Autocast = note
-        unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
-        if unknown:
-            raise DecodeError(f"autocast is not known for {unknown}")
+        unknown = [dtype for dtype in message.dtypes.values() if dtype not in _DTYPES]
+        if unknown or len(message.dtypes) > len(_DEVICES) + 1:
+            raise DecodeError(f"not dtypes that autocast knows: {list(message.dtypes.values())!r:.200}")
+        known = _device_types()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
                 for device, dtype in message.dtypes.items():
-                    if device == "cpu" or torch.get_device_module(device).is_available():
+                    if device in known and _can_autocast(device):
                         stack.enter_context(torch.autocast(device, _DTYPES[dtype], cache_enabled=message.caches))
                 return _call(function, args, kwargs)
 

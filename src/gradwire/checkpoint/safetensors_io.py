@@ -184,14 +184,28 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
-    data, owner = as_bytes(tensor.cpu().resolve_conj().resolve_neg())
-    view, checksum = memoryview(data), 0
-    for start in range(0, len(view), _PIECE):
-        piece = view[start : start + _PIECE]
-        checksum = zlib.crc32(piece, checksum)
-        output.write(piece)
-    del owner  # lived until here: the view does not keep it
+    checksum = 0
+    for part in _on_host(tensor.resolve_conj().resolve_neg()):
+        data, owner = as_bytes(part)
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            checksum = zlib.crc32(piece, checksum)
+            output.write(piece)
+        del owner  # lived until here: the view does not keep it
     return show_checksum(checksum)
+
+
+def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor in the host's memory; one of a device in pieces, each in the memory of the one before it."""
+    if tensor.is_cpu:
+        yield tensor
+        return
+    flat, num_elements = tensor.contiguous().view(-1), _PIECE // tensor.dtype.itemsize
+    staging = torch.empty(min(num_elements, flat.numel()), dtype=tensor.dtype)
+    for start in range(0, flat.numel(), num_elements):
+        piece = flat[start : start + num_elements]
+        yield staging[: piece.numel()].copy_(piece)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
@@ -325,7 +339,8 @@ class TensorReader:
         is_plain = _is_plain(target, dtype)
         if is_plain:
             torch.autograd.graph.increment_version(target)  # torch does not see that others write into its memory
-        for box in _spans(region, strides, _PIECE // dtype.itemsize if is_plain else _STAGED_ELEMENTS):
+        is_copied_by_torch = not is_plain and target.is_cpu
+        for box in _spans(region, strides, _STAGED_ELEMENTS if is_copied_by_torch else _PIECE // dtype.itemsize):
             part = target[box.slices_in(region)]
             num_elements = _span(box.sizes, strides)
             is_direct = is_plain and num_elements == box.num_elements
@@ -355,7 +370,7 @@ class TensorReader:
     def _staged(self, num_bytes: int) -> memoryview:
         """Return memory that is used again and again: memory that was never touched is slow."""
         if len(self._staging) < num_bytes:
-            self._staging = bytearray(_STAGED_ELEMENTS * _LARGEST_ITEM)
+            self._staging = bytearray(max(_PIECE, _STAGED_ELEMENTS * _LARGEST_ITEM))
         return memoryview(self._staging)[:num_bytes]
 
 

@@ -40,7 +40,7 @@ from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
 from gradwire.shard.sharded_optim import ShardedOptimizer
-from gradwire.shard.torch_optimizer import Form, state_problem
+from gradwire.shard.torch_optimizer import Form, beside, state_problem
 
 
 class PartState(msgspec.Struct, frozen=True):
@@ -332,13 +332,15 @@ def _fill_object(part: Part, node: Node, reader: TensorReader, undo: contextlib.
     value = part.value
     if isinstance(value, LocalOptimizer):
         saved = items_of(node) or {}
-        state = {name: reader.decode(saved[name]) for name in part.names if name in saved}
+        # One parameter after the other: the host holds the state of one of them at a time if they are on a device.
+        state = {name: value.placed(name, reader.decode(saved[name])) for name in part.names if name in saved}
         undo.callback(value.load_named_state, value.named_state())
         value.load_named_state(state)
     else:
         undo.callback(value.load_state_dict, _run(value.state_dict))
-        is_sharded = isinstance(value, ShardedOptimizer)
-        _run(value.load_state_dict, _decode_state(value, node, reader) if is_sharded else reader.decode(node))
+        decode = _decode_state if isinstance(value, ShardedOptimizer) else _decode_beside
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        _run(value.load_state_dict, decode(value, node, reader) if is_optimizer else reader.decode(node))
 
 
 def fill_tensors(parts: Sequence[Filled], reader: TensorReader) -> None:
@@ -393,6 +395,22 @@ def _copied_names(part: Part) -> set[str]:
         if _torch.is_method_of_module(module, _torch.LOAD_OWN_STATE_DICT)
         for name in _torch.own_tensors(module)
     }
+
+
+def _decode_beside(optimizer: torch.optim.Optimizer, node: Node, reader: TensorReader) -> Any:
+    """Return the saved state of an optimizer, that of each parameter on the device of the parameter."""
+    saved = dict(items_of(node) or {})
+    by_key = items_of(saved.pop("state", None)) or {}
+    found = reader.decode(dict_node(saved))
+    keys = itertools.chain.from_iterable(group["params"] for group in found["param_groups"])
+    params = dict(
+        zip(keys, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=False)
+    )
+    found["state"] = {}
+    for key, item in by_key.items():
+        values = reader.decode(item)
+        found["state"][key] = beside(params[key], values) if key in params else values
+    return found
 
 
 # -- state of optimizers with sharded parameters --------------------------------------------------------------------------

@@ -31,8 +31,10 @@ from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
 from gradwire.rpc.api import current_agent, set_current_agent
+from gradwire.rpc.options import DeviceMap
 from gradwire.types import Trust
 from gradwire.versions import GRADWIRE_VERSION
+from gradwire.wire.devices import read_device_map
 
 T = TypeVar("T")
 
@@ -48,14 +50,17 @@ def _config(
     rpc_timeout: float,
     trust: Trust,
     limits: Limits | None,
+    device_maps: Mapping[str, DeviceMap] | None,
     port_range: tuple[int, int] | None = None,
 ) -> WorkerConfig:
+    maps = {to: read_device_map(to, devices) for to, devices in (device_maps or {}).items()}
     return WorkerConfig(
         num_worker_threads=num_worker_threads,
         rpc_timeout_s=rpc_timeout,
         trust=trust,
         limits=_DEFAULTS.limits if limits is None else limits,
         bind_port=port_range or 0,
+        device_maps={to: {str(here): str(there) for here, there in found.items()} for to, found in maps.items()},
     )
 
 
@@ -120,6 +125,7 @@ class Cluster:
         imports: Sequence[str] = (),
         trust: Trust = "code",
         limits: Limits | None = None,
+        device_maps: Mapping[str, DeviceMap] | None = None,
         restart: Restart = "never",
         on_restart: Callable[[Worker], object] | None = None,
         lost_after: float | None = None,
@@ -148,6 +154,9 @@ class Cluster:
                 exposed, by modules named in `imports`.
             limits: What members accept from each other, e.g. ``Limits(frame_bytes=4 << 30)`` for arguments of more than
                 1 GiB.
+            device_maps: By worker, its device for each device of the member that calls it, e.g.
+                ``{"worker1": {"cuda:0": "cuda:1"}}``; the same in the driver and in all workers. Without a map for a worker,
+                tensors arrive there on the device of the same name. ``docs/guides/accelerators.md`` says more.
             restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new process that holds
                 nothing. With ``"never"`` it stays lost.
             on_restart: Called with each worker that was started again, in a thread of the driver, to rebuild what it held:
@@ -170,7 +179,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             environment=env,
             imports=imports,
-            config=_config(num_worker_threads, rpc_timeout, trust, limits),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits, device_maps),
         )
         supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
         if replace and (old := cls.current()) is not None:
@@ -204,6 +213,7 @@ class Cluster:
         imports: Sequence[str] = (),
         trust: Trust = "code",
         limits: Limits | None = None,
+        device_maps: Mapping[str, DeviceMap] | None = None,
         restart: Restart = "never",
         on_restart: Callable[[Worker], object] | None = None,
         lost_after: float | None = None,
@@ -237,6 +247,7 @@ class Cluster:
             trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
                 exposed, by modules named in `imports`.
             limits: What members accept from each other.
+            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
             restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new actor that holds
                 nothing: in the same place, or where Ray moves the place to if the node is gone.
             on_restart: Called with each worker that was started again, to rebuild what it held; as in `local`.
@@ -267,7 +278,7 @@ class Cluster:
             environment=env,
             imports=imports,
             interface=interface,
-            config=_config(num_worker_threads, rpc_timeout, trust, limits, port_range),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits, device_maps, port_range),
         )
         ray_options = RayOptions(
             resources={"CPU": 1} if resources is None else resources,
@@ -294,6 +305,7 @@ class Cluster:
         imports: Sequence[str] = (),
         trust: Trust = "code",
         limits: Limits | None = None,
+        device_maps: Mapping[str, DeviceMap] | None = None,
         tls: TlsKeys | None = None,
         interface: str | None = None,
         port_range: tuple[int, int] | None = None,
@@ -321,6 +333,7 @@ class Cluster:
             imports: Modules that every worker imports before it serves anything.
             trust: ``"code"`` or ``"data"``.
             limits: What members accept from each other.
+            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
             tls: Keys that are good for every worker (`gradwire.transports.tls.make_keys`), the same authority on every rank.
             interface: Network interface that the workers listen on, e.g. ``ib0``.
             port_range: Ports that they listen on, from first to last; any free one if not given.
@@ -333,7 +346,7 @@ class Cluster:
         from gradwire.cluster.environment_scheduler import start_from_env, tell_failed
         from gradwire.cluster.remote_launcher import RemoteOptions
 
-        config = _config(num_worker_threads, rpc_timeout, trust, limits, port_range)
+        config = _config(num_worker_threads, rpc_timeout, trust, limits, device_maps, port_range)
 
         def make_options(num_workers: int) -> RemoteOptions:
             return RemoteOptions(
@@ -375,6 +388,7 @@ class Cluster:
         imports: Sequence[str] = (),
         trust: Trust = "code",
         limits: Limits | None = None,
+        device_maps: Mapping[str, DeviceMap] | None = None,
         interface: str | None = None,
         port_range: tuple[int, int] | None = None,
         restart: Restart = "never",
@@ -408,6 +422,7 @@ class Cluster:
             imports: Modules that every worker imports before it serves anything.
             trust: ``"code"`` or ``"data"``.
             limits: What members accept from each other.
+            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
             interface: Network interface that driver and workers listen on, e.g. ``ib0``.
             port_range: Ports that they listen on, from first to last; any free one if not given.
             restart: ``"on-loss"`` starts a worker that is lost again, in a job of its own with one task.
@@ -441,7 +456,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             environment=env,
             imports=imports,
-            config=_config(num_worker_threads, rpc_timeout, trust, limits, port_range),
+            config=_config(num_worker_threads, rpc_timeout, trust, limits, device_maps, port_range),
             interface=interface,
         )
         supervision = SupervisionOptions(restart=restart, lost_after_s=lost_after, max_restarts=max_restarts)
@@ -587,6 +602,7 @@ class Cluster:
                 state=self._monitor.state_of(member),
                 uptime_s=member.handle.uptime_s,
                 rss_bytes=usage[member.name].rss_bytes if member.name in usage else None,
+                device_bytes=usage[member.name].device_bytes if member.name in usage else None,
                 calls_served=usage[member.name].calls_served if member.name in usage else None,
                 restarts=self._monitor.num_restarts(member),
                 exit_reason=self._monitor.lost_reason(member),

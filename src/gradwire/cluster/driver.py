@@ -50,6 +50,12 @@ class ClusterOptions:
         if self.roles is not None:
             self._check_roles(self.roles)
         check_names(self._names(), self.num_workers)
+        unknown = sorted(set(self.config.device_maps) - {*self._names(), DRIVER})
+        if unknown:
+            raise ConfigurationError(
+                f"device_maps has invalid target node names: {', '.join(unknown)}; there are "
+                f"{', '.join((*self._names(), DRIVER))}"
+            )
 
     def _check_roles(self, roles: Mapping[str, int]) -> None:
         if self.names is not None:

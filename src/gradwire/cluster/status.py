@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import torch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +32,7 @@ class WorkerStatus:
         state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to), ``lost`` (it was not) or ``restarting``.
         uptime_s: Seconds since its start, until its end.
         rss_bytes: Memory resident now; None when it did not answer the question.
+        device_bytes: Memory that its tensors have on accelerators; None when it uses none, or the backend does not tell.
         calls_served: Calls it has answered; None when it did not answer the question.
         restarts: How often it was started again.
         exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
@@ -46,6 +48,7 @@ class WorkerStatus:
     calls_served: int | None
     restarts: int
     exit_reason: str | None
+    device_bytes: int | None = None
 
 
 class ClusterStatus(tuple[WorkerStatus, ...]):
@@ -57,11 +60,13 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
         from rich.table import Table
 
         table = Table(pad_edge=False, collapse_padding=True)  # all of it fits into 80 characters
-        for header in ("rank", "name", "pid", "state", "uptime", "memory", "calls", "restarts"):
+        has_devices = any(worker.device_bytes is not None for worker in self)
+        devices = ("on devices",) if has_devices else ()
+        for header in ("rank", "name", "pid", "state", "uptime", "memory", *devices, "calls", "restarts"):
             table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
         table.add_column("ended by")
         for worker in self:
-            table.add_row(*_cells(worker), style=_STYLES.get(worker.state))
+            table.add_row(*_cells(worker, has_devices), style=_STYLES.get(worker.state))
         return table
 
     def __str__(self) -> str:
@@ -74,18 +79,23 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
     __repr__ = __str__
 
 
-def _cells(worker: WorkerStatus) -> list[str]:
+def _cells(worker: WorkerStatus, has_devices: bool) -> list[str]:
     return [
         str(worker.rank),
         worker.name,
         "-" if worker.pid is None else str(worker.pid),
         worker.state,
         format_duration(worker.uptime_s),
-        "-" if worker.rss_bytes is None else f"{worker.rss_bytes / 2**20:,.0f} MiB",
+        _show_bytes(worker.rss_bytes),
+        *([_show_bytes(worker.device_bytes)] if has_devices else []),
         "-" if worker.calls_served is None else str(worker.calls_served),
         str(worker.restarts),
         worker.exit_reason or "",
     ]
+
+
+def _show_bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def format_duration(seconds: float) -> str:
@@ -116,6 +126,23 @@ def rss_of(pid: int) -> int | None:
         return None
 
 
+def device_bytes() -> int | None:
+    """Return the memory that the tensors of this process have on all devices of its accelerator.
+
+    None if there is no accelerator, if this process has not used it (asking would initialize it), or if the backend does not
+    tell.
+    """
+    found = torch.accelerator.current_accelerator()
+    backend = None if found is None else torch.get_device_module(found.type)
+    allocated = getattr(backend, "memory_allocated", None)
+    if backend is None or allocated is None or not backend.is_initialized():
+        return None
+    try:
+        return sum(int(allocated(index)) for index in range(backend.device_count()))
+    except RuntimeError:  # some have the function, and an allocator that does not count
+        return None
+
+
 USAGE = "cluster.usage"
 
 
@@ -124,12 +151,13 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
     calls_served: Annotated[int, msgspec.Meta(ge=0)]
     rss_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
+    device_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
 
 
 def serve_usage(agent: Agent) -> None:
     """Let this worker answer `ask_usage`."""
     pid = os.getpid()
-    agent.server.register_control(USAGE, lambda _: [agent.statistics().num_calls_served, rss_of(pid)])
+    agent.server.register_control(USAGE, lambda _: [agent.statistics().num_calls_served, rss_of(pid), device_bytes()])
 
 
 def ask_usage(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, Usage]:

@@ -108,7 +108,9 @@ class Worker:
     def module(self, module_cls: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RemoteModule:
         """Make a module on this worker and return a handle on it, which is used like the module.
 
-        `gradwire.nn.RemoteModule` does the same with a device and a choice of how trainers share the parameters.
+        It stays on the device that it is made on, such as that of ``worker.module(nn.Linear, 3, 2, device="cuda:0")``.
+        `gradwire.nn.RemoteModule` does the same with a device to move it to, and a choice of how trainers share the
+        parameters.
 
         Args:
             module_cls: The class, or any function that returns a module.

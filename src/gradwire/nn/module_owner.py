@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import typing
 import weakref
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from gradwire.rref import RRef
 from gradwire.rref import context as rref_context
 from gradwire.rref import owner as rref_owner
 from gradwire.rref.owner import find_value
+from gradwire.wire.devices import CPU, move_all
 
 PREFIX: Final = "gradwire.nn."
 """What the names of all operations begin with; the rest is the name of the function here."""
@@ -53,9 +55,9 @@ _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDi
 
 
 def parse_placement(where: To) -> tuple[To, str]:
-    """Return the worker, by name or rank, and the device there; ``cpu`` if `where` is not one of the forms of text."""
+    """Return the worker, by name or rank, and the device there; no name of one if `where` does not have it."""
     if not isinstance(where, str):
-        return where, "cpu"
+        return where, ""
     worker, slash, device = where.partition("/")
     if not worker or (slash and not device) or "/" in device:
         raise ConfigurationError(f"Could not parse remote_device: {where}. The valid format is {_FORMS}")
@@ -63,7 +65,7 @@ def parse_placement(where: To) -> tuple[To, str]:
         raise ConfigurationError(f"{where!r} names a device and no worker. The valid format is {_FORMS}")
     kind, _, number = worker.partition(":")
     to: To = int(number) if kind == "rank" and number.isdecimal() else worker
-    return to, str(torch.device(device or "cpu"))
+    return to, str(torch.device(device)) if device else ""
 
 
 def _is_device(text: str) -> bool:
@@ -165,8 +167,9 @@ def make(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but {module_cls!r} made a {type(module).__name__}"
         )
-    module.to(device)
-    _note_device(module)
+    if device:  # otherwise it stays where it was made, which may be on several of them
+        module.to(device)
+    _note_device(module, torch.device(device or "cpu"))
     _guard(module, mode)
     return module
 
@@ -177,35 +180,44 @@ def forward(module: nn.Module, *args: Any) -> Any:
 
 
 @_operation
-def forward_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call(module, args, kwargs)
+def forward_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_mapped: bool) -> Any:
+    return _call(module, args, kwargs, is_mapped)
 
 
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_mapped: bool = False) -> Any:
     with snapshots.using(*_groups_of(module)):
-        device = _devices.get(module)
-        if device is None:
-            return module(*args, **kwargs)
-        # Results leave by the CPU: the caller need not have such a device.
-        return on_device(module(*on_device(args, device), **on_device(kwargs, device)), torch.device("cpu"))
+        return _on_its_device(module, module, args, kwargs, is_mapped)
 
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """Return the value with all its tensors on a device; look into tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(on_device(item, device) for item in value)
-    if type(value) is dict:
-        return {key: on_device(item, device) for key, item in value.items()}
-    return value
+def _on_its_device(
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_mapped: bool,
+) -> Any:
+    """Call a function with its arguments on the module's device.
+
+    Results leave by the CPU, because the caller need not have such a device; unless the caller has a device map, which then
+    says where they arrive.
+    """
+    device = _devices.get(module)
+    if device is None:
+        return function(*args, **kwargs)
+    found = function(*move_all(args, device), **move_all(kwargs, device))
+    return found if is_mapped else move_all(found, CPU)
 
 
 @_checked
-def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_mapped: bool) -> Any:
     """Call a method of the module; see `gradwire.rref.owner.invoke`."""
-    with snapshots.using(*_groups_of(_find_module(rref_id, maker))):
+    module = _find_module(rref_id, maker)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         return rref_owner.invoke(rref_id, maker, name, args, kwargs)
+
+    with snapshots.using(*_groups_of(module)):
+        return _on_its_device(module, call, args, kwargs, is_mapped)
 
 
 @_operation
@@ -224,8 +236,10 @@ def _guard(module: nn.Module, mode: snapshots.Mode) -> tuple[snapshots.Group, ..
     return found
 
 
-def _note_device(module: nn.Module) -> None:
-    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+def _note_device(module: nn.Module, placed_on: torch.device = CPU) -> None:
+    """Remember where a module computes: where its first parameter or buffer is; without any, where it was placed."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    device = next((item.device for item in tensors), placed_on)
     if device.type == "cpu":
         _devices.pop(module, None)
     else:
@@ -278,7 +292,12 @@ def values(module: nn.Module, kind: str, recurse: bool) -> list[tuple[str, torch
         raise ConfigurationError(f'{PREFIX}values: kind must be "parameters" or "buffers", not {kind[:100]!r}')
     named = module.named_buffers if kind == "buffers" else module.named_parameters
     with snapshots.standing_still(module.parameters()):
-        return [(name, item.detach().clone()) for name, item in named(recurse=recurse)]
+        return [(name, _copy_out(item.detach())) for name, item in named(recurse=recurse)]
+
+
+def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that any worker can receive: one in the CPU's memory of what is on a device."""
+    return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
 @_operation
@@ -286,7 +305,7 @@ def save(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the module's state dict, of one moment between steps, and the versions of its parts."""
     with snapshots.standing_still(module.parameters()):
         state = module.state_dict()
-        copies = {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in state.items()}
+        copies = {name: _copy_out(item) if isinstance(item, torch.Tensor) else item for name, item in state.items()}
     return copies, dict(getattr(state, "_metadata", {}))
 
 

@@ -60,7 +60,10 @@ class RemoteModule(nn.Module):
     """A module that is made on a worker and stays there; calling it here runs it there.
 
     Args:
-        remote_device: Where: ``"worker"``, ``"worker/cpu"``, ``"rank:1"`` or ``"rank:1/cpu"``; a rank or `WorkerInfo`, too.
+        remote_device: Where: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"`` or ``"rank:1/cpu"``; or a rank or `WorkerInfo`.
+            The module is moved to the device; without one it stays where `module_cls` makes it. Tensors in arguments are
+            moved to its device. Those in results come back by the caller's device map for that worker, or to the CPU where
+            there is none.
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -69,7 +72,8 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.
-        device: The device there.
+        device: The device there, as it was given; ``cpu`` if it was not.
+        is_device_map_set: Whether this worker has a device map for the owner.
         module_rref: The reference to the module.
 
     Raises:
@@ -79,11 +83,11 @@ class RemoteModule(nn.Module):
         Exception: What making the module raises there.
     """
 
-    is_device_map_set = False
     is_scriptable = False
 
     on: str | int
     device: str
+    is_device_map_set: bool
     module_rref: RRef[nn.Module]
 
     def __init__(
@@ -107,8 +111,9 @@ class RemoteModule(nn.Module):
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
         super().__init__()
         self.on = to if isinstance(to, str | int) else rref.owner_name()
-        self.device = device
+        self.device = device or "cpu"
         self.module_rref = rref
+        self.is_device_map_set = rref.owner_name() in rref_context.here().agent.device_maps
         self._label = label
         self._methods: dict[str, bool] = {}  # whether the module has methods of these names
         self._parameters = _NoParameters(self._title())
@@ -143,19 +148,25 @@ class RemoteModule(nn.Module):
             RpcTimeout: It took longer than a call may.
             Exception: What the module raised.
         """
-        return self._call(*_forward_call(args, kwargs))
+        return self._call(*self._forward_call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """Start the module on its owner and return a future of the result."""
-        return self._start(*_forward_call(args, kwargs))
+        return self._start(*self._forward_call(args, kwargs))
+
+    def _forward_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+        """Return the operation and its arguments, as flat as they can be: packing them is most of the cost."""
+        if kwargs or self.is_device_map_set:
+            return module_owner.FORWARD_BY_NAME, (args, kwargs, self.is_device_map_set)
+        return module_owner.FORWARD, args
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
-        return Proxy(lambda *call: self._call(module_owner.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._call(module_owner.INVOKE, (*call, self.is_device_map_set), timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
-        return Proxy(lambda *call: self._start(module_owner.INVOKE, call, timeout))
+        return Proxy(lambda *call: self._start(module_owner.INVOKE, (*call, self.is_device_map_set), timeout))
 
     def _call(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         result = self.module_rref._ask(function, args, timeout)
@@ -438,13 +449,8 @@ class OwnerHook:
         self.remove()
 
 
-def _forward_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """Return the operation and its arguments, as flat as they can be: packing them is most of the cost."""
-    return (module_owner.FORWARD_BY_NAME, (args, kwargs)) if kwargs else (module_owner.FORWARD, args)
-
-
 def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return module._call(module_owner.INVOKE, (name, args, kwargs))
+    return module._call(module_owner.INVOKE, (name, args, kwargs, module.is_device_map_set))
 
 
 def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:

@@ -31,6 +31,7 @@ from gradwire.rref import RRef
 from gradwire.rref.owner import find_value
 from gradwire.shard.tensor import ShardedTensor
 from gradwire.shard.torch_optimizer import (
+    beside,
     is_option,
     is_torchs,
     laid_out_like,
@@ -40,6 +41,7 @@ from gradwire.shard.torch_optimizer import (
     quick_step,
     state_problem,
 )
+from gradwire.wire.devices import CPU, move_all
 from gradwire.wire.messages import read_plain
 
 MAKE: Final = "gradwire.optim.make"
@@ -55,7 +57,7 @@ Groups = Annotated[list[tuple[Uint63, list[str], list[RRef[Any]], Options]], Met
 Description = tuple[Options, dict[int, Options]]
 """The defaults of an optimizer, and the options of its groups by number."""
 Norms = list[tuple[list[str], torch.Tensor]]
-"""Names of parameters, and the norms of their gradients; one tensor for each dtype."""
+"""Names of parameters, and the norms of their gradients; one tensor for each dtype and device."""
 Forms = dict[str, dict[str, tuple[Annotated[tuple[Uint63, ...], Meta(max_length=64)], bool] | str]]
 """What `gradwire.shard.torch_optimizer.form_of` says of each value, by parameter and key."""
 
@@ -231,13 +233,13 @@ class LocalOptimizer:
     def norms(self, context_ids: ContextIds, edits: Edits, norm_type: float) -> Norms:
         """Return the norms of all gradients, with the names of the parameters."""
         with self._alone:
-            found: dict[torch.dtype, tuple[list[str], list[torch.Tensor]]] = {}
+            found: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
             for leaf, gradient in self._gather(context_ids, edits).items():
                 norm = norm_of(gradient, norm_type)
-                names, norms = found.setdefault(norm.dtype, ([], []))
+                names, norms = found.setdefault((norm.dtype, norm.device), ([], []))
                 names.append(self._names[leaf])
                 norms.append(norm)
-            return [(names, torch.stack(norms)) for names, norms in found.values()]
+            return [(names, torch.stack(norms).cpu()) for names, norms in found.values()]
 
     def is_finite(self, context_ids: ContextIds, edits: Edits) -> bool:
         """Return whether all gradients are finite."""
@@ -273,6 +275,11 @@ class LocalOptimizer:
                     problem = state_problem(kind, parameters[name], key, form)
                     found += [f"state {key!r} of parameter {name!r} {problem}"] if problem else []
             return found
+
+    def placed(self, name: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the state of one parameter on its device; as it is if there is no parameter of that name."""
+        found = next((parameter for parameter, known in self._names.items() if known == name), None)
+        return dict(values) if found is None else beside(found, values)
 
     def load_named_state(self, state: NamedState) -> None:
         """Replace the state of all parameters; those that are not named have none afterwards.
@@ -378,7 +385,8 @@ def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
     optimizer = find_value(rref_id, maker)
     if not isinstance(optimizer, LocalOptimizer):
         raise NotExposed(f"{operation!r} is an operation of optimizers, and this is a {type(optimizer).__name__}")
-    return getattr(optimizer, operation)(*(getattr(sent, field) for field in sent.__struct_fields__))
+    found = getattr(optimizer, operation)(*(getattr(sent, field) for field in sent.__struct_fields__))
+    return move_all(found, CPU)  # the worker that asks need not have the devices of the parameters
 
 
 def read_answer(operation: str, answer: Any) -> Any:

@@ -69,12 +69,16 @@ def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether there is no infinite number and none that is not a number."""
+    """Whether there is no infinite number and none that is not a number. Waits once for each device, not for each tensor."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not bool(torch.isfinite(values).all()):
+        found = torch.isfinite(values).all()
+        if not values.is_cpu:
+            by_device.setdefault(values.device, []).append(found)
+        elif not bool(found):
             return False
-    return True
+    return all(bool(torch.stack(found).all()) for found in by_device.values())
 
 
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:

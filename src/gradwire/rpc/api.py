@@ -15,6 +15,7 @@ from typing import Any
 from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcError, RpcTimeout
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent, start_worker
+from gradwire.rpc.device_maps import check_device_maps, report_devices
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.meeting_point import open_meeting_point
 from gradwire.rpc.meeting_store import MeetingPointLost
@@ -197,6 +198,8 @@ def _meet(
     try:
         directory = StoreDirectory(point)
         config = options.worker_config(point.store.agree_on_token(), point.facing_host)
+        if point.world_size is None:  # otherwise rank 0 checks those of all
+            check_device_maps({name: report_devices(config)}, knows_all=False)
         after = directory.last_incarnation(name)
         try:
             agent = start_worker(info, config, directory, after=after, on_close=leave)

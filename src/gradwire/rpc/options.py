@@ -9,7 +9,7 @@ import torch
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
-from gradwire.wire.devices import read_device_map
+from gradwire.wire.devices import read_device, read_device_map
 
 _DEFAULTS = WorkerConfig()
 DEFAULT_RPC_TIMEOUT_SEC = _DEFAULTS.rpc_timeout_s
@@ -63,7 +63,7 @@ class RpcOptions(RpcBackendOptions):
         shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
         device_maps: By worker, its device for each device here that tensors are sent from. Without a map for a worker,
             tensors arrive there on the device of the same name.
-        devices: The devices that calls may use; by default those of the maps.
+        devices: The devices here that maps may name, those of other workers included; by default any.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class RpcOptions(RpcBackendOptions):
                 to: {str(here): str(there) for here, there in devices.items()}
                 for to, devices in self.device_maps.items()
             },
+            devices=tuple(map(str, self.devices)),
         )
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
@@ -138,8 +139,12 @@ class RpcOptions(RpcBackendOptions):
         self.device_maps[to] = read_device_map(to, known | more)
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Set the devices that calls may use."""
-        self.devices = [torch.device(device) for device in devices]
+        """Set the devices that maps may name.
+
+        Raises:
+            ConfigurationError: One of them is not the name of one device.
+        """
+        self.devices = [read_device("the list of devices", device) for device in devices]
 
 
 class TensorPipeRpcBackendOptions(RpcOptions):

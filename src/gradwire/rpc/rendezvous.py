@@ -19,6 +19,8 @@ import threading
 import time
 from typing import Any, Literal
 
+import msgspec
+
 from gradwire import _interrupts
 from gradwire.errors import (
     AuthenticationFailed,
@@ -33,6 +35,7 @@ from gradwire.errors import (
     UnknownWorker,
 )
 from gradwire.rpc.agent import Agent
+from gradwire.rpc.device_maps import DeviceReport, check_device_maps, report_devices
 from gradwire.rpc.functions import EncodedAddress, WorldSize
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.meeting_point import MeetingPoint
@@ -245,13 +248,15 @@ class Host:
         self._agent = agent
         self._world_size = world_size
         self._directory = directory
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._joined: dict[int, WorkerAddress] = {}
+        self._devices: dict[int, DeviceReport] = {}  # not of workers that were adopted
         self._answers: dict[int, InterruptibleFuture[Any]] = {}  # owed, by rank
-        agent.server.register_control("join", self._on_join, EncodedAddress, WorldSize)
+        agent.server.register_control("join", self._on_join, EncodedAddress, WorldSize, DeviceReport)
 
     def join(self) -> InterruptibleFuture[Any]:
-        return self._on_join(self._agent.info, encode_address(self._agent.address), self._world_size)
+        devices = report_devices(self._agent.config)
+        return self._on_join(self._agent.info, encode_address(self._agent.address), self._world_size, devices)
 
     def adopt(self, addresses: list[WorkerAddress]) -> None:
         """Take over from a worker that has met the others before this rank 0 was restarted: they need not join again.
@@ -266,7 +271,9 @@ class Host:
                     self._joined.setdefault(address.info.id, address)
         self._answer_if_complete()
 
-    def _on_join(self, source: WorkerInfo, raw: bytes, world_size: int) -> InterruptibleFuture[Any]:
+    def _on_join(
+        self, source: WorkerInfo, raw: bytes, world_size: int, devices: DeviceReport
+    ) -> InterruptibleFuture[Any]:
         address = decode_address(raw, self._agent.config.limits)
         if address.info != source:
             raise DecodeError(f"{source.name} of rank {source.id} cannot join as {address.info!r}")
@@ -279,6 +286,7 @@ class Host:
             clash = self._clash_with(address)
             if clash is None:
                 self._joined[source.id] = address
+                self._devices[source.id] = devices
                 replaced, self._answers[source.id] = self._answers.get(source.id), answer
         if clash is not None:
             self._directory.announce("duplicate", clash)
@@ -301,9 +309,22 @@ class Host:
                 return
             ready, self._answers = list(self._answers.values()), {}
             addresses = [encode_address(item) for item in self._joined.values()]
+            problem = self._find_problem()
         with self._agent.server.answering():  # one of them is rank 0's own, and it may leave at once
             for answer in ready:
-                answer.set_result(addresses)
+                if problem is None:
+                    answer.set_result(addresses)
+                else:
+                    answer.set_exception(problem)
+
+    def _find_problem(self) -> ConfigurationError | None:
+        """Return what is wrong with the device maps of the workers; None if they are fine."""
+        reports = {self._joined[rank].info.name: self._devices[rank] for rank in sorted(self._devices)}
+        try:
+            check_device_maps(reports, knows_all=len(reports) == self._world_size)
+        except ConfigurationError as error:
+            return error
+        return None
 
 
 class Meeting:
@@ -375,7 +396,11 @@ class Meeting:
         if leader is None or leader.info.name == self._agent.info.name:  # the latter is left from an earlier run
             return None
         self._directory.hint(leader)
-        args = (encode_address(self._agent.address), self._world_size)
+        args = (
+            encode_address(self._agent.address),
+            self._world_size,
+            msgspec.to_builtins(report_devices(self._agent.config)),
+        )
         try:
             answer = self._agent.ask(leader.info.name, "join", args, 0.0, _Addresses)
         except GradwireError as error:

@@ -22,7 +22,7 @@ from gradwire.shard.placement import _parse_and_validate_remote_device as _parse
 from gradwire.shard.placement import backend_for, find_group, layout_of
 from gradwire.shard.sharding_spec import ShardingSpec, as_placement, check_tensor, infer_sharding_spec, validate_shards
 from gradwire.shard.tensor import ShardedTensor, ShardedTensorBase
-from gradwire.shard.worker_backend import ranges_in, value_of
+from gradwire.shard.worker_backend import on_host, ranges_in, value_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -242,7 +242,7 @@ def _fill_on_workers(backend: Backend, tensor: torch.Tensor, layout: Layout, par
             if place == here:
                 fill(part, ranges, values)
             else:
-                waiting.append(rpc.rpc_async(place, fill, args=(part, ranges, values)))
+                waiting.append(rpc.rpc_async(place, fill, args=(part, ranges, on_host(values))))
         for future in waiting:
             future.wait()
 

@@ -31,6 +31,7 @@ from gradwire.shard.metadata import (
 from gradwire.shard.placement import backend_for, layout_of, placement_of
 from gradwire.shard.sharding_spec import ShardingSpec, infer_sharding_spec
 from gradwire.shard.worker_backend import WorkerBackend
+from gradwire.wire.devices import CPU, is_here
 
 
 class ShardedTensorBase(torch.Tensor):
@@ -163,8 +164,10 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def _like(self) -> torch.Tensor:
-        """An empty tensor with the dtype of the parts, and the device of those of this rank."""
+        """An empty tensor with the dtype of the parts, and the device of those of this rank, if it has such a device."""
         device = _device_of(self._backend, self._metadata, self._parts)
+        if isinstance(self._backend, WorkerBackend) and not is_here(device):
+            device = CPU  # the worker that runs the program need not have the devices of the others
         return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
 
     def _boxes(self) -> list[Box]:
@@ -274,6 +277,11 @@ class ShardedTensor(ShardedTensorBase):
             raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
         layout = layout_of(metadata.shards_metadata, backend)
         parts = backend.move(self._parts, self._layout, layout, self._like)
+        if isinstance(backend, WorkerBackend):
+            devices = [
+                str(shard.placement.device()) for shard in metadata.shards_metadata if shard.placement is not None
+            ]
+            parts = backend.run(torch.Tensor.to, layout, parts, devices) if {*devices} != {"cpu"} else parts
         made = ShardedTensor._make(backend, resharding_spec, metadata, parts, layout)
         requires_grad = self._does_require_grad(parts)
         made._metadata = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
@@ -381,18 +389,25 @@ def from_layout(
     size: Sequence[int],
     like: torch.Tensor,
     requires_grad: bool,
+    beside: ShardedTensor | None = None,
 ) -> ShardedTensor:
     """Make a sharded tensor of parts that an operation made.
 
     Boxes of the layout do not overlap, and make up the tensor; `like` tells dtype and device. `requires_grad` counts where
-    parts are references, which do not tell.
+    parts are references, which do not tell. `beside` is the tensor of whose parts they were made, one by one: over RPC
+    workers they are on its devices.
     """
     first = first_here(parts)
     if first is not None:
         requires_grad = first.requires_grad
+    devices = [like.device] * len(layout.boxes)
+    if beside is not None and isinstance(backend, WorkerBackend):
+        devices = [
+            shard.placement.device() for shard in beside._metadata.shards_metadata if shard.placement is not None
+        ]
     shards = [
-        ShardMetadata(box.offsets, box.sizes, placement_of(place, like.device, backend))
-        for box, place in zip(layout.boxes, layout.places, strict=True)
+        ShardMetadata(box.offsets, box.sizes, placement_of(place, device, backend))
+        for box, place, device in zip(layout.boxes, layout.places, devices, strict=True)
     ]
     metadata = ShardedTensorMetadata(
         shards, torch.Size(size), TensorProperties(like.dtype, requires_grad=requires_grad)

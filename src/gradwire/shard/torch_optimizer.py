@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from gradwire._torch import has_global_optimizer_hooks, is_profiler_enabled, optimizer_hooks
 from gradwire.errors import ConfigurationError
+from gradwire.wire.devices import move_all
 
 Values = Mapping[str, Any]
 """State of one parameter."""
@@ -170,6 +171,11 @@ def fit_state(optimizer_class: type[Any], parameter: torch.Tensor, values: Any, 
         is_tensor = isinstance(value, torch.Tensor) and key in _LIKE_PARAMETER
         made[key] = laid_out_like(parameter, value.detach()) if is_tensor else value
     return made
+
+
+def beside(parameter: torch.Tensor, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a parameter on its device, where torch puts it when it is loaded: all but the number of steps."""
+    return {key: value if key == "step" else move_all(value, parameter.device) for key, value in values.items()}
 
 
 def form_of(value: Any) -> Form:

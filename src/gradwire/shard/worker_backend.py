@@ -3,13 +3,17 @@
 Every call is an ordinary call of `gradwire.rpc`. So inside a context it is recorded, and `backward` goes through it.
 A part is a reference to a tensor; one that is on this worker is the tensor itself. Calls need not wait for each other: a
 function whose argument is still being made waits for it where it runs.
+
+Parts may be on devices, each on another one. Functions run on the device of the part that they are called for. Other tensors
+travel in the host's memory, whatever devices their workers have, and are put beside the part; what comes back is put on the
+device that `like` tells.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +71,7 @@ class WorkerBackend(Backend):
         return [
             _run(function, arguments, constants)
             if place == here
-            else _start(place, _run, (function, arguments, constants))
+            else _start(place, _run, (function, [on_host(item) for item in arguments], constants))
             for place, *arguments in zip(layout.places, *columns, strict=True)
         ]
 
@@ -77,12 +81,12 @@ class WorkerBackend(Backend):
         if old == new and not is_sum:
             return list(parts)
         pieces: list[list[Piece]] = [[] for _ in new.boxes]
-        for move in plan_moves(old.boxes, new.boxes):
-            part = parts[move.source]
-            source: list[Range] | None = ranges_in(move.box, old.boxes[move.source])
-            if isinstance(part, torch.Tensor) and new.places[move.target] != self.own_place:
-                part, source = take(part, source), None  # only what is needed goes on its way
-            pieces[move.target].append((part, source, ranges_in(move.box, new.boxes[move.target])))
+        for step in plan_moves(old.boxes, new.boxes):
+            part = parts[step.source]
+            source: list[Range] | None = ranges_in(step.box, old.boxes[step.source])
+            if isinstance(part, torch.Tensor) and new.places[step.target] != self.own_place:
+                part, source = take_to_host(part, source), None  # only what is needed goes on its way
+            pieces[step.target].append((part, source, ranges_in(step.box, new.boxes[step.target])))
         sizes = [list(box.sizes) for box in new.boxes]
         return self.run(assemble, new, sizes, pieces, device=str(like.device), dtype=like.dtype, is_sum=is_sum)
 
@@ -113,14 +117,14 @@ class WorkerBackend(Backend):
             if not (may_have_gradient or any(item.numel() for item in request)):
                 answers[number] = question.like.new_zeros(question.shape(number))
             elif place != here:
-                call = (torch.is_grad_enabled(), answer, _call(question, parts, number))
+                call = (torch.is_grad_enabled(), answer_to_host, _call(question, parts, number))
                 waiting[number] = rpc.rpc_async(place, _in_mode, args=call)
         for number, place in enumerate(layout.places):
             if place == here and number not in answers:
                 answers[number] = answer(*_call(question, parts, number))
         for number, future in waiting.items():
             answers[number] = future.wait()
-        return [answers[number] for number in range(len(parts))]
+        return [answers[number].to(question.like.device) for number in range(len(parts))]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)]
@@ -151,8 +155,25 @@ def _in_mode(is_grad_enabled: bool, function: Callable[..., Any], arguments: tup
         return function(*arguments)
 
 
-def _run(function: Callable[..., Any], arguments: Iterable[Any], constants: dict[str, Any]) -> Any:
-    return function(*(value_of(item) for item in arguments), **constants)
+def _run(function: Callable[..., Any], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
+    values = [value_of(item) for item in arguments]
+    if len({item.device for item in values if isinstance(item, torch.Tensor)}) > 1:
+        device = _device_for(arguments, values)
+        values = [item.to(device) if isinstance(item, torch.Tensor) else item for item in values]
+    return function(*values, **constants)
+
+
+def _device_for(arguments: Sequence[Any], values: Sequence[Any]) -> torch.device:
+    """Return the device of the part that a function is called for: one of this worker, and not what came with the call."""
+    tensors = [(number, item) for number, item in enumerate(values) if isinstance(item, torch.Tensor)]
+    own = [item for number, item in tensors if isinstance(arguments[number], RRef)]
+    return (own or [item for _, item in tensors if not item.is_cpu])[0].device
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor in the host's memory, so that it can go to a worker without its device; anything else as it is."""
+    is_on_device = isinstance(value, torch.Tensor) and not (value.is_cpu or value.is_meta)
+    return value.cpu() if is_on_device else value
 
 
 def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answerer, Part, Request, Any]:
@@ -160,12 +181,23 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
-    return function(value_of(part), tuple(request), setting)
+    own = value_of(part)
+    return function(own, tuple(item.to(own.device) for item in request), setting)
+
+
+def answer_to_host(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
+    found: torch.Tensor = on_host(answer(function, part, request, setting))
+    return found
 
 
 def take(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
     tensor: torch.Tensor = value_of(part)
     return tensor if ranges is None else tensor[tuple(slice(start, end) for start, end in ranges)]
+
+
+def take_to_host(part: Any, ranges: Sequence[Range] | None) -> torch.Tensor:
+    found: torch.Tensor = on_host(take(part, ranges))
+    return found
 
 
 def assemble(
@@ -176,12 +208,12 @@ def assemble(
     They cover the tensor, unless `is_sum`: then those that overlap add up, and what none of them covers is zero.
     """
     futures = {
-        number: rpc.rpc_async(part.owner(), take, args=(part, source))
+        number: rpc.rpc_async(part.owner(), take_to_host, args=(part, source))
         for number, (part, source, _) in enumerate(pieces)
         if isinstance(part, RRef) and not part.is_owner()
     }
     values = [
-        futures[number].wait() if number in futures else take(part, source)
+        (futures[number].wait() if number in futures else take(part, source)).to(device)
         for number, (part, source, _) in enumerate(pieces)
     ]
     if len(values) == 1 and list(values[0].size()) == list(sizes):

@@ -22,6 +22,8 @@ DeviceNames = Mapping[str, str]
 ON_HOST: Final[DeviceNames] = {}
 """Leaves tensors in the CPU's memory, whatever device their sender named."""
 
+CPU: Final = torch.device("cpu")
+
 _CPU: Final = "cpu"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?")  # of any device; whether it is there is asked later
 
@@ -62,21 +64,25 @@ def read_device_map(to: str, devices: Mapping[Any, Any]) -> dict[torch.device, t
     Raises:
         ConfigurationError: One of them is not the name of one device, or two of them stand for the same one.
     """
-    made = {_read_device(to, here): _read_device(to, there) for here, there in devices.items()}
+    where = f"the device map for {to}"
+    made = {read_device(where, here): read_device(where, there) for here, there in devices.items()}
     if len(set(made.values())) != len(made):
-        raise ConfigurationError(
-            f"the device map for {to} only supports 1-to-1 mapping, and sends two devices to one: {devices}"
-        )
+        raise ConfigurationError(f"{where} only supports 1-to-1 mapping, and sends two devices to one: {devices}")
     return made
 
 
-def _read_device(to: str, device: Any) -> torch.device:
+def read_device(where: str, device: Any) -> torch.device:
+    """Return a device by its name, `where` it was given.
+
+    Raises:
+        ConfigurationError: It is not the name of one device.
+    """
     try:
         made = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"the device map for {to} has {device!r}, which is not a device: {error}") from error
+        raise ConfigurationError(f"{where} has {device!r}, which is not a device: {error}") from error
     if made.type != _CPU and made.index is None:
-        raise ConfigurationError(f"the device map for {to} has {device!r}; say which one, such as {made.type}:0")
+        raise ConfigurationError(f"{where} has {device!r}; say which one, such as {made.type}:0")
     return torch.device(_CPU) if made.type == _CPU else made
 
 
@@ -128,3 +134,24 @@ def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> li
     from gradwire.wire import device_copies
 
     return device_copies.move(tensors, devices)
+
+
+def is_here(device: torch.device) -> bool:
+    """Return whether this process has a device."""
+    if device.type in (_CPU, "meta"):
+        return True
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != device.type:
+        return False
+    return bool((device.index or 0) < torch.get_device_module(found.type).device_count())
+
+
+def move_all(value: Any, device: torch.device) -> Any:
+    """Return the value with all its tensors on a device; look into tuples, lists and dicts. Autograd records it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(move_all(item, device) for item in value)
+    if type(value) is dict:
+        return {key: move_all(item, device) for key, item in value.items()}
+    return value

@@ -221,7 +221,7 @@ def test_backend_registry() -> None:
 
 def test_tensorpipe_options_start_a_worker(meeting: str) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=3, rpc_timeout=7, init_method=meeting, device_maps={"b": {"cpu": "cpu"}}, _transports=["uv"]
+        num_worker_threads=3, rpc_timeout=7, init_method=meeting, device_maps={"a": {"cpu": "cpu"}}, _transports=["uv"]
     )
     rpc.init_rpc("a", rpc.BackendType.TENSORPIPE, rank=0, world_size=1, rpc_backend_options=options)
     try:

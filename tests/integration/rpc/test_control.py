@@ -90,7 +90,7 @@ BAD_FIELDS = [
     ("~gather", (GROUP, 1, b"", [], float("nan"))),
     ("~gather", (GROUP, 1, b"", [], float("inf"))),
     ("~gather", (GROUP, 1, b"", [], "1")),
-    ("~join", (b"", 2)),
+    ("~join", (b"", 2, [])),
     ("~met", ()),
     ("~", ()),
     ("~no such operation", (1,)),

@@ -52,28 +52,35 @@ def control(leader: Agent) -> Iterator[StreamConnection]:
         yield made
 
 
+NO_DEVICES: list[Any] = []
 BAD = [
-    (encode_address(address_of("w2", 1)), 3),
-    (encode_address(address_of("w1", 2)), 3),
-    (encode_address(address_of("w2", 2)), 3),
-    (encode_address(address_of("w1", 70_000)), 3),
-    (encode_address(address_of("w1", -1)), 3),
-    (encode_address(address_of("w1", 1, -5)), 3),
-    (encode_address(address_of("w1", 1, uris=("unix:///x",) * 100)), 3),
-    (encode_address(address_of("w1", 1, uris=("x" * 5000,))), 3),
-    (encode_address(address_of("../w1", 1)), 3),
-    (b"", 3),
-    (b"\x93\x01\x02", 3),
-    (b"x" * 100_000, 3),
-    ("text", 3),
-    (None, 3),
-    (encode_address(address_of("w1", 1)), 4),
-    (encode_address(address_of("w1", 1)), 1),
-    (encode_address(address_of("w1", 1)), 0),
-    (encode_address(address_of("w1", 1)), -3),
-    (encode_address(address_of("w1", 1)), "3"),
-    (encode_address(address_of("w1", 1)), 3.0),
+    (encode_address(address_of("w2", 1)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", 2)), 3, NO_DEVICES),
+    (encode_address(address_of("w2", 2)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", 70_000)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", -1)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", 1, -5)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", 1, uris=("unix:///x",) * 100)), 3, NO_DEVICES),
+    (encode_address(address_of("w1", 1, uris=("x" * 5000,))), 3, NO_DEVICES),
+    (encode_address(address_of("../w1", 1)), 3, NO_DEVICES),
+    (b"", 3, NO_DEVICES),
+    (b"\x93\x01\x02", 3, NO_DEVICES),
+    (b"x" * 100_000, 3, NO_DEVICES),
+    ("text", 3, NO_DEVICES),
+    (None, 3, NO_DEVICES),
+    (encode_address(address_of("w1", 1)), 4, NO_DEVICES),
+    (encode_address(address_of("w1", 1)), 1, NO_DEVICES),
+    (encode_address(address_of("w1", 1)), 0, NO_DEVICES),
+    (encode_address(address_of("w1", 1)), -3, NO_DEVICES),
+    (encode_address(address_of("w1", 1)), "3", NO_DEVICES),
+    (encode_address(address_of("w1", 1)), 3.0, NO_DEVICES),
     (encode_address(address_of("w1", 1)),),
+    (encode_address(address_of("w1", 1)), 3),
+    (encode_address(address_of("w1", 1)), 3, [{"cuda": -1}]),
+    (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"cuda:0": 1}}]),
+    (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"c" * 100: "cpu"}}]),
+    (encode_address(address_of("w1", 1)), 3, [{}, {}, ["cuda:0"], 1]),
+    (encode_address(address_of("w1", 1)), 3, "none"),
     (),
 ]
 
@@ -87,7 +94,7 @@ def test_a_worker_joins_as_itself_or_not_at_all(host: Host, control: StreamConne
 
 def test_one_answer_is_owed_to_each_rank(host: Host, control: StreamConnection) -> None:
     for number in range(1, 6):
-        send_control(control, number, "~join", encode_address(address_of("w1", 1)), 3)
+        send_control(control, number, "~join", encode_address(address_of("w1", 1)), 3, NO_DEVICES)
         if number > 1:
             assert isinstance(receive(control), Failure)  # what the join before it gets
     wait_until(lambda: set(host._answers) == {0, 1}, 20)

@@ -495,3 +495,25 @@ def test_a_rank_zero_that_leaves_at_once_has_let_the_others_in(make_puppets: Mak
         puppet.start(f"{init_source(rank, 2, meeting, init_timeout=8.0)}; rpc.shutdown(graceful=False)")
     for puppet in puppets:
         puppet.result(30.0)
+
+
+def test_a_wrong_device_map_of_one_rank_is_an_error_of_all(make_puppets: Make, meeting: str) -> None:
+    puppets = make_puppets(3)
+    for maps, words in (
+        ({"w2": {"cuda:7": "cpu"}}, "Node w1 has source devices with invalid indices in its device map for w2"),
+        ({"w2": {"cpu": "cuda:7"}}, "Node w1 has target devices with invalid indices in its device map for w2"),
+        ({"none": {"cpu": "cpu"}}, "Node w1 has invalid target node names in its device maps"),
+    ):
+        for rank, puppet in enumerate(puppets):
+            puppet.start(init_source(rank, 3, meeting, device_maps=maps if rank == 1 else {}))
+        for puppet in puppets:
+            with pytest.raises(PuppetError, match=words):
+                puppet.result()
+    _meet(puppets, meeting, device_maps={"w2": {"cpu": "cpu"}})
+    _shut_down(puppets)
+
+
+def test_without_a_world_size_a_worker_checks_its_own_devices(meeting: str) -> None:
+    options = rpc.RpcOptions(init_method=meeting, device_maps={"later": {"cuda:7": "cuda:0"}})
+    with pytest.raises(ConfigurationError, match="Node a has source devices with invalid indices"):
+        rpc.init_rpc("a", rank=0, rpc_backend_options=options)

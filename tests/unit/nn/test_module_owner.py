@@ -5,25 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from gradwire.errors import ConfigurationError
-from gradwire.nn.module_owner import on_device, parse_placement
+from gradwire.nn.module_owner import parse_placement
 from gradwire.types import WorkerInfo
 
 
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("ps", ("ps", "cpu")),
+        ("ps", ("ps", "")),
         ("ps/cpu", ("ps", "cpu")),
         ("ps/cuda:1", ("ps", "cuda:1")),
-        ("rank:3", (3, "cpu")),
+        ("rank:3", (3, "")),
         ("rank:3/meta", (3, "meta")),
-        ("rank:x", ("rank:x", "cpu")),  # a worker may have such a name
+        ("rank:x", ("rank:x", "")),  # a worker may have such a name
         ("host-1.net:4/cpu", ("host-1.net:4", "cpu")),
-        (2, (2, "cpu")),
-        (WorkerInfo("ps", 1), (WorkerInfo("ps", 1), "cpu")),
+        (2, (2, "")),
+        (WorkerInfo("ps", 1), (WorkerInfo("ps", 1), "")),
     ],
 )
 def test_forms(where: Any, expected: Any) -> None:
@@ -39,12 +38,3 @@ def test_what_is_none(where: str) -> None:
 def test_devices_are_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"Expected one of .+ device type at start of device string"):
         parse_placement("ps/foo")
-
-
-def test_values_are_moved_wherever_tensors_are() -> None:
-    value = (torch.ones(2), [torch.ones(1), 3], {"a": (torch.zeros(1), "text")})
-    moved = on_device(value, torch.device("meta"))
-    assert [moved[0].device.type, moved[1][0].device.type, moved[2]["a"][0].device.type] == ["meta"] * 3
-    assert (moved[1][1], moved[2]["a"][1]) == (3, "text")
-    same = torch.ones(2)
-    assert on_device(same, torch.device("cpu")) is same

@@ -35,7 +35,7 @@ def _embedding(
 ) -> torch.Tensor:
     table = check_table(weight, input, "embedding")
     padding = _padding_row(table, padding_idx, AssertionError("Padding_idx must be within num_embeddings"))
-    ids = input.reshape(-1)
+    ids = input.reshape(-1).to(table._like.device)
     error = find_problem(table, ids, "embedding")
     if max_norm is not None:
         renormalize(table, ids, max_norm, norm_type, error)

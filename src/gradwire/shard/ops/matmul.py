@@ -74,6 +74,7 @@ class _Blocks:
     is_sum: bool  # whether the products are parts of sums
     like: torch.Tensor  # tells dtype and device, where references do not
     requires_grad: bool
+    leader: ShardedTensor  # beside whose parts the products are made
 
     def products(self, biases: Sequence[Part | None]) -> list[Part]:
         parts = self.backend.run(
@@ -85,7 +86,8 @@ class _Blocks:
         return parts
 
     def to_sharded(self, parts: Sequence[Part], layout: Layout) -> ShardedTensor:
-        made = from_layout(self.backend, layout, parts, self.size, self.like, self.requires_grad)
+        leader = self.leader if layout is self.layout else None
+        made = from_layout(self.backend, layout, parts, self.size, self.like, self.requires_grad, leader)
         made._batch = self.batch
         return made
 
@@ -182,6 +184,7 @@ def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, bat
         or any(box.sizes[across] and box.sizes[along] != length for box in layout.boxes),
         like=right._like,
         requires_grad=needs_gradient(left, right),
+        leader=right,
     )
 
 
@@ -218,6 +221,7 @@ def _at_left(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _
         is_sum=length == 0 or any(0 not in box.sizes[:-1] and box.sizes[-1] != length for box in left._layout.boxes),
         like=left._like,
         requires_grad=needs_gradient(left, right),
+        leader=left,
     )
 
 
@@ -272,7 +276,7 @@ def _bmm(func: Any, input: torch.Tensor, mat2: torch.Tensor) -> ShardedTensor:
     lefts, rights = (leader._parts, others) if is_input else (others, leader._parts)
     sizes = [list(products.boxes[number].sizes) for number in backend.box_numbers(layout)]
     parts = backend.run(bmm_part, layout, lefts, rights, sizes, length=input.size(2))
-    made = from_layout(backend, products, parts, size, leader._like, needs_gradient(input, mat2))
+    made = from_layout(backend, products, parts, size, leader._like, needs_gradient(input, mat2), leader)
     if isinstance(leader._sharding_spec, ChunkShardingSpec):
         made._sharding_spec = leader._sharding_spec
     return made

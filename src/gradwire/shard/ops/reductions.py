@@ -125,7 +125,7 @@ class Reduction:
         layout = reduce(tensor._layout, self.dims)
         layout = layout if self.keepdim else drop(layout, self.dims)
         size, like = self._size(self.keepdim), tensor._like.to(expected.dtype)
-        return from_layout(tensor._backend, layout, self._run(self.keepdim), size, like, expected.requires_grad)
+        return from_layout(tensor._backend, layout, self._run(self.keepdim), size, like, expected.requires_grad, tensor)
 
     def add_up(self) -> torch.Tensor:
         """Return the sum of what the reduction gives for each part: a plain tensor."""

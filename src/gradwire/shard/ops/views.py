@@ -168,7 +168,7 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
 
 def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
     """Make a tensor of parts that were made of those of another one; it has a gradient if that has one."""
-    return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor))
+    return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor), tensor)
 
 
 @implements(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)
