@@ -72,6 +72,7 @@ explore: $(STAMP)
 
 conformance: $(STAMP)
 	PYTHONPATH=tests:tests/integration $(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH)) $(CONFORMANCE)
+	PYTHONPATH=tests:tests/integration $(BIN)/python -m accelerator.torch_device_maps
 
 DEVICE ?= cuda
 accelerator-check: $(STAMP)

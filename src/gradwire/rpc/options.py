@@ -134,7 +134,7 @@ class RpcOptions(RpcBackendOptions):
         for here, there in more.items():
             if known.get(here, there) != there:
                 raise ConfigurationError(
-                    f"the device map for {to} only supports 1-to-1 mapping: {here} cannot be both {there} and {known[here]}"
+                    f"`set_device_map` only supports 1-to-1 mapping: {here} cannot be both {there} and {known[here]} of {to}"
                 )
         self.device_maps[to] = read_device_map(to, known | more)
 
