@@ -217,11 +217,15 @@ class Supervision:
         return [Announce("joined", name, life)]
 
     def lost(self, name: str, life: int, reason: str, now: float) -> list[Action]:
-        """The process of a worker ended, does not answer, or could not be rebuilt."""
+        """The process of a worker ended, does not answer, or could not be rebuilt.
+
+        One that is still being started counts as lost afterwards: `process_started` or `start_failed` comes first, so that
+        there is a process to end before there is another one.
+        """
         member = self._find(name, life)
-        if member is None or not (member.phase.has_process or member.phase is Phase.STARTING):
+        if member is None or not member.phase.has_process:
             return []
-        is_short = member.phase is Phase.STARTING or now - member.began < _SHORT_LIFE_S
+        is_short = now - member.began < _SHORT_LIFE_S
         member.num_short = member.num_short + 1 if is_short else 0
         self._lose(member, reason, now)
         if member.phase is Phase.WAITING:
@@ -241,8 +245,7 @@ class Supervision:
         member = self._find(name, life)
         if member is None or self._is_closed:
             return [EndProcess(name, life)]  # removed meanwhile
-        if member.phase is not Phase.STARTING:
-            return []  # lost meanwhile
+        assert member.phase is Phase.STARTING
         member.phase, member.began, member.heard, member.is_asked = Phase.REBUILDING, now, now, False
         return [Rebuild(name, life)]
 

@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradwire.cluster.supervision import (
@@ -312,6 +312,7 @@ class World:
     max_restarts=st.integers(0, 3),
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 31), st.floats(0.0, 30.0)), max_size=60),
 )
+@example(2, [(0, 0, 20.0), (0, 0, 0.0), (3, 0, 0.0)])  # a loss is told before the start has ended
 def test_any_order_of_events(max_restarts: int, steps: list[tuple[int, int, float]]) -> None:
     world = World(max_restarts)
     for step in steps:
